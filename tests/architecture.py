@@ -172,8 +172,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
-        ("native", "triton", "compositions", "deep_gemm", "flash_mla"),
-        ("torch_ops",),
+        ("native", "triton", "deep_gemm", "flash_mla"),
+        ("torch_ops", "compositions"),
         ("torch_attention", "torch_experts"),
         ("torch_products", "torch_flash"),
         ("reference",),
@@ -182,7 +182,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("activations", "draws"),
         ("weight_formats", "spec"),
     ),
-    "kernels.native": (("ops",), ("products",), ("rows",), ("build", "calls")),
+    "kernels.native": (("ops",), ("products", "fused"), ("rows",), ("build", "calls")),
     "kernels.triton": (
         ("provider",),
         ("grouped",),

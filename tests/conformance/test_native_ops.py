@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdinfer.errors import PDInferError
 from pdinfer.kernels import torch_ops
 from tests.conformance.op_suite import (
     draw,
@@ -68,3 +69,13 @@ def test_native_ops_read_strided_rows(name: str) -> None:
     apart = torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
     got = op(apart, *rest)
     assert torch.equal(got, op(x, *rest)) or torch.equal(got, getattr(torch_ops, name)(apart, *rest))
+
+
+@pytest.mark.parametrize("slot", [-1, 12, 2**40])
+def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
+    op = op_of("native", "norm_rotate_store", "cpu", torch.bfloat16)
+    pages, angles = torch.zeros(3, 4, 40, dtype=torch.bfloat16), draw(2, 4)
+    inputs = draw(2, 32).bfloat16(), draw(2, 8).bfloat16(), draw(32).bfloat16(), 1e-6, angles.cos(), angles.sin(), pages
+    with pytest.raises(PDInferError, match=r"1 of the slots \[7, -?\d+\] are not among the 12 of the cache"):
+        op(*inputs, torch.tensor([7, slot]), rounding=None)
+    assert torch.equal(pages.flatten(0, 1).any(-1).nonzero().flatten(), torch.tensor([7]))

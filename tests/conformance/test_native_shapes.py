@@ -140,10 +140,25 @@ def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
     return native.mla_prefill(q, pages, kv_b, table, (7, 48), (33, 48), v_head_dim=64, scale=0.25)
 
 
+def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
+    pages = torch.zeros(2, 2, 59, dtype=torch.bfloat16)
+    native.norm_rotate_store(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=None)
+    return pages
+
+
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 CASES: dict[str, Case] = (
     {
         "rms_norm": (lambda x, weight: native.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
+        "add_rms_norm": (
+            lambda x, residual, weight: torch.cat(native.add_rms_norm(x, residual, weight, 1e-6)),
+            (whole(5, 43), whole(5, 43, seed=1), whole(43)),
+        ),
+        "norm_rotate_store": (stored, (whole(2, 43), whole(2, 16), whole(43), COS[:2], COS[2:4], torch.tensor([3, 1]))),
+        "combine_experts": (
+            native.combine_experts,
+            (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2), whole(2, 43), whole(2, 43, seed=1)),
+        ),
         "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
         "gated_silu": (native.gated_silu, (whole(5, 46),)),
         "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),

@@ -297,8 +297,8 @@ MUTANTS = [
     Mutant(
         "native combine_rows drops a choice when k > 7",
         CR,
-        "for (i64 n = t * k; n < (t + 1) * k; n++)\n                if (row[n] >= 0) sum += weights[n] *",
-        "for (i64 n = t * k; n < t * k + MIN(k, 7); n++)\n                if (row[n] >= 0) sum += weights[n] *",
+        "for (i64 n = 0; n < k; n++)\n        if (row[n] >= 0) sum += weights[n] *",
+        "for (i64 n = 0; n < MIN(k, 7); n++)\n        if (row[n] >= 0) sum += weights[n] *",
         f"{OPS}::test_rows_of_experts",
     ),
     Mutant(

@@ -257,4 +257,32 @@ MUTANTS = [
         "        for (; i < n; i += PAIRS) {\n            words pairs = load_pairs(x",
         f"{SHAPES}::test_memory_may_lie_anywhere",
     ),
+    Mutant(
+        "native add_rms_norm normalises x without the residual",
+        f"{FOLDER}/rows.c",
+        "norm(sum + r * n, n, w, eps, y + r * n);",
+        "norm(x + r * n, n, w, eps, y + r * n);",
+        "tests/conformance/test_fused_ops.py::test_add_rms_norm",
+    ),
+    Mutant(
+        "native combine_experts rounds once, behind the residual",
+        f"{FOLDER}/rows.c",
+        "load_bf16(residual + first + i) + rounded(sum)",
+        "load_bf16(residual + first + i) + sum",
+        "tests/conformance/test_fused_ops.py::test_the_residual_is_added_to_what_was_rounded",
+    ),
+    Mutant(
+        "native norm_rotate_store writes to a slot behind the cache",
+        f"{FOLDER}/rows.c",
+        "if (slots[r] < 0 || slots[r] >= num_slots) {",
+        "if (slots[r] < 0) {",
+        "tests/conformance/test_native_ops.py::test_a_slot_outside_the_cache_is_refused",
+    ),
+    Mutant(
+        "native norm_rotate_store stores latents that were to be rounded as they are",
+        "src/pdinfer/kernels/native/fused.py",
+        "    if rounding is not None or not rows or",
+        "    if not rows or",
+        "tests/conformance/test_fused_ops.py::test_latents_are_stored_as_kv_b_proj_rounds_them",
+    ),
 ]

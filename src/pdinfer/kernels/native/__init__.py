@@ -3,6 +3,7 @@
     ops.py        the provider: what it serves, and attention; what C cannot take goes to `torch_ops`
     products.py   products with weights in every format, and experts
     rows.py       what lies between products
+    fused.py      several of these in one call
     calls.py      what all calls look at before and behind
     build.py      says what is compiled for this machine on first use, and why it cannot be
     products.c    linear maps; products.h says what the next four share
@@ -21,6 +22,6 @@
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
-May import: kernels.activations, kernels.spec, kernels.torch_experts, kernels.torch_ops,
+May import: kernels.activations, kernels.spec, kernels.torch_experts, kernels.torch_ops, kernels.compositions,
 kernels.weight_formats, process, the ground.
 """

@@ -35,6 +35,9 @@ SIGNATURES = {
     "group_rows": (_P, _N, _N, _N, _P, _P, _P),
     "combine_rows": (_P, _P, _P, _N, _N, _N, _P, _I),
     "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
+    "add_rms_norm": (_P, _P, _N, _N, _P, _F, _P, _P, _I),
+    "combine_experts": (_P, _P, _P, _P, _P, _N, _N, _N, _P, _I),
+    "norm_rotate_store": (_P, _N, _P, _N, _N, _N, _N, _P, _F, _P, _P, _P, _N, _P, _I),
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
@@ -56,7 +59,7 @@ NEED_MEMORY = (
 RESULTS = (
     dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served", "strips_are_served"), _I)
     | dict.fromkeys(NEED_MEMORY, _N)
-    | {"prefill_scratch": _N}
+    | {"prefill_scratch": _N, "norm_rotate_store": _N}
 )
 """The kernels that return something."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import torch_ops
-from pdinfer.kernels.native import build, products, rows
+from pdinfer.kernels.native import build, fused, products, rows
 from pdinfer.kernels.native.calls import are, check_memory
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.process.compiled import cpu_flags
@@ -36,6 +36,9 @@ route = rows.route
 group_rows = rows.group_rows
 combine_rows = rows.combine_rows
 gated_silu = rows.gated_silu
+add_rms_norm = fused.add_rms_norm
+norm_rotate_store = fused.norm_rotate_store
+combine_experts = fused.combine_experts
 
 PART_TOKENS = 1024
 """Threads share the contexts that are longer than this in decode."""

@@ -85,63 +85,124 @@ EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *coun
     }
 }
 
-/* out[token] = sum over its k choices of weight * y[row], in float32. A row of -1 adds nothing. */
+/* The sum over the k choices of a token of weight * y[row], in float32, from value i on. A row of -1 adds nothing. */
+INLINE floats sum_of_choices(const bf16 *y, const i64 *row, const float *weights, i64 k, i64 width, i64 i) {
+    floats sum = {0};
+    for (i64 n = 0; n < k; n++)
+        if (row[n] >= 0) sum += weights[n] * load_bf16(y + row[n] * width + i);
+    return sum;
+}
+
+INLINE float one_of_choices(const bf16 *y, const i64 *row, const float *weights, i64 k, i64 width, i64 i) {
+    float sum = 0;
+    for (i64 n = 0; n < k; n++)
+        if (row[n] >= 0) sum += from_bf16(y[row[n] * width + i]) * weights[n];
+    return sum;
+}
+
+/* out[token] = the sum over its choices. */
 EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i64 tokens, i64 k, i64 width, float *out,
                          int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
     for (i64 t = 0; t < tokens; t++) {
         i64 i = 0;
+        for (; i + LANES <= width; i += LANES)
+            store(out + t * width + i, sum_of_choices(y, row + t * k, weights + t * k, k, width, i));
+        for (; i < width; i++) out[t * width + i] = one_of_choices(y, row + t * k, weights + t * k, k, width, i);
+    }
+}
+
+/* out[token] = residual + (the sum over its choices + shared), of which the inner sum is rounded. What is NULL adds
+ * nothing. */
+EXPORT void combine_experts(const bf16 *y, const i64 *row, const float *weights, const bf16 *shared, const bf16 *residual,
+                            i64 tokens, i64 k, i64 width, bf16 *out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
+    for (i64 t = 0; t < tokens; t++) {
+        i64 i = 0, first = t * width;
         for (; i + LANES <= width; i += LANES) {
-            floats sum = {0};
-            for (i64 n = t * k; n < (t + 1) * k; n++)
-                if (row[n] >= 0) sum += weights[n] * load_bf16(y + row[n] * width + i);
-            store(out + t * width + i, sum);
+            floats sum = sum_of_choices(y, row + t * k, weights + t * k, k, width, i);
+            if (shared) sum += load_bf16(shared + first + i);
+            if (residual) sum = load_bf16(residual + first + i) + rounded(sum);
+            store_bf16(out + first + i, sum);
         }
         for (; i < width; i++) {
-            float sum = 0;
-            for (i64 n = t * k; n < (t + 1) * k; n++)
-                if (row[n] >= 0) sum += from_bf16(y[row[n] * width + i]) * weights[n];
-            out[t * width + i] = sum;
+            float sum = one_of_choices(y, row + t * k, weights + t * k, k, width, i);
+            if (shared) sum += from_bf16(shared[first + i]);
+            if (residual) sum = from_bf16(residual[first + i]) + from_bf16(to_bf16(sum));
+            out[first + i] = to_bf16(sum);
         }
     }
 }
 
 /* -- norms and rotations ------------------------------------------------------------------------------------------- */
 
-/* y = w * x / sqrt(mean(x^2) + eps), rows of n values, ldx apart in x. */
-EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, float eps, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
-    for (i64 r = 0; r < rows; r++) {
-        const bf16 *in = x + r * ldx;
-        floats sum = {0};
-        i64 i = 0;
-        for (; i + LANES <= n; i += LANES) sum += load_bf16(in + i) * load_bf16(in + i);
-        float total = sum_of(sum);
-        for (; i < n; i++) total += from_bf16(in[i]) * from_bf16(in[i]);
-        float scale = 1.0f / sqrtf(total / (float)n + eps) + 0 * total; /* NaN where the squares overflowed */
-        for (i = 0; i + LANES <= n; i += LANES)
-            store_bf16(y + r * n + i, load_bf16(in + i) * scale * load_bf16(w + i));
-        for (; i < n; i++) {
-            float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
-            y[r * n + i] = to_bf16(v);
-        }
+/* y = w * x / sqrt(mean(x^2) + eps), of n values. */
+INLINE void norm(const bf16 *in, i64 n, const bf16 *w, float eps, bf16 *y) {
+    floats sum = {0};
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES) sum += load_bf16(in + i) * load_bf16(in + i);
+    float total = sum_of(sum);
+    for (; i < n; i++) total += from_bf16(in[i]) * from_bf16(in[i]);
+    float scale = 1.0f / sqrtf(total / (float)n + eps) + 0 * total; /* NaN where the squares overflowed */
+    for (i = 0; i + LANES <= n; i += LANES) store_bf16(y + i, load_bf16(in + i) * scale * load_bf16(w + i));
+    for (; i < n; i++) {
+        float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
+        y[i] = to_bf16(v);
     }
 }
 
-/* Turns the pairs (2f, 2f + 1) of x [rows, heads, 2 * half] by the angles of their row: cos and sin [rows, half]. Rows
- * of x are `ldx` apart, heads `ldh`; y is dense. */
+/* The same of rows that are ldx apart in x. */
+EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, float eps, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (i64 r = 0; r < rows; r++) norm(x + r * ldx, n, w, eps, y + r * n);
+}
+
+/* sum = residual + x, and y the norm of it; all rows lie one behind the other. */
+EXPORT void add_rms_norm(const bf16 *x, const bf16 *residual, i64 rows, i64 n, const bf16 *w, float eps, bf16 *sum, bf16 *y,
+                         int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (i64 r = 0; r < rows; r++) {
+        i64 i = r * n, end = i + n;
+        for (; i + LANES <= end; i += LANES) store_bf16(sum + i, load_bf16(residual + i) + load_bf16(x + i));
+        for (; i < end; i++) sum[i] = to_bf16(from_bf16(residual[i]) + from_bf16(x[i]));
+        norm(sum + r * n, n, w, eps, y + r * n);
+    }
+}
+
+/* Turns the pairs (2f, 2f + 1) of x by angles with these cosines and sines. */
+INLINE void turn(const bf16 *x, i64 half, const float *c, const float *s, bf16 *to) {
+    for (i64 f = 0; f < half; f++) {
+        float even = from_bf16(x[2 * f]), odd = from_bf16(x[2 * f + 1]);
+        to[2 * f] = to_bf16(even * c[f] - odd * s[f]);
+        to[2 * f + 1] = to_bf16(even * s[f] + odd * c[f]);
+    }
+}
+
+/* The same with x [rows, heads, 2 * half] and the angles of each row: cos and sin [rows, half]. Rows of x are `ldx` apart,
+ * heads `ldh`; y is dense. */
 EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 half, const float *cosines,
                    const float *sines, bf16 *y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
     for (i64 r = 0; r < rows; r++)
-        for (i64 h = 0; h < heads; h++) {
-            const bf16 *in = x + r * ldx + h * ldh;
-            const float *c = cosines + r * half, *s = sines + r * half;
-            bf16 *to = y + (r * heads + h) * 2 * half;
-            for (i64 f = 0; f < half; f++) {
-                float even = from_bf16(in[2 * f]), odd = from_bf16(in[2 * f + 1]);
-                to[2 * f] = to_bf16(even * c[f] - odd * s[f]);
-                to[2 * f + 1] = to_bf16(even * s[f] + odd * c[f]);
-            }
+        for (i64 h = 0; h < heads; h++)
+            turn(x + r * ldx + h * ldh, half, cosines + r * half, sines + r * half, y + (r * heads + h) * 2 * half);
+}
+
+/* Writes the norm of c [rows, n] and k [rows, 2 * half], turned, one behind the other to their slots of n + 2 * half values.
+ * Rows of c and k are `ldc` and `ldk` apart. How many slots are not among `num_slots`; nothing is written there. */
+EXPORT i64 norm_rotate_store(const bf16 *c, i64 ldc, const bf16 *k, i64 ldk, i64 rows, i64 n, i64 half, const bf16 *w,
+                             float eps, const float *cosines, const float *sines, const i64 *slots, i64 num_slots,
+                             bf16 *pages, int threads) {
+    i64 outside = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64) reduction(+ : outside)
+    for (i64 r = 0; r < rows; r++) {
+        if (slots[r] < 0 || slots[r] >= num_slots) {
+            outside++;
+            continue;
         }
+        bf16 *to = pages + slots[r] * (n + 2 * half);
+        norm(c + r * ldc, n, w, eps, to);
+        turn(k + r * ldk, half, cosines + r * half, sines + r * half, to + n);
+    }
+    return outside;
 }

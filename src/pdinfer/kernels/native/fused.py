@@ -1,0 +1,121 @@
+"""Sequences of ops in one call (`rows.c`). With few rows most of the time of an op is the call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdinfer.errors import PDInferError
+from pdinfer.kernels import compositions, torch_ops
+from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels.native import build
+from pdinfer.kernels.native.calls import are
+from pdinfer.kernels.native.rows import combine_rows, rms_norm, rotate
+
+
+def _rounded(x_TI: Tensor, rounding: Rounding) -> Tensor:
+    if rounding is Rounding.INT8:
+        return torch_ops.round_int8(x_TI)
+    return torch_ops.round_fp8(x_TI, ue8m0=rounding is Rounding.FP8_UE8M0)
+
+
+_APART: Any = SimpleNamespace(
+    rms_norm=rms_norm,
+    rotate=rotate,
+    combine_rows=combine_rows,
+    store_latent=torch_ops.store_latent,
+    rounded=_rounded,
+)
+"""The ops one by one, for what C does not take in one call."""
+
+
+def _dense(*tensors: Tensor | None) -> bool:
+    return are(torch.bfloat16, *tensors) and all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if residual_TD is None or not _dense(x_TD, residual_TD, weight_D):
+        return compositions.add_rms_norm(_APART, x_TD, residual_TD, weight_D, eps)
+    rows, width = x_TD.shape
+    normed_TD, sum_TD = x_TD.new_empty(rows, width), x_TD.new_empty(rows, width)
+    build.library().add_rms_norm(
+        x_TD.data_ptr(),
+        residual_TD.data_ptr(),
+        rows,
+        width,
+        weight_D.data_ptr(),
+        eps,
+        sum_TD.data_ptr(),
+        normed_TD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return normed_TD, sum_TD
+
+
+def norm_rotate_store(
+    c_TC: Tensor,
+    k_TR: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    pages_PGW: Tensor,
+    slots_T: Tensor,
+    *,
+    rounding: Rounding | None,
+) -> None:
+    rows = are(torch.bfloat16, c_TC, k_TR) and c_TC.stride(-1) == k_TR.stride(-1) == 1 and slots_T.dtype == torch.int64
+    if rounding is not None or not rows or not are(torch.float32, cos_TF, sin_TF) or not _dense(weight_C, pages_PGW):
+        compositions.norm_rotate_store(
+            _APART, c_TC, k_TR, weight_C, eps, cos_TF, sin_TF, pages_PGW, slots_T, rounding=rounding
+        )
+        return
+    cos_TF, sin_TF, slots_T = cos_TF.contiguous(), sin_TF.contiguous(), slots_T.contiguous()
+    num_slots = pages_PGW.shape[0] * pages_PGW.shape[1]
+    outside = build.library().norm_rotate_store(
+        c_TC.data_ptr(),
+        c_TC.stride(0),
+        k_TR.data_ptr(),
+        k_TR.stride(0),
+        *c_TC.shape,
+        k_TR.shape[1] // 2,
+        weight_C.data_ptr(),
+        eps,
+        cos_TF.data_ptr(),
+        sin_TF.data_ptr(),
+        slots_T.data_ptr(),
+        num_slots,
+        pages_PGW.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if outside:
+        raise PDInferError(f"{outside} of the slots {slots_T.tolist()[:8]} are not among the {num_slots} of the cache")
+
+
+def combine_experts(
+    y_SD: Tensor,
+    row_TK: Tensor | None,
+    weights_TK: Tensor | None,
+    shared_TD: Tensor | None,
+    residual_TD: Tensor | None,
+) -> Tensor:
+    dense = _dense(y_SD, shared_TD, residual_TD) and are(torch.float32, weights_TK)
+    if row_TK is None or weights_TK is None or not dense:
+        return compositions.combine_experts(_APART, y_SD, row_TK, weights_TK, shared_TD, residual_TD)
+    row_TK, weights_TK = row_TK.contiguous(), weights_TK.contiguous()
+    out_TD = y_SD.new_empty(len(row_TK), y_SD.shape[1])
+    build.library().combine_experts(
+        y_SD.data_ptr(),
+        row_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        None if shared_TD is None else shared_TD.data_ptr(),
+        None if residual_TD is None else residual_TD.data_ptr(),
+        *row_TK.shape,
+        y_SD.shape[1],
+        out_TD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out_TD
