@@ -32,12 +32,14 @@ ENVIRONMENT = {
 
 @attrs.define(eq=False)
 class Engine:
-    """A child, and what it has said: `done` by request, `moved` by room, `last` its stats."""
+    """A child, and what it has said: `done` by request and when that was heard (`ended`), `moved` by room, `last` its
+    stats."""
 
     child: subprocess.Popen[str]
     log: Path
     heard: queue.Queue[dict[str, Any] | None] = attrs.field(factory=queue.Queue)
     done: dict[str, dict[str, Any]] = attrs.field(factory=dict)
+    ended: dict[str, float] = attrs.field(factory=dict)
     moved: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     last: dict[str, Any] | None = None
     address: str | None = None
@@ -87,12 +89,17 @@ class Engine:
         if "ready" in what:
             self.is_ready, self.address, self.block_size = True, what["ready"], what["block_size"]
         elif "done" in what:
-            self.done[what["done"]] = what
+            self.end(what["done"], what)
         elif "moved" in what:
             self.moved[what["moved"]] = what
         else:
             self.last = what
         return True
+
+    def end(self, name: str, what: dict[str, Any]) -> None:
+        """Note that a request has ended, and when it did so first."""
+        self.done[name] = what
+        self.ended.setdefault(name, time.monotonic())
 
     def stats(self) -> dict[str, Any]:
         self.last = None
