@@ -30,12 +30,31 @@ ENVIRONMENT = {
 }
 
 
+Launch = Callable[[Path, dict[str, Any]], Any]
+
+
+def launch_alone(log: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    """Start an engine in a process that imports vLLM itself."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with log.open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.child", json.dumps(settings)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            bufsize=1,
+        )
+
+
 @attrs.define(eq=False)
 class Engine:
-    """A child, and what it has said: `done` by request and when that was heard (`ended`), `moved` by room, `last` its
-    stats."""
+    """A child (a Popen, or what serves as one) and what it has said: `done` by request and when that was heard
+    (`ended`), `moved` by room, `last` its stats."""
 
-    child: subprocess.Popen[str]
+    child: Any
     log: Path
     heard: queue.Queue[dict[str, Any] | None] = attrs.field(factory=queue.Queue)
     done: dict[str, dict[str, Any]] = attrs.field(factory=dict)
@@ -48,20 +67,9 @@ class Engine:
     reader: threading.Thread = attrs.field(init=False)
 
     @classmethod
-    def start(cls, folder: Path, name: str, **settings: Any) -> Engine:
+    def start(cls, folder: Path, name: str, launch: Launch | None = None, **settings: Any) -> Engine:
         log = folder / f"{name}.log"
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        with log.open("a") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.child", json.dumps(settings)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                bufsize=1,
-            )
+        child = (launch or launch_alone)(log, settings)
         engine = cls(child, log)
         engine.reader = threading.Thread(target=engine._read, daemon=True)
         engine.reader.start()

@@ -42,9 +42,10 @@ import attrs
 
 from tests.vllm.conftest import asks, prompts
 from tests.vllm.engines import ROOT, Engine, ready, role, until
+from tests.vllm.forked import launch
 
-LEASE_S = 6.0
-TIMES = {"hold_s": 2.0, "lease_s": LEASE_S}
+LEASE_S = 4.0
+TIMES = {"hold_s": 1.0, "lease_s": LEASE_S}
 SLACK_S = 2.0
 NEXT_S = 1.0
 NEVER_S = 999.0
@@ -378,7 +379,8 @@ def engines(model: Path, folder: Path) -> Iterator[Start]:
     made: list[Engine] = []
 
     def start(name: str, kind: str, *, settings: dict[str, Any], **extra: Any) -> Engine:
-        made.append(Engine.start(folder, name, **{"model": str(model), "transfer": role(kind, **extra), **settings}))
+        more = {"model": str(model), "transfer": role(kind, **extra), **settings}
+        made.append(Engine.start(folder, name, launch, **more))
         return made[-1]
 
     try:
