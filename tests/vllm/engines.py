@@ -30,14 +30,35 @@ ENVIRONMENT = {
 }
 
 
+Launch = Callable[[Path, dict[str, Any]], Any]
+
+
+def launch_alone(log: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    """Start an engine in a process that imports vLLM itself."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with log.open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.child", json.dumps(settings)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            bufsize=1,
+        )
+
+
 @attrs.define(eq=False)
 class Engine:
-    """A child, and what it has said: `done` by request, `moved` by room, `last` its stats."""
+    """A child (a Popen, or what serves as one) and what it has said: `done` by request and when that was heard
+    (`ended`), `moved` by room, `last` its stats."""
 
-    child: subprocess.Popen[str]
+    child: Any
     log: Path
     heard: queue.Queue[dict[str, Any] | None] = attrs.field(factory=queue.Queue)
     done: dict[str, dict[str, Any]] = attrs.field(factory=dict)
+    ended: dict[str, float] = attrs.field(factory=dict)
     moved: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     last: dict[str, Any] | None = None
     address: str | None = None
@@ -46,20 +67,9 @@ class Engine:
     reader: threading.Thread = attrs.field(init=False)
 
     @classmethod
-    def start(cls, folder: Path, name: str, **settings: Any) -> Engine:
+    def start(cls, folder: Path, name: str, launch: Launch | None = None, **settings: Any) -> Engine:
         log = folder / f"{name}.log"
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        with log.open("a") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.child", json.dumps(settings)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                bufsize=1,
-            )
+        child = (launch or launch_alone)(log, settings)
         engine = cls(child, log)
         engine.reader = threading.Thread(target=engine._read, daemon=True)
         engine.reader.start()
@@ -87,12 +97,17 @@ class Engine:
         if "ready" in what:
             self.is_ready, self.address, self.block_size = True, what["ready"], what["block_size"]
         elif "done" in what:
-            self.done[what["done"]] = what
+            self.end(what["done"], what)
         elif "moved" in what:
             self.moved[what["moved"]] = what
         else:
             self.last = what
         return True
+
+    def end(self, name: str, what: dict[str, Any]) -> None:
+        """Note that a request has ended, and when it did so first."""
+        self.done[name] = what
+        self.ended.setdefault(name, time.monotonic())
 
     def stats(self) -> dict[str, Any]:
         self.last = None

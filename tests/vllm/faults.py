@@ -1,18 +1,23 @@
 """Faults for a pair of engines, and seeded runs of them: `python -m tests.vllm.faults --runs 200 --out FILE`.
 
 A run gives a pair some two dozen requests, does one thing to it at a moment that the seed chooses, brings back what it
-killed, and gives it another request. One JSON line per kind says what came of its runs:
+killed, and gives it another request once both engines answer. One JSON line per kind says what came of its runs:
 
     faults      that were made, those of links one by one
-    requests    that were given to an engine that was not killed
-    ended       of these, how many ended within the lease and 2 s (a freeze of decode itself does not count)
+    requests    that were given to an engine which was not killed, so twice two dozen where both engines lived
+    ended       of these, how many ended within the lease and 2 s, without the time in which their own engine was frozen
+    late        the others: (seed, engine, seconds)
+    longest_s   the longest of them, at decode and at prefill
     landed      rooms that decode says have landed
     equal       of these, those whose bytes have the digest that prefill took when they left
-    as_told     those that ended as `kv_load_failure_policy` says: "fail" ends in an error what has not landed
+    as_told     decode's requests that ended as `kv_load_failure_policy` says ("fail" ends in an error what has not
+                landed), and prefill's that ended with a token
     at_rest     runs after which all blocks of both engines were free
     bad_frees   blocks that were freed while a peer could write them
-    next_s      from the moment the peer was back to the end of the next request, the longest
+    next_s      from the moment both engines answered to the first token of the next request, the longest
+    next_late   those that took longer than 1 s: (seed, seconds)
     next_landed runs after which that request's prompt landed
+    load        of the host, the lowest and the highest at the end of a run
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -36,10 +42,13 @@ import attrs
 
 from tests.vllm.conftest import asks, prompts
 from tests.vllm.engines import ROOT, Engine, ready, role, until
+from tests.vllm.forked import launch
 
-LEASE_S = 6.0
-TIMES = {"hold_s": 2.0, "lease_s": LEASE_S}
+LEASE_S = 4.0
+TIMES = {"hold_s": 1.0, "lease_s": LEASE_S}
 SLACK_S = 2.0
+NEXT_S = 1.0
+NEVER_S = 999.0
 FREEZE_S = 20.0
 MORE = {"max_num_seqs": 8, "num_blocks": 512}
 TIGHT = {"num_blocks": 36, "more": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}}
@@ -65,19 +74,18 @@ class Load:
     began: dict[str, float] = attrs.field(factory=dict)
     ended: dict[str, float] = attrs.field(factory=dict)
 
-    def give(self, prompt: list[int]) -> str:
+    def give(self, prompt: list[int], max_tokens: int = 8) -> str:
         sends, loads, room = asks(self.prefill)
         if self.address:
             loads["prefill"] = self.address
         self.prefill.say(add=room, prompt=prompt, max_tokens=1, params=sends)
-        self.decode.say(add=room, prompt=prompt, max_tokens=8, params=loads)
+        self.decode.say(add=room, prompt=prompt, max_tokens=max_tokens, params=loads)
         self.began[room] = time.monotonic()
         return room
 
     def look(self) -> int:
         """Note what has ended. Return how many requests decode has left."""
-        for name in self.decode.done.keys() - self.ended.keys():
-            self.ended[name] = time.monotonic()
+        self.ended |= {name: at for name, at in self.decode.ended.items() if name in self.began}
         return len(self.began) - len(self.ended)
 
     def run(self, count: int, at: dict[int, Callable[[], Any]], seed: int = 3) -> None:
@@ -95,7 +103,7 @@ class Load:
             if names and rng.random() < 0.7:
                 name = rng.choice(names)
                 engine.say(abort=name)
-                engine.done.setdefault(name, {"reason": "abort"})
+                engine.end(name, {"reason": "abort"})
 
     def check(self, *, slack_s: float = SLACK_S) -> None:
         """See that every request ended within the lease and some seconds, and that what landed is what was sent."""
@@ -164,41 +172,48 @@ class Tally:
     faults: int = 0
     requests: int = 0
     ended: int = 0
+    late: tuple[tuple[int, str, float], ...] = ()
+    longest_s: tuple[float, float] = (0.0, 0.0)
     landed: int = 0
     equal: int = 0
     as_told: int = 0
     at_rest: int = 0
     bad_frees: int = 0
-    longest_s: float = 0.0
     next_s: float = 0.0
+    next_late: tuple[tuple[int, float], ...] = ()
     next_landed: int = 0
+    load: tuple[float, ...] = ()
 
-    def add(self, load: Load, policy: str, allowed_s: float) -> None:
-        """Count the requests of a run in which decode lived."""
-        sent = {room: said["digest"] for room, said in load.prefill.moved.items()}
-        for room in load.began:
-            self.requests += 1
-            said = load.decode.done.get(room)
-            if said is None or room not in load.ended:
-                continue
-            took = load.ended[room] - load.began[room]
-            self.longest_s = max(self.longest_s, round(took, 2))
-            self.ended += took <= allowed_s
-            landed = load.decode.moved.get(room)
-            if landed is not None:
-                self.landed += 1
-                self.equal += landed["digest"] == sent.get(room)
-            ends = {"length", "abort"} if policy == "recompute" or landed is not None else {"error", "abort"}
-            self.as_told += said["reason"] in ends
-
-    def add_prefills(self, load: Load) -> None:
-        """Count the requests of a run in which decode was killed: those of prefill have to end."""
-        self.requests += len(load.began)
-        self.ended += len(load.prefill.done)
-        self.as_told += sum(said["reason"] == "length" for said in load.prefill.done.values())
-        for room, said in load.decode.moved.items():
+    def add(self, load: Load, seed: int, policy: str, lost: Engine | None, freeze: Freeze | None) -> None:
+        """Count the requests of a run."""
+        longest = list(self.longest_s)
+        for at, engine in enumerate((load.decode, load.prefill)):
+            for room in load.began if engine is not lost else ():
+                self.requests += 1
+                said, end = engine.done.get(room), engine.ended.get(room, load.began[room] + NEVER_S)
+                took_s = end - load.began[room]
+                if freeze is not None and freeze.engine is engine:
+                    took_s -= freeze.overlap_s(load.began[room], end)
+                longest[at] = max(longest[at], round(took_s, 2))
+                if took_s <= LEASE_S + SLACK_S:
+                    self.ended += 1
+                else:
+                    self.late += ((seed, ("decode", "prefill")[at], round(took_s, 2)),)
+                is_lost = engine is load.decode and policy == "fail" and room not in load.decode.moved
+                as_told = {"abort", "error" if is_lost else "length"}
+                self.as_told += said is not None and said["reason"] in as_told
+        self.longest_s = longest[0], longest[1]
+        for room in load.began.keys() & load.decode.moved.keys():
             self.landed += 1
-            self.equal += said["digest"] == load.prefill.moved.get(room, {}).get("digest")
+            self.equal += load.decode.moved[room]["digest"] == load.prefill.moved.get(room, {}).get("digest")
+
+    def add_next(self, seed: int, took_s: float, has_landed: bool) -> None:
+        """Count the request behind a run."""
+        self.next_s = max(self.next_s, round(took_s, 2))
+        self.next_late += ((seed, round(took_s, 2)),) if took_s > NEXT_S else ()
+        self.next_landed += has_landed
+        now = round(os.getloadavg()[0], 1)
+        self.load = min(*self.load, now, now), max(*self.load, now, now)
 
 
 def later(rng: random.Random, what: Callable[[], Any]) -> Callable[[], None]:
@@ -206,9 +221,30 @@ def later(rng: random.Random, what: Callable[[], Any]) -> Callable[[], None]:
     return lambda: threading.Timer(rng.uniform(0.0, 0.4), what).start()
 
 
-def freeze(engine: Engine, thaw: threading.Timer) -> None:
-    engine.kill(signal.SIGSTOP)
-    thaw.start()
+@attrs.define(eq=False)
+class Freeze:
+    """An engine that stands still for FREEZE_S once it is told to `begin`."""
+
+    engine: Engine
+    began: float = 0.0
+    thawed: float = 0.0
+    timer: threading.Timer = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.timer = threading.Timer(FREEZE_S, self._thaw)
+
+    def begin(self) -> None:
+        self.engine.kill(signal.SIGSTOP)
+        self.began = time.monotonic()
+        self.timer.start()
+
+    def _thaw(self) -> None:
+        self.engine.kill(signal.SIGCONT)
+        self.thawed = time.monotonic()
+
+    def overlap_s(self, start: float, end: float) -> float:
+        """Return how much of a time the engine stood still."""
+        return max(0.0, min(end, self.thawed) - max(start, self.began))
 
 
 def rests(engines: list[Engine]) -> bool:
@@ -239,7 +275,10 @@ class Runs:
 
     def all(self, seeds: range) -> None:
         """Do the runs. Interrupted, it forgets the one that is under way."""
-        more = {**(TIGHT if self.kind == "preempt" else {}), "advertise": OTHER if self.kind in LINKS else LOCAL}
+        more: dict[str, Any] = {
+            **(TIGHT if self.kind == "preempt" else {}),
+            "advertise": OTHER if self.kind in LINKS else LOCAL,
+        }
         load = pair(self.start, self.policy, **more)
         if self.kind in LINKS:
             assert load.prefill.address is not None
@@ -253,21 +292,21 @@ class Runs:
                 self.tally = before
                 raise
             for engine in (load.prefill, load.decode):
-                engine.done.clear()
-                engine.moved.clear()
+                for said in (engine.done, engine.ended, engine.moved):
+                    said.clear()
 
     def one(self, load: Load, rng: random.Random, seed: int) -> Load:
         """Do one run. Return a pair that is whole again."""
-        at, lost, thaw, allowed_s = {}, None, None, LEASE_S + SLACK_S
+        at: dict[int, Callable[[], Any]] = {}
+        lost: Engine | None = None
+        freeze: Freeze | None = None
         moment = rng.randrange(2, COUNT - 4)
         if self.kind.startswith("kill"):
             lost = load.decode if self.kind == "kill_decode" else load.prefill
             at = {moment: later(rng, lost.kill)}
         elif self.kind.startswith("freeze"):
-            frozen = load.decode if self.kind == "freeze_decode" else load.prefill
-            thaw = threading.Timer(FREEZE_S, frozen.kill, [signal.SIGCONT])
-            at = {moment: lambda: freeze(frozen, thaw)}
-            allowed_s += FREEZE_S if frozen is load.decode else 0.0
+            freeze = Freeze(load.decode if self.kind == "freeze_decode" else load.prefill)
+            at = {moment: freeze.begin}
         elif self.kind == "abort":
             at = dict.fromkeys(range(2, COUNT), lambda: load.abort(rng))
         elif self.proxy is not None:
@@ -278,41 +317,46 @@ class Runs:
                 at.get(number, lambda: None)()
                 load.give(prompt)
             until(lambda: len(load.prefill.done) == COUNT, [load.prefill, load.decode], 90)
-            self.tally.add_prefills(load)
         else:
             load.run(COUNT, at, seed)
-            with contextlib.suppress(AssertionError):  # what prefill has said of them is on its way
-                until(lambda: load.decode.moved.keys() <= load.prefill.moved.keys(), [load.prefill], 5)
-            self.tally.add(load, self.policy, allowed_s)
         self.tally.faults += 1 if self.proxy is None else self.proxy.num_faults
         if self.proxy is not None:
             self.proxy.every = self.proxy.num_faults = 0
-        if thaw is not None:
-            thaw.join()
-        return self.go_on(load, lost)
+        if freeze is not None:
+            freeze.timer.join()
+        again = self.go_on(load, seed, lost)
+        with contextlib.suppress(AssertionError):  # what prefill has said of them is on its way
+            until(lambda: load.decode.moved.keys() <= load.prefill.moved.keys(), [load.prefill], 5)
+        self.tally.add(load, seed, self.policy, lost, freeze)
+        return again
 
-    def go_on(self, load: Load, lost: Engine | None) -> Load:
-        """Bring back what was killed, give another request, and see that everything comes to rest."""
+    def go_on(self, load: Load, seed: int, lost: Engine | None) -> Load:
+        """Bring back what was killed, give another request, and see that everything ends and comes to rest."""
+        again = Load(load.prefill, load.decode)
         if lost is not None:
             lost.close()
         if lost is load.prefill:
-            again = self.start("prefill", "kv_producer", listen=lost.address, settings=MORE, **TIMES)
-            load = Load(again, load.decode)
+            again.prefill = self.start("prefill", "kv_producer", listen=lost.address, settings=MORE, **TIMES)
         elif lost is load.decode:
-            load = Load(load.prefill, self.start("decode", "kv_consumer", settings=MORE, policy=self.policy, **TIMES))
-        else:
-            load = Load(load.prefill, load.decode)
-        ready(load.prefill, load.decode)
-        for engine in (load.prefill, load.decode):
-            engine.done.clear()
-        room, began = load.give(prompts(1, 7)[0]), time.monotonic()
-        until(lambda: room in load.decode.done, [load.prefill, load.decode], 60)
-        self.tally.next_s = max(self.tally.next_s, round(time.monotonic() - began, 2))
-        self.tally.next_landed += room in load.decode.moved
-        self.tally.at_rest += rests([load.prefill, load.decode])
-        bad_frees = sum(engine.stats()["bad_frees"] for engine in (load.prefill, load.decode))
+            again.decode = self.start("decode", "kv_consumer", settings=MORE, policy=self.policy, **TIMES)
+        both = [again.prefill, again.decode]
+        ready(*both)
+        for engine in both:
+            engine.stats()
+        room = again.give(prompts(1, 7)[0], max_tokens=1)
+        until(lambda: room in again.decode.done, both, 60)
+        took_s = again.decode.ended[room] - again.began[room]
+        self.tally.add_next(seed, took_s, room in again.decode.moved)
+        with contextlib.suppress(AssertionError):  # they count as late
+            until(
+                lambda: all(load.began.keys() <= one.done.keys() for one in both if one in (load.prefill, load.decode)),
+                both,
+                30,
+            )
+        self.tally.at_rest += rests(both)
+        bad_frees = sum(engine.stats()["bad_frees"] for engine in both)
         self.tally.bad_frees = max(self.tally.bad_frees, bad_frees)
-        return load
+        return again
 
 
 KINDS = (
@@ -335,7 +379,8 @@ def engines(model: Path, folder: Path) -> Iterator[Start]:
     made: list[Engine] = []
 
     def start(name: str, kind: str, *, settings: dict[str, Any], **extra: Any) -> Engine:
-        made.append(Engine.start(folder, name, **{"model": str(model), "transfer": role(kind, **extra), **settings}))
+        more = {"model": str(model), "transfer": role(kind, **extra), **settings}
+        made.append(Engine.start(folder, name, launch, **more))
         return made[-1]
 
     try:

@@ -269,6 +269,24 @@ def test_a_prefill_that_is_aborted_while_it_waits_turns_its_grant_away(pair: Pai
     assert counted(prefill)["aborted_turned_away"] == 1
 
 
+@pytest.mark.parametrize("computed", ["nothing", "a chunk", "all"])
+def test_a_grant_that_comes_behind_its_request_is_answered_at_once(pair: Pairs, computed: str) -> None:
+    prefill, decode = pair({"hold_s": 0.0 if computed != "nothing" else 20.0, "lease_s": 20.0}, chunk=8)
+    ours, theirs = submit(prefill, decode, prompt_of(60))
+    if computed == "all":
+        prefill.worker._worker._sending._lease_s = 0.0
+        run([prefill], lambda: ours.is_over)
+    else:
+        run([prefill], lambda: computed == "nothing" or ours.num_computed)  # nothing: vLLM never asked about it
+        prefill.abort("p-r")
+    prefill.step()
+    run([prefill], lambda: prefill.is_at_rest)
+    prefill.check_nothing_is_kept()
+    run([decode], lambda: theirs.is_over and decode.is_at_rest)  # prefill is idle, and does not step any more
+    assert theirs.landed is None
+    assert counted(decode)["aborted_writer"] == 1
+
+
 def test_the_lease_of_decode_ends_a_wait_that_vllm_would_not(pair: Pairs) -> None:
     prefill, decode = pair({"lease_s": 0.3})
     ours, theirs = submit(prefill, decode, prompt_of(40))

@@ -48,7 +48,7 @@ class Save:
 class Orders:
     """What a step means for the worker. `ended` are requests that have finished in vLLM and whose blocks are held until
     nothing reads them; `cancelled` are loads that nobody wants any more; `unwanted` are rooms of requests that ended
-    before they were scheduled. `drawn` has the first tokens of ended requests that asked for it. `waits` is set when
+    before their prompt was whole. `drawn` has the first tokens of ended requests that asked for it. `waits` is set when
     the step computes nothing and a request waits for its grant."""
 
     loads: tuple[Load, ...] = ()

@@ -109,7 +109,8 @@ class SchedulerHalf:
     def finished(self, request: Any) -> bool:
         """Note that a request has finished. Return whether its blocks are held until the worker says otherwise."""
         req_id = str(request.request_id)
-        ask = self._asks.pop(req_id, None)
+        ask = self._ask(request)  # vLLM may never have asked about it
+        del self._asks[req_id]
         self._since.pop(req_id, None)
         self._loaded.discard(req_id)
         if req_id in self._loading:  # vLLM holds these blocks itself
@@ -119,8 +120,9 @@ class SchedulerHalf:
             return False
         self._grants.pop(ask.room, None)
         sent = self._sent.pop(req_id, None)
-        if sent is None:
+        if not ask.problem and (sent is None or not sent.is_whole):
             self._next = attrs.evolve(self._next, unwanted=(*self._next.unwanted, ask.room))
+        if sent is None:
             return False
         drawn = tuple(map(int, request.output_token_ids[:1])) if sent.first_token else ()
         self._next = attrs.evolve(

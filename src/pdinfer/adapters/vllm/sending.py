@@ -118,10 +118,12 @@ class Sending:
         self._ended |= dict.fromkeys(requests, self._clock())
 
     def unwanted(self, rooms: Iterable[str]) -> None:
-        """Turn away the grants of requests that ended before they were computed."""
+        """Turn away the grants of requests that ended before their prompt was whole, those that come later too."""
         for room in rooms:
             if (waiting := self._grants.pop(room, None)) is not None:
                 self._turn_away(waiting[0], "the request ended before its prefill")
+            else:
+                self._channel.decline(bytes.fromhex(room))
 
     # -- what peers say ---------------------------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class Sending:
             if out is None and req_id in self._kept:
                 if self._clock() - since <= self._lease_s:
                     continue
-                del self._kept[req_id]
+                self._channel.decline(bytes.fromhex(self._kept.pop(req_id).room))
                 self._counts.add(ABORTED + "lease")
             elif out is not None:
                 if out.transfer is None:

@@ -202,6 +202,12 @@ class KVChannel(OfOneProcess):
         self._looked_at = self._clock()
         return self._sender.take_offers(rooms)
 
+    @typed
+    def decline(self, room: bytes) -> None:
+        """Answer a grant that came over a link, or comes, for this room ABORTED: its request has ended here. That takes
+        no step of the engine. A room that was accepted is not affected."""
+        self._sender.decline(room)
+
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Return the accepted rooms that decode gave up, or whose link was lost, since the last call, with the reasons.
         Each still needs `finish` with ABORTED."""
@@ -211,13 +217,13 @@ class KVChannel(OfOneProcess):
     @property
     def unsent_bytes(self) -> int:
         """The bytes pushed and not yet read from our pages."""
-        return self._sender.unsent_bytes
+        return self._sender.pushes.unsent_bytes
 
     @typed
     def is_full(self, grant: PageGrant) -> bool:
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
-        return self._sender.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
+        return self._sender.pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
 
     # -- both -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class KVChannel(OfOneProcess):
     @property
     def stats(self) -> ChannelStats:
         """What has moved so far."""
-        return self._totals.stats(self._links.book.stats(self._sender.inflight(), self.window_bytes))
+        return self._totals.stats(self._links.book.stats(self._sender.pushes.inflight(), self.window_bytes))
 
     def snapshot(self) -> ChannelSnapshot:
         """Return what this end holds at this moment, for finding faults."""
@@ -246,7 +252,7 @@ class KVChannel(OfOneProcess):
                 wanted=tuple(wanted.address for wanted in book.wanted()),
                 expected=self._receiver.rooms(),
                 accepted=self._sender.rooms(),
-                pushing=self._sender.pushing(),
+                pushing=self._sender.pushes.rooms(),
                 num_settled=self._receiver.num_settled,
                 num_stops=self._sender.num_stops,
             )
@@ -267,7 +273,7 @@ class KVChannel(OfOneProcess):
         """Wait until everything pushed has left or the time is over. Return whether it has left."""
         self._sender.flush()
         with self._changed:
-            return bool(self._changed.wait_for(lambda: not self._sender.unsent_bytes, timeout_s))
+            return bool(self._changed.wait_for(lambda: not self._sender.pushes.unsent_bytes, timeout_s))
 
     def close(self) -> None:
         """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing."""

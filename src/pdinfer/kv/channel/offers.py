@@ -1,7 +1,8 @@
 """The grants that decodes have sent to this end over their links, until its host takes them: no I/O, no clock.
 
 offer ──► waiting ──take──► the host's, to accept or to refuse
-             └──withdrawn by its decode, or the link is lost──► forgotten
+   │         └──withdrawn by its decode, declined by the host, or the link is lost──► forgotten
+   └──► not kept: too many wait, nobody takes any, or the host has declined its room
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from pdinfer.types import PageGrant, PeerAddress, PeerKey, peer_key
 MAX_OFFERS_BYTES = 16 << 20
 """The most that grants may hold which nobody has taken, over all peers, each counted with OFFER_BYTES and its pages."""
 OFFER_BYTES = 4096
+MAX_DECLINED = 4096
+"""How many declined rooms are remembered, the latest."""
+DECLINED = "its request has ended at this prefill"
 
 
 def _num_bytes(grant: PackedGrant) -> int:
@@ -25,17 +29,20 @@ def _num_bytes(grant: PackedGrant) -> int:
 
 @attrs.define
 class Offers:
-    """The grants that wait here. They stay packed, and so small, until they are taken."""
+    """The grants that wait here, none unless somebody `takes` them. They stay packed, and so small, until they are
+    taken."""
 
+    takes: bool
     _waiting: dict[bytes, tuple[PeerKey, PackedGrant]] = attrs.field(factory=dict)
     _num_bytes: int = 0
+    _declined: dict[bytes, None] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, peer: PeerKey, packed: PackedGrant, us: PeerAddress) -> bool:
-        """Keep a grant from `peer`, unless too many wait. Return whether it is kept. Raises TransferError for a grant
-        that is not the peer's to make, or that waits already."""
+    def add(self, peer: PeerKey, packed: PackedGrant, us: PeerAddress) -> str:
+        """Keep a grant from `peer`. Return why it is not kept, "" when it is. Raises TransferError for a grant that is
+        not the peer's to make, or that waits already."""
         grant = packed.grant
         if peer not in map(peer_key, grant.destinations):
             raise TransferError("a grant was offered by an end that is none of its destinations")
@@ -43,11 +50,26 @@ class Offers:
             raise TransferError("a grant was offered to an end that is none of its writers")
         if grant.room in self._waiting:
             raise TransferError(f"room {grant.room.hex()} was offered twice")
+        if not self.takes:
+            return "no grants are taken over links at this prefill"
+        if grant.room in self._declined:
+            return DECLINED
         if self._num_bytes + _num_bytes(packed) > MAX_OFFERS_BYTES:
-            return False
+            return "too many grants wait at this prefill"
         self._waiting[grant.room] = peer, packed
         self._num_bytes += _num_bytes(packed)
-        return True
+        return ""
+
+    def decline(self, room: bytes) -> PeerKey | None:
+        """Keep no grant of a room from now on. Return whose grant of it waited here, if one did."""
+        peer, _ = self._waiting.get(room, (None, None))
+        if peer is not None:
+            self._drop(room)
+            return peer
+        self._declined[room] = None
+        if len(self._declined) > MAX_DECLINED:
+            del self._declined[next(iter(self._declined))]
+        return None
 
     def withdraw(self, peer: PeerKey, room: bytes) -> bool:
         """Forget a grant that its decode has given up. Return whether it waited here."""

@@ -22,6 +22,8 @@ from pdinfer.types import Handoff, PageGrant, PeerKey, peer_key
 ANSWER_S = 10.0
 """How long a writer may take to answer an abort, since it may be inside a long step. After that its link is closed,
 which frees the pages too."""
+MUTE_S = 1.0
+"""How long one may that is silent as well: heartbeats do not wait for a step."""
 
 
 class HandoffReceiver:
@@ -154,9 +156,12 @@ class HandoffReceiver:
     def tick(self, now: float) -> None:
         """Close the links of writers that do not answer an abort."""
         with self._changed:
-            mute = self._rooms.unanswered(now, ANSWER_S)
-        for peer in filter(None, map(self._book.peer_at, mute)):
-            self._book.give_up(peer, f"it did not stop writing within {ANSWER_S:g} s of being asked to")
+            late, owing = (self._rooms.unanswered(now, patience_s) for patience_s in (ANSWER_S, MUTE_S))
+        for peer in filter(None, map(self._book.peer_at, owing)):
+            silent_s = min(peer.silence.silent_s, now - peer.link.heard_at)
+            if peer.key in late or silent_s >= MUTE_S:
+                patience_s = ANSWER_S if peer.key in late else MUTE_S
+                self._book.give_up(peer, f"it did not stop writing within {patience_s:g} s of being asked to")
 
     def tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
         """Ask these writers of each room to stop."""

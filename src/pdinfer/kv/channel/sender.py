@@ -17,7 +17,7 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
-from pdinfer.kv.channel.offers import Offers
+from pdinfer.kv.channel.offers import DECLINED, Offers
 from pdinfer.kv.channel.peer import Peer, Totals, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
@@ -173,7 +173,7 @@ class Pushes:
 
 class HandoffSender:
     """The rooms that this end writes out of `pool`. `changed` is the channel's condition, whose lock guards them.
-    `notify` wakes those who wait for news; it is called without that lock."""
+    `notify` wakes those who wait for news; it is called without that lock. `pushes` are what they still send."""
 
     def __init__(
         self,
@@ -191,9 +191,8 @@ class HandoffSender:
         self._totals = totals
         self._notify = notify
         self._rooms = SenderRooms()
-        self._pushes = Pushes(pool.layout, changed)
-        self._takes_offers = takes_offers
-        self._offers = Offers()
+        self.pushes = Pushes(pool.layout, changed)
+        self._offers = Offers(takes_offers)
 
     # -- what a host asks for ---------------------------------------------------------------------------------------
 
@@ -234,23 +233,23 @@ class HandoffSender:
             read = pages[tokens.start // size : -(-tokens.stop // size)]
             if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
                 raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
-        transfer, groups = self._pushes.add(grant, layers, tokens, pages, ready, heads, self._shares(grant, heads))
+        transfer, groups = self.pushes.add(grant, layers, tokens, pages, ready, heads, self._shares(grant, heads))
         self._write(groups)
         return transfer
 
     def flush(self) -> None:
         """Send what waits for more layers to travel with."""
-        self._write(self._pushes.flush_all())
+        self._write(self.pushes.flush_all())
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
         """Finish a room; see `KVChannel.finish`."""
         frame = wire.encode(wire.Finish(handoff))
-        self._write(self._pushes.flush(grant.room))
+        self._write(self.pushes.flush(grant.room))
         with self._changed:
             self._rooms.finish(grant.room)
         for destination in grant.destinations:
             self._book.tell(peer_key(destination), frame)
-        return self._pushes.end(grant.room)
+        return self.pushes.end(grant.room)
 
     def take_stops(self) -> list[tuple[bytes, TransferError]]:
         """Return the rooms that are to be stopped; see `KVChannel.poll_stops`."""
@@ -262,6 +261,13 @@ class HandoffSender:
         with self._changed:
             return self._offers.take(rooms)
 
+    def decline(self, room: bytes) -> None:
+        """Answer a grant of this room ABORTED; see `KVChannel.decline`."""
+        with self._changed:
+            key = self._offers.decline(room)
+        if key is not None and (peer := self._book.peer_at(key)) is not None:
+            self.say_aborted(peer, room, TransferError(DECLINED))
+
     # -- what happens to its rooms ----------------------------------------------------------------------------------
 
     def offered(self, peer: Peer, key: PeerKey, message: wire.Offer) -> None:
@@ -270,12 +276,10 @@ class HandoffSender:
         with self._changed:
             if self._rooms.writable(room):
                 raise TransferError(f"room {room.hex()} was offered after it was accepted")
-            is_kept = self._takes_offers and self._offers.add(key, message.grant, self._book.us)
-        if is_kept:
-            self._notify()
-        else:
-            why = "too many grants wait" if self._takes_offers else "no grants are taken over links"
-            self.say_aborted(peer, room, TransferError(f"{why} at this prefill"))
+            why_not = self._offers.add(key, message.grant, self._book.us)
+        if why_not:
+            self.say_aborted(peer, room, TransferError(why_not))
+        self._notify()
 
     def stop(self, peer: Peer, key: PeerKey, message: wire.Abort, now: float) -> None:
         """Note that decode has given a room up."""
@@ -312,8 +316,8 @@ class HandoffSender:
     def forget(self) -> None:
         """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
         self._rooms = SenderRooms()
-        self._offers = Offers()
-        self._pushes = Pushes(self._pool.layout, self._changed)
+        self._offers = Offers(self._offers.takes)
+        self.pushes = Pushes(self._pool.layout, self._changed)
 
     # -- what it tells ----------------------------------------------------------------------------------------------
 
@@ -333,23 +337,6 @@ class HandoffSender:
         """Return the state of every room that is remembered."""
         with self._changed:
             return self._rooms.snapshot()
-
-    def pushing(self) -> frozenset[bytes]:
-        """Return the rooms for which this end still reads pages."""
-        return self._pushes.rooms()
-
-    @property
-    def unsent_bytes(self) -> int:
-        """The bytes pushed and not yet read from our pages."""
-        return self._pushes.unsent_bytes
-
-    def inflight(self) -> Mapping[PeerKey, int]:
-        """Return the unsent bytes per destination."""
-        return self._pushes.inflight()
-
-    def most_inflight(self, peers: Iterable[PeerKey]) -> int:
-        """Return the most bytes that are on their way to any one of `peers`."""
-        return self._pushes.most_inflight(peers)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -383,7 +370,7 @@ class HandoffSender:
                 self._write_to(key, group, heads, sources[heads])
 
     def _write_to(self, key: PeerKey, group: Group, heads: range | None, source: Spans) -> None:
-        pushes, num_bytes = self._pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
+        pushes, num_bytes = self.pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
 
         def sent(write: Transfer) -> None:
             pushes.written(group, write.error)

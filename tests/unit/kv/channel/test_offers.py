@@ -91,6 +91,37 @@ def test_an_offer_that_was_taken_is_stopped_as_any_other_room(two_pools: Case) -
     assert settled(decode)[0].status is ABORTED
 
 
+@pytest.mark.parametrize("is_here", [True, False], ids=["its grant is here", "its grant comes later"])
+def test_a_declined_room_is_answered_without_a_step(two_pools: Case, is_here: bool) -> None:
+    prefill, decode, grant = offered(two_pools)
+    until(lambda: prefill.has_news)
+    if not is_here:
+        assert prefill.poll_offers() == [grant]
+        grant = two_pools.grant(decode, prefill)
+    prefill.decline(grant.room)
+    if not is_here:
+        decode.offer(grant)
+    (answer,) = settled(decode)
+    assert (answer.room, answer.status) == (grant.room, ABORTED)
+    assert "its request has ended" in str(answer.error)
+    assert not prefill.has_news
+    decode.offer(other := two_pools.grant(decode, prefill))  # other rooms are as welcome as before
+    until(lambda: prefill.poll_offers() == [other])
+
+
+def test_declined_rooms_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "MAX_DECLINED", 2)
+    prefill, decode, _ = offered(two_pools)
+    until(prefill.poll_offers)
+    grants = [two_pools.grant(decode, prefill) for _ in range(3)]
+    for grant in grants:
+        prefill.decline(grant.room)
+    for grant in grants:
+        decode.offer(grant)
+    assert {answer.room for answer in settled(decode, 2)} == {grants[1].room, grants[2].room}
+    assert prefill.poll_offers() == [grants[0]]  # forgotten: it waits as any other
+
+
 def test_offers_of_a_lost_peer_are_forgotten(two_pools: Case) -> None:
     prefill, decode, _ = offered(two_pools)
     until(lambda: prefill.has_news)

@@ -12,7 +12,7 @@ import pytest
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.receiver import ANSWER_S
+from pdinfer.kv.channel.receiver import ANSWER_S, MUTE_S
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, MessageKind
 from pdinfer.testing import VirtualClock
@@ -267,6 +267,27 @@ def test_a_writer_that_does_not_answer_an_abort_loses_its_link() -> None:
     assert aborted.status is ABORTED
     assert "did not stop writing" in str(aborted.error)
     assert not decode.connected(prefill.address)
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_writer_that_is_silent_as_well_is_not_waited_for_as_long(beats: bool) -> None:
+    clock = VirtualClock()
+    hub = LoopbackHub()
+    prefill, decode = (KVChannel(pool_of(), LoopbackTransport(hub), clock=clock) for _ in "pd")
+    prefill.connect(decode.address)
+    grant = Case("loopback").grant(decode, prefill)
+    prefill.accept(grant)
+    decode.tick()
+    decode.abort(grant, TransferError("cancelled"))
+    for _ in range(5):
+        clock.advance(0.4)
+        if beats:
+            prefill.tick()
+            for one, other in ((prefill, decode), (decode, prefill)):
+                record(one, other).link.heard_at = clock()
+        decode.tick()
+        assert decode.connected(prefill.address) is (beats or clock() < MUTE_S + 0.4)
+    assert [handoff.status for handoff in decode.poll()] == ([] if beats else [ABORTED])
 
 
 def test_the_room_of_a_silent_writer_is_told_why(net: HandNet) -> None:
