@@ -14,8 +14,8 @@ stderr.
 
 Every line names the CPU and the flags that matter. `python benchmarks/report.py` makes tables of results files.
 
-There are two clocks: `cpu` counts the CPU seconds of one thread; `wall` runs two threads, and is meaningful only on a
-quiet machine.
+There are two clocks: `cpu` counts the CPU seconds of one thread; `wall` runs two threads, which wait for each other as
+they do by default, and is meaningful only on a quiet machine.
 
 `mixed` sends all requests at once; `poisson` sends them at 0.7 of the requests per second that the slower engine
 finished in `mixed`. `memory` is the peak of the resident set over the bytes of the checkpoint. `split` compares prefill
@@ -168,7 +168,6 @@ class Setting:
         environment = os.environ | {
             "BENCH_CLOCK": self.clock,
             "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "passive",
             "PYTHONPATH": str(ROOT / "src") if python == OURS else "",
         }
         given = [str(python), str(RUNNERS / runner), str(model), "--threads", threads, *self.flags, *arguments]
