@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "native products read two matrices in strips as one",
         "src/pdinfer/kernels/native/products.py",
-        "        weight.parts,\n",
-        "        1,\n",
+        "outs, width, weight.parts\n",
+        "outs, width, 1\n",
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(

@@ -159,10 +159,4 @@ EXPORT i64 experts_strips(const bf16 *x, const i64 *counts, i64 num_experts, con
 }
 
 /* Whether weights should lie in strips here. With AVX-512 BF16 and no tiles torch's products need them as they are. */
-EXPORT int strips_are_served(void) {
-#ifdef __AVX512BF16__
-    return by_tiles_or_null() != NULL;
-#else
-    return 1;
-#endif
-}
+EXPORT int strips_are_served(void) { return way_of(INT64_MAX, STRIP, STRIP) != NULL; }

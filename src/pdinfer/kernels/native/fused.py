@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,20 +15,14 @@ from pdinfer.kernels.activations import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.native.rows import combine_rows, rms_norm, rotate
-
-
-def _rounded(x_TI: Tensor, rounding: Rounding) -> Tensor:
-    if rounding is Rounding.INT8:
-        return torch_ops.round_int8(x_TI)
-    return torch_ops.round_fp8(x_TI, ue8m0=rounding is Rounding.FP8_UE8M0)
-
+from pdinfer.kernels.ops import Ops
 
 _APART: Any = SimpleNamespace(
     rms_norm=rms_norm,
     rotate=rotate,
     combine_rows=combine_rows,
     store_latent=torch_ops.store_latent,
-    rounded=_rounded,
+    rounded=partial(Ops.rounded, cast(Ops, torch_ops)),
 )
 """The ops one by one, for what C does not take in one call."""
 

@@ -39,18 +39,16 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     fits = rows and served and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
     if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:
         return F.linear(x_TI, weight_OI)
+    kernel = getattr(build.library(), _LINEARS[x_TI.dtype])
+    return _multiply(kernel, x_TI, outs, weight_OI.data_ptr(), outs, width)
+
+
+def _multiply(kernel: Callable[..., int | None], x_TI: Tensor, outs: int, *matrix: int, form: str = "") -> Tensor:
+    """Run a kernel on rows and a matrix of so many outs, of which `matrix` is what it is told -> [T, outs]."""
+    rows = len(x_TI)
     out = x_TI.new_empty(rows, outs)
-    lacking = getattr(build.library(), _LINEARS[x_TI.dtype])(
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        rows,
-        weight_OI.data_ptr(),
-        outs,
-        width,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    check_memory(lacking, f"a product of {rows} rows")
+    lacking = kernel(x_TI.data_ptr(), x_TI.stride(0), rows, *matrix, out.data_ptr(), torch.get_num_threads())
+    check_memory(lacking, f"a product of {rows} rows{form}")
     return out
 
 
@@ -59,20 +57,8 @@ def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
     outs = weight.shape[0]
     if not rows or not _reads_strips(x_TI, weight):
         return F.linear(x_TI, weight.matrix())
-    out = x_TI.new_empty(rows, outs)
-    lacking = build.library().linear_strips(
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        rows,
-        weight.numbers.data_ptr(),
-        outs,
-        width,
-        weight.parts,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    check_memory(lacking, f"a product of {rows} rows")
-    return out
+    matrix = weight.numbers.data_ptr(), outs, width, weight.parts
+    return _multiply(build.library().linear_strips, x_TI, outs, *matrix)
 
 
 def _reads_strips(x: Tensor, *weights: Strips) -> bool:
@@ -130,20 +116,8 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     outs = len(weight.numbers)
     if not _reads_int8(rows, x_TI, weight):
         return torch_ops.linear_int8(x_TI, weight)
-    out = x_TI.new_empty(rows, outs)
-    lacking = build.library().linear_int8(
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        rows,
-        weight.numbers.data_ptr(),
-        weight.scale.data_ptr(),
-        outs,
-        width,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    check_memory(lacking, f"a product of {rows} rows in INT8")
-    return out
+    matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
+    return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
 
 
 def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
