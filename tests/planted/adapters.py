@@ -7,6 +7,9 @@ from tests.planted.mutant import Mutant
 OFFERS = "tests/unit/kv/channel/test_offers.py::"
 PROMPTS = "tests/unit/adapters/test_vllm_prompts.py::"
 VLLM = "tests/unit/adapters/test_vllm.py::"
+DECODE_RANKS = "tests/unit/adapters/test_vllm_decode_ranks.py::"
+DATA_RANKS = "tests/unit/adapters/test_vllm_data_ranks.py::"
+TOLD = "tests/unit/adapters/test_vllm_told.py::"
 
 MUTANTS = [
     Mutant(
@@ -54,7 +57,7 @@ MUTANTS = [
     Mutant(
         "a grant for blocks that were let go waits for its decode's lease",
         "src/pdinfer/adapters/vllm/sending.py",
-        "self._channel.decline(bytes.fromhex(self._kept.pop(req_id).room))",
+        'self._decline(self._kept.pop(req_id).room, "not all workers of the decode have asked for it")',
         "self._kept.pop(req_id)",
         f"{VLLM}test_a_grant_that_comes_behind_its_request_is_answered_at_once",
     ),
@@ -138,28 +141,28 @@ MUTANTS = [
     Mutant(
         "every rank of a prefill opens a channel",
         "src/pdinfer/adapters/vllm/worker.py",
-        "        if not self._is_first:\n            return\n",
+        "        if not self._takes_part:\n            return\n",
         "",
         f"{VLLM}test_the_first_of_several_ranks_of_a_prefill_sends",
     ),
     Mutant(
         "blocks are held until ranks that send nothing have sent them",
         "src/pdinfer/adapters/vllm/connector.py",
-        "        return 1\n",
-        "        return 2\n",
+        "1 if settings.sends else workers",
+        "workers",
         f"{VLLM}test_the_first_of_several_ranks_of_a_prefill_sends",
     ),
     Mutant(
-        "a decode of several ranks starts, and only the first one has what lands",
+        "a prefill that decodes as well starts with several ranks, and only the first one has what lands",
         "src/pdinfer/adapters/vllm/settings.py",
-        'if role != "kv_producer" or has_heads',
-        "if has_heads",
+        'if role == "kv_both" or size',
+        "if size",
         f"{VLLM}test_set_ups_that_are_not_served_end_at_start",
     ),
     Mutant(
         "ranks that hold some heads each start, and those of one are sent",
         "src/pdinfer/adapters/vllm/settings.py",
-        " or has_heads(str(config.model_config.model)):",
+        " or has_heads(model):",
         ":",
         "tests/unit/adapters/test_vllm_heads.py::test_ranks_that_hold_some_heads_each_are_refused_at_start",
     ),
@@ -173,7 +176,7 @@ MUTANTS = [
     Mutant(
         "prefill takes a grant for another prompt",
         "src/pdinfer/adapters/vllm/sending.py",
-        "if grant.request_id not in save.proofs:",
+        "if Terms.of(grant.request_id).proof not in save.proofs:",
         "if False:",
         f"{VLLM}test_two_ends_with_other_prompts_hand_nothing_over",
     ),
@@ -201,8 +204,8 @@ MUTANTS = [
     Mutant(
         "blocks are let go while a transfer reads them",
         "src/pdinfer/adapters/vllm/sending.py",
-        "if out.transfer is None or not out.transfer.done:",
-        "if out.transfer is None:",
+        "if any(out.transfer is None or not out.transfer.done for out in outs):",
+        "if any(out.transfer is None for out in outs):",
         f"{VLLM}test_blocks_are_held_until_no_transfer_reads_them",
     ),
     Mutant(
@@ -218,5 +221,110 @@ MUTANTS = [
         "if self._news.wait(self._idle_s):",
         "if self._news.is_set():",
         f"{VLLM}test_a_waiting_pair_hardly_steps",
+    ),
+    Mutant(
+        "overrides of a checkpoint's config are no part of the model's id",
+        "src/pdinfer/adapters/vllm/memory.py",
+        "return attrs.evolve(layout, model_id=folded(layout.model_id, said))",
+        "return layout",
+        f"{TOLD}test_overrides_at_one_end_are_refused_by_name_and_at_both_served",
+    ),
+    Mutant(
+        "a vLLM that was told something keeps the id of the files",
+        "src/pdinfer/adapters/vllm/told.py",
+        "    if not said:\n        return model_id\n",
+        "    return model_id\n",
+        f"{TOLD}test_every_value_that_is_told_gives_another_id",
+    ),
+    Mutant(
+        "an id depends on how a number was written",
+        "src/pdinfer/adapters/vllm/told.py",
+        "return int(value) if value.is_integer() else value",
+        "return value",
+        f"{TOLD}test_equal_values_have_one_id_however_they_are_written",
+    ),
+    Mutant(
+        "a quantized checkpoint counts as one that vLLM was told to quantize",
+        "src/pdinfer/adapters/vllm/told.py",
+        'getattr(arch, "quantization_config", None) is None and',
+        "True and",
+        f"{TOLD}test_a_plain_set_up_keeps_the_id_of_the_files",
+    ),
+    Mutant(
+        "random weights pass for the checkpoint's",
+        "src/pdinfer/adapters/vllm/told.py",
+        "not in FORMATS:",
+        "in ():",
+        f"{TOLD}test_what_has_no_value_ends_at_start",
+    ),
+    Mutant(
+        "all data-parallel ranks listen at one address",
+        "src/pdinfer/adapters/vllm/settings.py",
+        "if rank and is_given else self",
+        "if rank and False else self",
+        f"{DATA_RANKS}test_prompts_land_from_either_rank",
+    ),
+    Mutant(
+        "a data-parallel rank is read where vLLM resets it",
+        "src/pdinfer/adapters/vllm/connector.py",
+        '"data_parallel_index", 0)',
+        '"data_parallel_rank", 0)',
+        f"{DATA_RANKS}test_prompts_land_from_either_rank",
+    ),
+    Mutant(
+        "a data-parallel rank that waits holds up the others",
+        "src/pdinfer/adapters/vllm/worker.py",
+        "(IN_STEP_S, IN_STEP_S) if in_step",
+        "(IN_STEP_S, IN_STEP_S) if False",
+        f"{DATA_RANKS}test_a_rank_that_waits_hardly_holds_up_those_in_step_with_it",
+    ),
+    Mutant(
+        "of a decode's workers only the first one takes part",
+        "src/pdinfer/adapters/vllm/worker.py",
+        "self._rank == 0 or not settings.sends",
+        "self._rank == 0",
+        f"{DECODE_RANKS}test_prompts_land_at_every_worker",
+    ),
+    Mutant(
+        "a request has landed when one worker says so",
+        "src/pdinfer/adapters/vllm/connector.py",
+        "1 if settings.sends else workers",
+        "1",
+        f"{DECODE_RANKS}test_a_request_has_landed_when_it_has_landed_at_the_last_worker",
+    ),
+    Mutant(
+        "a prompt is computed when the first worker's grant is here",
+        "src/pdinfer/adapters/vllm/sending.py",
+        "return rooms if all(each in self._grants for each in rooms) else []",
+        "return [each for each in rooms if each in self._grants]",
+        f"{DECODE_RANKS}test_a_prefill_waits_for_the_grants_of_all_workers",
+    ),
+    Mutant(
+        "the grants of other workers than the first wait for their lease",
+        "src/pdinfer/adapters/vllm/sending.py",
+        "for rank in range(self._most_workers)):",
+        "for rank in range(1)):",
+        f"{DECODE_RANKS}test_grants_that_come_behind_their_request_are_answered_at_once",
+    ),
+    Mutant(
+        "every worker of a decode wants the one address",
+        "src/pdinfer/adapters/vllm/settings.py",
+        "return attrs.evolve(self, listen=scheme) if rank else self",
+        "return self",
+        f"{DECODE_RANKS}test_a_listen_of_its_own_is_that_of_the_first_worker",
+    ),
+    Mutant(
+        "a decode may have any number of workers",
+        "src/pdinfer/adapters/vllm/messages.py",
+        "if terms.rank < terms.num_workers <= MAX_WORKERS else cls(text)",
+        "",
+        f"{DECODE_RANKS}test_terms_that_no_decode_has_are_no_proof",
+    ),
+    Mutant(
+        "a room in capitals is another one",
+        "src/pdinfer/adapters/vllm/settings.py",
+        "        room = bytes.fromhex(room).hex()  # both ends compare text\n",
+        "",
+        f"{VLLM}test_a_room_may_be_written_in_capitals",
     ),
 ]

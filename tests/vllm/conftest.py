@@ -74,7 +74,7 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Serve]:
         **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
         "MODEL": str(model),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}",
+        "PYTHONPATH": os.pathsep.join((f"{ROOT / 'src'}", f"{ROOT}", f"{tmp_path}")),
     }
     children = []
 

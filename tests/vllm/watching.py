@@ -29,7 +29,7 @@ def watch(worker: Any, say: Callable[..., None]) -> None:
         if not set(load.blocks) & receiving._bad_blocks:
             tokens = entry.grant.tokens
             digest = pages_digest(channel, tokens, load.blocks, tokens.start)
-            say(moved=load.room, digest=digest, tokens=(tokens.start, tokens.stop), side="decode")
+            say(moved=entry.grant.room.hex(), digest=digest, tokens=(tokens.start, tokens.stop), side="decode")
         finish(entry)
 
     blocks: dict[str, Any] = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 import functools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,47 +108,43 @@ class FakeEngine:
     draw: Callable[[tuple[int, ...]], int] = len
     equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
     num_ranks: int = 1
+    data_rank: int = 0
+    data_size: int = 1
     config_more: dict[str, Any] = attrs.field(factory=dict)
+    model_more: dict[str, Any] = attrs.field(factory=dict)
     requests: dict[str, FakeRequest] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        parallel = {
+            "tensor_parallel_size": self.num_ranks,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": self.data_size,
+            "data_parallel_index": self.data_rank,
+        }
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_role=self.role, kv_connector_extra_config=self.extra),
-            model_config=SimpleNamespace(model=self.model),
+            model_config=SimpleNamespace(model=self.model, **self.model_more),
             cache_config=SimpleNamespace(block_size=self.block_size, cache_dtype="auto"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=self.num_ranks, pipeline_parallel_size=1),
+            parallel_config=SimpleNamespace(**parallel),
             **self.config_more,
         )
         made = connector_on(self.base, "0.32.0")
         self.scheduler = made(config, SimpleNamespace(name="SCHEDULER"), None)
         self.workers = []
         for rank in range(self.num_ranks):
-            parallel = SimpleNamespace(tensor_parallel_size=self.num_ranks, rank=rank)
-            own = SimpleNamespace(**{**vars(config), "parallel_config": parallel})
+            own = SimpleNamespace(**{**vars(config), "parallel_config": SimpleNamespace(**parallel, rank=rank)})
             self.workers.append(made(own, SimpleNamespace(name="WORKER"), None))
-        self.worker, *self.others = self.workers
-        for other in self.others:
-            assert other.get_mem_pool_context() is None
-        size = self.num_blocks * self.block_size * WIDTH * self.dtype.itemsize
-        context = self.worker.get_mem_pool_context()
-        if context is None:
-            whole = torch.zeros(size * LAYERS, dtype=torch.int8)
-        else:
-            with context:
-                whole = torch.zeros(size * LAYERS, dtype=torch.int8)
-        shape = (self.num_blocks, self.num_heads, self.block_size, WIDTH // self.num_heads)
-        parts = [whole[at * size : (at + 1) * size] for at in range(LAYERS)]
-        self.caches = {
-            f"model.layers.{at}.self_attn.attn": part.view(self.dtype).view(shape) for at, part in enumerate(parts)
-        }
-        for worker in self.workers:
-            worker.register_kv_caches(self.caches)
-        self.bytes = [
-            cache.view(torch.uint8).view(self.num_blocks, self.block_size, -1) for cache in self.caches.values()
+        self.worker = self.workers[0]
+        self.caches = [self._cached(worker) for worker in self.workers]
+        self.bytes = [  # of rank 0, then of rank 1, ...
+            cache.view(torch.uint8).view(self.num_blocks, self.block_size, -1)
+            for caches in self.caches
+            for cache in caches.values()
         ]
         for layer in self.bytes:
             layer[:] = POISON
         self.counts = TransferCounts()
+        self.told: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # workers that said: sent, received
         self.taken: list[int] = []
         self.held: set[str] = set()
         self.free = list(range(self.num_blocks))
@@ -155,6 +153,19 @@ class FakeEngine:
         self.failed: set[str] = set()
         self.preempt: set[str] = set()
         self.prefix: dict[tuple[int, ...], int] = {}  # full blocks of prompts that are held for good, as a prefix cache
+
+    def _cached(self, worker: Any) -> dict[str, torch.Tensor]:
+        """Give a worker caches of its own."""
+        size = self.num_blocks * self.block_size * WIDTH * self.dtype.itemsize
+        with worker.get_mem_pool_context() or nullcontext():
+            whole = torch.zeros(size * LAYERS, dtype=torch.int8)
+        shape = (self.num_blocks, self.num_heads, self.block_size, WIDTH // self.num_heads)
+        parts = [whole[at * size : (at + 1) * size] for at in range(LAYERS)]
+        caches = {
+            f"model.layers.{at}.self_attn.attn": part.view(self.dtype).view(shape) for at, part in enumerate(parts)
+        }
+        worker.register_kv_caches(caches)
+        return caches
 
     @property
     def channel(self) -> Any:
@@ -173,8 +184,8 @@ class FakeEngine:
         for at in range(num_blocks):
             block = self.prefix[prompt[: (at + 1) * self.block_size]] = self.free.pop(0)
             for slot in range(self.block_size):
-                for layer in range(LAYERS):
-                    self.bytes[layer][block, slot] = self.compute(prompt)[layer, at * self.block_size + slot]
+                for number, layer in enumerate(self.bytes):
+                    layer[block, slot] = self.compute(prompt)[number % LAYERS, at * self.block_size + slot]
 
     def abort(self, req_id: str) -> None:
         request = self.requests[req_id]
@@ -199,29 +210,41 @@ class FakeEngine:
         for worker in self.workers:
             worker.start_load_kv(None)
             worker.wait_for_save()
-        for other in self.others:  # vLLM waits for the word of as many workers as this says
-            assert (other.get_finished(finished), self.scheduler.get_finished_count()) == ((None, None), 1)
-            assert not other.get_block_ids_with_load_errors()
-            assert other.build_connector_worker_meta() is None
-        sent, received = self.worker.get_finished(finished)
-        bad = self.worker.get_block_ids_with_load_errors()
-        if (counted := self.worker.get_kv_connector_stats()) is not None:
-            self.counts.aggregate(counted)
-        news = self.worker.build_connector_worker_meta()
-        self._update(output, bad)
-        said = SimpleNamespace(kv_connector_worker_meta=news, finished_recving=received, finished_sending=sent)
+        said = self._aggregated(finished)
+        self._update(output, said.bad)
         self.scheduler.update_connector_output(said)
-        for req_id in received or ():
+        for req_id in said.finished_recving or ():
             request = self.requests[req_id]
             if request.status is Status.LOADING:
                 self.recved.add(req_id)
             else:
                 assert request.is_over
                 self._free(request)
-        for req_id in sent or ():
+        for req_id in said.finished_sending or ():
             assert req_id in self.held, "vLLM does not know the request any more"
             self.held.discard(req_id)
             self._free(self.requests[req_id])
+
+    def _aggregated(self, finished: set[str]) -> Any:
+        """Return what the workers say, as vLLM's KVOutputAggregator joins it: a request is done when as many have said
+        so as the connector wants, and a block is lost when one of them lacks it."""
+        done: tuple[set[str], set[str]] = (set(), set())
+        bad: set[int] = set()
+        news = None
+        for worker in self.workers:
+            for kind, (those, counts) in enumerate(zip(worker.get_finished(finished), self.told, strict=True)):
+                counts.update(those or ())
+                done[kind].update(each for each in those or () if counts[each] == self.scheduler.get_finished_count())
+            bad |= worker.get_block_ids_with_load_errors()
+            if (counted := worker.get_kv_connector_stats()) is not None:
+                self.counts.aggregate(counted)
+            if (said := worker.build_connector_worker_meta()) is not None:
+                news = said if news is None else news.aggregate(said)
+        for those, counts in zip(done, self.told, strict=True):
+            for each in those:
+                del counts[each]
+        sent, received = (those or None for those in done)
+        return SimpleNamespace(kv_connector_worker_meta=news, finished_recving=received, finished_sending=sent, bad=bad)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -234,8 +257,10 @@ class FakeEngine:
 
     def check_nothing_is_kept(self) -> None:
         """Fail when a request that has ended has left anything in either half."""
-        worker = self.worker._worker
-        for half in (self.scheduler._scheduler, worker._sending, worker._receiving):
+        assert not any(self.told), "not all workers have told of a request"
+        open_ones = [worker._worker for worker in self.workers if hasattr(worker._worker, "channel")]
+        sides = [half for worker in open_ones for half in (worker._sending, worker._receiving)]
+        for half in (self.scheduler._scheduler, *sides):
             kept = {name: value for name, value in vars(half).items() if isinstance(value, dict | set) and value}
             kept.pop("_grants", None)  # of requests that may still come
             assert not kept, f"{type(half).__name__} keeps {kept}"
@@ -244,10 +269,11 @@ class FakeEngine:
         for layer in self.bytes:
             assert bool((layer[self.free] == POISON).all()), "a free block was written"
 
-    def contents(self, request: FakeRequest, stop: int) -> torch.Tensor:
-        """Return the bytes of a request's tokens in all layers."""
+    def contents(self, request: FakeRequest, stop: int, rank: int = 0) -> torch.Tensor:
+        """Return the bytes of a request's tokens in all layers of a rank."""
         places = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in range(stop)]
-        return torch.stack([layer.flatten(0, 1)[places] for layer in self.bytes])
+        layers = self.bytes[rank * LAYERS : (rank + 1) * LAYERS]
+        return torch.stack([layer.flatten(0, 1)[places] for layer in layers])
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -267,6 +293,8 @@ class FakeEngine:
                 request.num_computed = 0 if request.request_id in self.failed else len(request.prompt) - 1
                 if request.request_id not in self.failed:
                     request.landed = self.contents(request, request.num_computed)
+                    for rank in range(1, self.num_ranks):
+                        assert self.equal(request.landed, self.contents(request, request.num_computed, rank))
                 request.status = Status.RUNNING
             elif request.status is Status.WAITING and request.request_id not in preempted:
                 hits = [block for prefix, block in self.prefix.items() if request.prompt[: len(prefix)] == prefix]
@@ -314,15 +342,16 @@ class FakeEngine:
     def _compute(self, output: Any) -> None:
         if not output.total_num_scheduled_tokens:
             return
-        for layer, name in enumerate(self.caches):
+        for layer, name in enumerate(self.caches[0]):
             for req_id, count in output.num_scheduled_tokens.items():
                 request = self.requests[req_id]
                 new = range(request.num_computed, request.num_computed + count)
                 slots = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in new]
-                self.bytes[layer].flatten(0, 1)[slots] = self.compute(request.prompt)[layer, new.start : new.stop]
-            for worker in self.workers:
+                for of_rank in self.bytes[layer::LAYERS]:
+                    of_rank.flatten(0, 1)[slots] = self.compute(request.prompt)[layer, new.start : new.stop]
+            for worker, caches in zip(self.workers, self.caches, strict=True):
                 worker.wait_for_layer_load(name)
-                worker.save_kv_layer(name, self.caches[name], None)
+                worker.save_kv_layer(name, caches[name], None)
 
     def _update(self, output: Any, bad: set[int]) -> None:
         for request in self.requests.values():
@@ -334,8 +363,9 @@ class FakeEngine:
             request = self.requests[req_id]
             request.num_computed += count
             if request.num_computed == len(request.prompt):
-                whole = self.contents(request, len(request.prompt))
-                assert self.equal(whole, self.compute(request.prompt)), f"{req_id} has a wrong cache"
+                for rank in range(self.num_ranks):
+                    whole = self.contents(request, len(request.prompt), rank)
+                    assert self.equal(whole, self.compute(request.prompt)), f"{req_id} has a wrong cache"
                 request.output_token_ids.append(self.draw(request.prompt))
                 self._finish(request, Status.DONE, delay=False)
 

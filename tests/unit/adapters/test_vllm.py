@@ -455,6 +455,16 @@ def test_a_request_for_decode_at_an_engine_that_only_decodes_is_served_and_warne
     assert "send it to a prefill" in caplog.text
 
 
+def test_a_room_may_be_written_in_capitals(pair: Pairs) -> None:
+    prefill, decode = pair()
+    ours, theirs = submit(prefill, decode, prompt_of(20))
+    for request in (ours, theirs):
+        assert request.kv_transfer_params is not None
+        request.kv_transfer_params["room"] = ("AB" * 16) if request is ours else ("aB" * 16)
+    run([prefill, decode], lambda: theirs.is_over and prefill.is_at_rest)
+    assert theirs.landed is not None
+
+
 def test_an_id_that_no_frame_carries_costs_nothing(pair: Pairs) -> None:
     prefill, decode = pair()
     _, theirs = submit(prefill, decode, prompt_of(20), "\n\u202e" * 200)

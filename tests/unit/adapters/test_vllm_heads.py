@@ -126,7 +126,11 @@ def test_caches_of_a_part_of_the_prompt_are_refused_at_start() -> None:
 
     class FullAttentionSpec: ...
 
-    config = SimpleNamespace(parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(cache_dtype="auto"))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(model="examples/tiny"),
+    )
     for spec in (FullAttentionSpec, SlidingWindowSpec):
         groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec())])
         if spec is FullAttentionSpec:

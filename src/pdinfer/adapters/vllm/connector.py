@@ -24,12 +24,15 @@ class Hooks:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]  # vLLM's base is the next one
         check_setup(vllm_config, kv_cache_config)
-        settings = Settings.of(vllm_config.kv_transfer_config)
+        rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)  # vLLM resets data_parallel_rank
+        settings = Settings.of(vllm_config.kv_transfer_config).of_rank(rank)
         if role.name == "WORKER":
             self._worker = WorkerHalf(vllm_config, settings, self.vllm_version)
         else:
             self._scheduler = SchedulerHalf(int(vllm_config.cache_config.block_size), settings)
         self._is_worker = role.name == "WORKER"
+        workers = getattr(vllm_config.parallel_config, "tensor_parallel_size", 1)
+        self._num_told = 1 if settings.sends else workers
         self._orders = Orders()
 
     # -- in the scheduler -------------------------------------------------------------------------------------------
@@ -48,8 +51,9 @@ class Hooks:
         self._scheduler.arrived(arrivals, connector_output.finished_recving)
 
     def get_finished_count(self) -> int:
-        """Return 1: however many workers there are, one of them says what has left."""
-        return 1
+        """Return how many workers say that a request is done: of a prefill the first one, which alone sends, and of a
+        decode all, each for its own cache."""
+        return self._num_told
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self._scheduler.finished(request), None

@@ -15,6 +15,39 @@ def proof_of(tokens: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(np.asarray(tokens, dtype="<i8").tobytes())
 
 
+MAX_WORKERS = 256
+"""A decode has no more of them: what is more than one byte away from a request's room is another request's."""
+
+
+def room_of(room: str, rank: int) -> str:
+    """Return the room of a worker of a decode, in hexadecimal: the request's for rank 0, and for others one that is no
+    other request's. Called with a worker's room and rank it returns the request's."""
+    return f"{int(room, 16) ^ rank:0{len(room)}x}"
+
+
+@attrs.frozen
+class Terms:
+    """What the grant of a decode's worker says in the place of a request's id: the `proof` of its tokens, and which of
+    how many workers it is. Each of them has a cache of its own, so each grants its own pages."""
+
+    proof: str
+    rank: int = 0
+    num_workers: int = 1
+
+    def __str__(self) -> str:
+        return self.proof if self.num_workers == 1 else f"{self.proof} {self.rank}/{self.num_workers}"
+
+    @classmethod
+    def of(cls, text: str) -> Terms:
+        """Read what a peer says. What is not of this form is the proof of no tokens."""
+        proof, space, worker = text.partition(" ")
+        rank, _, count = worker.partition("/")
+        if not space or not (rank.isdecimal() and count.isdecimal() and len(worker) < 8):
+            return cls(text)
+        terms = cls(proof, int(rank), int(count))
+        return terms if terms.rank < terms.num_workers <= MAX_WORKERS else cls(text)
+
+
 @attrs.frozen
 class Load:
     """Blocks that wait for a peer: `tokens` of a request belong into `blocks`, the first of which holds the first

@@ -18,7 +18,7 @@ import attrs
 from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
 from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.memory import EnginePages
-from pdinfer.adapters.vllm.messages import Load
+from pdinfer.adapters.vllm.messages import Load, Terms, room_of
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
@@ -38,7 +38,8 @@ class Incoming:
 
 
 class Receiving:
-    """The loads of one worker. Everything is called from vLLM's thread, and nothing waits."""
+    """The loads of the worker of `rank`, one of `num_workers` with a cache each. Everything is called from vLLM's
+    thread, and nothing waits."""
 
     def __init__(
         self,
@@ -48,6 +49,8 @@ class Receiving:
         counts: TransferCounts,
         *,
         lease_s: float,
+        rank: int = 0,
+        num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -55,6 +58,7 @@ class Receiving:
         self._doors = doors
         self._counts = counts
         self._lease_s = lease_s
+        self._rank, self._num_workers = rank, num_workers
         self._clock = clock
         self._waiting: dict[str, Incoming] = {}
         self._finished: set[str] = set()
@@ -84,7 +88,7 @@ class Receiving:
                 self._give_up(entry, "lease", f"nothing landed within lease_s={self._lease_s:g}")
             elif entry.grant is None:
                 self._find_prefill(entry)
-        rooms = {entry.load.room: entry for entry in self._waiting.values()}
+        rooms = {room_of(entry.load.room, self._rank): entry for entry in self._waiting.values()}
         for room, handoffs in by_room(self._channel.poll()).items():
             entry = rooms[room.hex()]
             if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
@@ -115,8 +119,8 @@ class Receiving:
     def _grant(self, entry: Incoming, prefill: PeerAddress) -> None:
         load, layout = entry.load, self._pages.layout
         entry.grant = PageGrant(
-            room=bytes.fromhex(load.room),
-            request_id=load.proof,
+            room=bytes.fromhex(room_of(load.room, self._rank)),
+            request_id=str(Terms(load.proof, self._rank, self._num_workers)),
             writers=(prefill,),
             destinations=(self._channel.address,),
             tokens=range(load.tokens[0], layout.border(load.tokens[1], up=True)),

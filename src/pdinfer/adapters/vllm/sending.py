@@ -6,6 +6,9 @@
 
 A prompt whose first token travels with it is finished a step later: vLLM draws it behind the last hook of a step.
 
+A decode of several workers grants a room for each, and a request has its grant when all of them have come: from then on
+each worker is sent every layer, and one that gives up costs the others nothing here.
+
 A grant is accepted when its request is computed and not when it comes: until then its decode may take it back at any
 moment, and the channel answers without a step of this engine.
 """
@@ -19,7 +22,7 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
-from pdinfer.adapters.vllm.messages import Save
+from pdinfer.adapters.vllm.messages import Save, Terms, room_of
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.base import Transfer
@@ -33,9 +36,9 @@ _log = logging.getLogger("vllm.pdinfer")
 
 @attrs.define(eq=False)
 class Outgoing:
-    """A request that has a grant. Its tokens up to `sent` have left in every layer, and those of the step that is being
-    computed in the layers before `next_layer`. `awaits_token` is set when nothing but its first token is missing, and
-    `transfer` when it is finished, well or not."""
+    """A grant of a request, of one worker of its decode. Its tokens up to `sent` have left in every layer, and those of
+    the step that is being computed in the layers before `next_layer`. `awaits_token` is set when nothing but its first
+    token is missing, and `transfer` when it is finished, well or not."""
 
     grant: PageGrant
     sent: int
@@ -65,7 +68,8 @@ class Sending:
         self._layers = channel.pool.layout.layers
         self._grants: dict[str, tuple[PageGrant, float]] = {}
         self._news: set[str] = set()
-        self._out: dict[str, Outgoing] = {}
+        self._most_workers = 1
+        self._out: dict[str, list[Outgoing]] = {}
         self._kept: dict[str, Save] = {}
         self._drawn: dict[str, int] = {}
         self._ended: dict[str, float] = {}
@@ -79,38 +83,39 @@ class Sending:
     def layer(self, saves: Iterable[Save], layer: int) -> None:
         """Push what this step has computed of a layer."""
         for save in saves:
-            if (out := self._opened(save)) is not None and out.transfer is None:
+            for out in self._opened(save):
                 self._push(out, save, range(out.next_layer, layer + 1))
 
     def step_done(self, saves: Iterable[Save]) -> None:
         """Push the layers that no hook was called for, and finish the prompts that are whole."""
         for save in saves:
-            out = self._opened(save)
-            if out is None and save.whole:
+            outs = self._opened(save)
+            if save.whole and save.req_id not in self._out:
                 self._kept[save.req_id] = save
-            elif out is not None and out.transfer is None:
+            for out in outs:
                 self._push(out, save, range(out.next_layer, self._layers.stop))
                 out.sent, out.next_layer = max(out.sent, self._reach(save)), 0
-                if save.whole and out.transfer is None:
+                if save.whole:
                     self._finish(out, save)
 
     def drawn(self, first_tokens: Iterable[tuple[str, int]]) -> None:
         """Note the first tokens of requests that ended, and finish those that have waited for them."""
         for req_id, token in first_tokens:
             self._drawn[req_id] = token
-            if (out := self._out.get(req_id)) is not None and out.awaits_token and out.transfer is None:
-                self._land(out, token)
+            for out in self._open_of(req_id):
+                if out.awaits_token:
+                    self._land(out, token)
 
     def preempted(self, requests: Iterable[str]) -> None:
         """Wait until nothing reads the blocks of these requests, which vLLM is about to use again. A peer that takes
         longer than DRAIN_S loses its link, and with it its rooms."""
         for req_id in requests:
             self._kept.pop(req_id, None)
-            if (out := self._out.get(req_id)) is not None and not self._channel.drain(DRAIN_S):
+            if (outs := self._out.get(req_id)) is not None and not self._channel.drain(DRAIN_S):
                 _log.warning(
                     "a peer read the blocks of preempted request %s for %g s: its link is closed", req_id, DRAIN_S
                 )
-                for destination in out.grant.destinations:
+                for destination in (each for out in outs for each in out.grant.destinations):
                     self._channel.drop_peer(destination)
 
     def ended(self, requests: Iterable[str]) -> None:
@@ -120,10 +125,7 @@ class Sending:
     def unwanted(self, rooms: Iterable[str]) -> None:
         """Turn away the grants of requests that ended before their prompt was whole, those that come later too."""
         for room in rooms:
-            if (waiting := self._grants.pop(room, None)) is not None:
-                self._turn_away(waiting[0], "the request ended before its prefill")
-            else:
-                self._channel.decline(bytes.fromhex(room))
+            self._decline(room, "the request ended before its prefill")
 
     # -- what peers say ---------------------------------------------------------------------------------------------
 
@@ -131,18 +133,19 @@ class Sending:
         """Take the grants that have come, abort what decodes gave up, and let go of what has left or is too old."""
         for grant in self._channel.poll_offers():
             self._grants[grant.room.hex()] = grant, self._clock()
-            self._news.add(grant.room.hex())
+            terms = Terms.of(grant.request_id)
+            self._most_workers = max(self._most_workers, terms.num_workers)
+            if self._rooms_of(room := room_of(grant.room.hex(), terms.rank)):
+                self._news.add(room)
         for req_id, save in list(self._kept.items()):
-            if (out := self._opened(save)) is None:
-                continue
-            del self._kept[req_id]
-            if out.transfer is None:
+            for out in self._opened(save):
                 self._push(out, save, self._layers)
-            if out.transfer is None:
                 self._finish(out, save)
+            if req_id in self._out:
+                del self._kept[req_id]
         stopped = dict(self._channel.poll_stops())
-        for out in self._out.values():
-            if out.grant.room in stopped and out.transfer is None:
+        for out in (out for req_id in self._out for out in self._open_of(req_id)):
+            if out.grant.room in stopped:
                 self._abort(out, "stopped", stopped[out.grant.room])
         for room, (grant, since) in list(self._grants.items()):
             if self._clock() - since > self._grant_s:
@@ -167,21 +170,36 @@ class Sending:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _opened(self, save: Save) -> Outgoing | None:
-        """Return the request's room, accepted when its grant is here; None when it is not."""
-        if save.req_id not in self._out and (waiting := self._grants.pop(save.room, None)) is not None:
-            grant, _ = waiting
-            out = self._out[save.req_id] = Outgoing(grant, grant.tokens.start)
-            try:
-                self._channel.accept(grant)
-            except TransferError as error:  # decode gave it up, and has its answer
-                _log.info("the grant of request %s is void: %s", save.req_id, error)
-                self._counts.add(ABORTED + "stopped")
-                out.transfer = Transfer(0, done=True)
-            else:
-                if grant.request_id not in save.proofs:
-                    self._abort(out, "prompt", TransferError("decode's prompt has other tokens than this one"))
-        return self._out.get(save.req_id)
+    def _rooms_of(self, room: str) -> list[str]:
+        """Return the rooms of a request, one for each worker of its decode, when the grants of all are here; else
+        none."""
+        first = self._grants.get(room)
+        num_workers = 0 if first is None else Terms.of(first[0].request_id).num_workers
+        rooms = [room_of(room, rank) for rank in range(num_workers)]
+        return rooms if all(each in self._grants for each in rooms) else []
+
+    def _open_of(self, req_id: str) -> list[Outgoing]:
+        """Return what of a request is not finished."""
+        return [out for out in self._out.get(req_id, ()) if out.transfer is None]
+
+    def _opened(self, save: Save) -> list[Outgoing]:
+        """Return what of a request is not finished. Its grants are accepted when all of them are here."""
+        if save.req_id not in self._out and (rooms := self._rooms_of(save.room)):
+            self._out[save.req_id] = [self._open(save, self._grants.pop(room)[0]) for room in rooms]
+        return self._open_of(save.req_id)
+
+    def _open(self, save: Save, grant: PageGrant) -> Outgoing:
+        out = Outgoing(grant, grant.tokens.start)
+        try:
+            self._channel.accept(grant)
+        except TransferError as error:  # decode gave it up, and has its answer
+            _log.info("the grant of request %s is void: %s", save.req_id, error)
+            self._counts.add(ABORTED + "stopped")
+            out.transfer = Transfer(0, done=True)
+        else:
+            if Terms.of(grant.request_id).proof not in save.proofs:
+                self._abort(out, "prompt", TransferError("decode's prompt has other tokens than this one"))
+        return out
 
     def _reach(self, save: Save) -> int:
         """Return up to which token the blocks of a save may leave: packed ones leave whole."""
@@ -199,6 +217,8 @@ class Sending:
 
     def _finish(self, out: Outgoing, save: Save) -> None:
         token = self._drawn.get(save.req_id)
+        if out.transfer is not None:  # the push before it failed
+            return
         if save.first_token and token is None:
             out.awaits_token = True
         else:
@@ -215,6 +235,15 @@ class Sending:
         out.transfer = self._channel.finish(out.grant, aborted)
         self._counts.add(ABORTED + reason)
 
+    def _decline(self, room: str, why: str) -> None:
+        """Turn away the grants of a request, those that come later too. How many workers its decode has, only a grant
+        would say: it counts as one with the most seen so far."""
+        for each in (room_of(room, rank) for rank in range(self._most_workers)):
+            if (waiting := self._grants.pop(each, None)) is not None:
+                self._turn_away(waiting[0], why)
+            else:
+                self._channel.decline(bytes.fromhex(each))
+
     def _turn_away(self, grant: PageGrant, why: str) -> None:
         try:
             self._channel.accept(grant)
@@ -224,16 +253,16 @@ class Sending:
 
     def _let_go(self) -> None:
         for req_id, since in list(self._ended.items()):
-            out = self._out.get(req_id)
-            if out is None and req_id in self._kept:
+            outs = self._out.get(req_id)
+            if outs is None and req_id in self._kept:
                 if self._clock() - since <= self._lease_s:
                     continue
-                self._channel.decline(bytes.fromhex(self._kept.pop(req_id).room))
+                self._decline(self._kept.pop(req_id).room, "not all workers of the decode have asked for it")
                 self._counts.add(ABORTED + "lease")
-            elif out is not None:
-                if out.transfer is None:
+            elif outs is not None:
+                for out in self._open_of(req_id):
                     self._abort(out, "ended", TransferError("the request ended before its prompt was whole"))
-                if out.transfer is None or not out.transfer.done:
+                if any(out.transfer is None or not out.transfer.done for out in outs):
                     continue
                 del self._out[req_id]
             del self._ended[req_id]

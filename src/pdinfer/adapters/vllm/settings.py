@@ -2,7 +2,8 @@
 
 A host's settings are `kv_connector_extra_config`:
 
-    listen      "tcp://host:port", or "shm:///path/of/a/socket" between processes of one host
+    listen      "tcp://host:port", or "shm:///path/of/a/socket" between processes of one host; of data-parallel ranks
+                the first one listens there, and rank r at port + r, or at the path with ".r" behind it
     advertise   the name or address that peers are told instead of the host listened on
     key_file    a file with the key of all ends, in hexadecimal (`openssl rand -hex 32`)
     hold_s      how long a prefill waits for decode's grant before it computes
@@ -24,6 +25,8 @@ from urllib.parse import urlsplit
 import attrs
 
 from pdinfer.adapters.vllm.heads import has_heads
+from pdinfer.adapters.vllm.messages import MAX_WORKERS
+from pdinfer.adapters.vllm.told import told
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transport
@@ -65,6 +68,23 @@ class Settings:
                 'a prefill needs an address that decodes can dial: kv_connector_extra_config={"listen": "tcp://host:port"}'
             )
         return cls(sends=sends, receives=transfer.kv_role in ("kv_consumer", "kv_both"), **extra)
+
+    def of_rank(self, rank: int) -> Settings:
+        """Return the settings of a data-parallel rank. Each is an engine with an address of its own: rank r has the
+        port of rank 0 plus r, or its path with ".r" behind it. What is left to the system stays so."""
+        if self.listen.startswith(SCHEME):
+            is_given, listen = self.listen != SCHEME, f"{self.listen}.{rank}"
+        else:
+            base, _, port = self.listen.rpartition(":")
+            is_given = port.isdecimal() and int(port) > 0
+            listen = f"{base}:{int(port) + rank}" if is_given else ""
+        return attrs.evolve(self, listen=listen) if rank and is_given else self
+
+    def of_worker(self, rank: int) -> Settings:
+        """Return the settings of a decode's worker: peers dial none of those behind the first one, so these listen at
+        any free address."""
+        scheme = SCHEME if self.listen.startswith(SCHEME) else self.listen.rpartition(":")[0] + ":0"
+        return attrs.evolve(self, listen=scheme) if rank else self
 
     def key(self) -> bytes | None:
         """Return the key of all ends, or None. Raises ConfigError when its file cannot be read as one."""
@@ -110,6 +130,7 @@ def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
     room, prefill, problem = params.get("room", ""), params.get("prefill", ""), ""
     try:
         is_room = len(bytes.fromhex(room)) == ROOM_BYTES
+        room = bytes.fromhex(room).hex()  # both ends compare text
     except (TypeError, ValueError):
         is_room = False
     if loads and sends:
@@ -130,24 +151,24 @@ def check_setup(config: Any, kv_cache_config: Any) -> None:
     """Raise ConfigError, in a sentence, for set-ups of vLLM that the connector does not serve. Called in both halves,
     before anything is allocated."""
     parallel = config.parallel_config
-    for kind in ("pipeline", "data", "prefill_context", "decode_context"):
+    for kind in ("pipeline", "prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
         if (size := getattr(parallel, name, 1)) != 1:
             raise ConfigError(f"PDInferConnector serves engines of one worker, and {name} is {size}")
     if (size := getattr(parallel, "tensor_parallel_size", 1)) != 1:
-        role = config.kv_transfer_config.kv_role
-        if role != "kv_producer" or has_heads(str(config.model_config.model)):
+        role, model = config.kv_transfer_config.kv_role, str(config.model_config.model)
+        if role == "kv_both" or size > MAX_WORKERS or has_heads(model):
+            kind = "keys and values per head" if has_heads(model) else "latents"
             raise ConfigError(
-                "PDInferConnector serves several workers where the first has all that is sent: those of an MLA model "
-                f"with kv_role kv_producer. Here tensor_parallel_size is {size} and kv_role is {role}"
+                f"PDInferConnector serves up to {MAX_WORKERS} workers where each has all of a cache: those of an MLA "
+                "model with kv_role kv_producer or kv_consumer. Here tensor_parallel_size is "
+                f"{size} and kv_role is {role}, and the model has {kind}"
             )
     if getattr(config, "speculative_config", None) is not None:
         raise ConfigError("PDInferConnector does not hand over the caches of draft models; leave speculation out")
     if getattr(config, "lora_config", None) is not None:
         raise ConfigError("PDInferConnector cannot tell the KV of LoRA adapters apart; leave enable_lora out")
-    dtype = str(config.cache_config.cache_dtype)
-    if dtype.startswith(("fp8", "int8", "nvfp4")):
-        raise ConfigError(f"PDInferConnector hands over caches in the model's dtype, and kv_cache_dtype is {dtype}")
+    told(config)
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     kinds = {type(group.kv_cache_spec).__name__ for group in groups if group is not None}
     if len(groups) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,36 +18,47 @@ from pdinfer.adapters.vllm.messages import Arrivals, Orders
 from pdinfer.adapters.vllm.receiving import Receiving
 from pdinfer.adapters.vllm.sending import Sending
 from pdinfer.adapters.vllm.settings import Settings
+from pdinfer.adapters.vllm.told import told
 from pdinfer.errors import ConfigError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.shm.transport import SCHEME
 from pdinfer.stats import ChannelStats
 
+_log = logging.getLogger("vllm.pdinfer")
+
 LEAST_IDLE_S, MOST_IDLE_S = 0.01, 0.05
 """How long a step that computes nothing sleeps for news while something waits: longer from step to step. vLLM steps on
 all the time then, a step costs it a millisecond, and new requests wait for the end of such a step."""
+IN_STEP_S = 0.001
+"""The same where data-parallel ranks share experts: all of them wait for the end of such a step."""
 
 
 class WorkerHalf:
-    """What vLLM's worker calls. Everything is called from its one thread. Of several workers only the first one opens a
-    channel: each has all latents of an MLA model, and nothing is to be done at the others."""
+    """What vLLM's worker calls. Everything is called from its one thread. Of a prefill's several workers only the first
+    one opens a channel: each has all latents of an MLA model, and nothing is to be done at the others. Of a decode's
+    workers each does, for the cache that it has."""
 
     channel: KVChannel
 
     def __init__(self, config: Any, settings: Settings, version: str = "") -> None:
         self._config, self._version = config, version
         self._model = str(config.model_config.model)
+        self._told = told(config)
         self._block_size = int(config.cache_config.block_size)
-        self._settings = settings
+        self._rank = getattr(config.parallel_config, "rank", 0)
+        self._num_workers = getattr(config.parallel_config, "tensor_parallel_size", 1)
+        self._settings = settings.of_worker(self._rank)
         self._key = settings.key()
-        self._is_first = getattr(config.parallel_config, "rank", 0) == 0
-        self._context = cache_context(self._is_first and settings.listen.startswith(SCHEME))
+        self._takes_part = self._rank == 0 or not settings.sends
+        self._context = cache_context(self._takes_part and settings.listen.startswith(SCHEME))
         self._counts = TransferCounts()
         self._news = threading.Event()
         self._orders = Orders()
         self._moved: ChannelStats | None = None
         self._is_open = False
-        self._idle_s = LEAST_IDLE_S
+        in_step = getattr(config.parallel_config, "data_parallel_size", 1) > 1
+        self._least_s, self._most_s = (IN_STEP_S, IN_STEP_S) if in_step else (LEAST_IDLE_S, MOST_IDLE_S)
+        self._idle_s = self._least_s
 
     def cache_context(self) -> AbstractContextManager[object] | None:
         """Return what the caches are to be allocated in."""
@@ -56,15 +68,25 @@ class WorkerHalf:
         """Open the channel over these caches. Raises ConfigError for caches that are not served."""
         if self._is_open:
             raise ConfigError("PDInferConnector was given KV caches twice")
-        if not self._is_first:
+        if not self._takes_part:
             return
         settings = self._settings
         form = form_of(self._config, next(iter(kv_caches), ""), self._version)
-        pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form)
+        pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form, self._told)
+        if self._told:
+            _log.info("a part of the model's id, since no file says it: %s", self._told)
         self.channel = KVChannel(pages, settings.transport(), key=self._key, takes_offers=settings.sends)
         self.channel.notify(self._news.set)
         doors = Doors(self.channel, self._news.set)
-        self._receiving = Receiving(self.channel, pages, doors, self._counts, lease_s=settings.lease_s)
+        self._receiving = Receiving(
+            self.channel,
+            pages,
+            doors,
+            self._counts,
+            lease_s=settings.lease_s,
+            rank=self._rank,
+            num_workers=self._num_workers,
+        )
         self._sending = Sending(self.channel, self._counts, hold_s=settings.hold_s, lease_s=settings.lease_s)
         self._is_open = True
 
@@ -108,10 +130,10 @@ class WorkerHalf:
         if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
             if self._news.wait(self._idle_s):
                 self._look()
-            self._idle_s = min(2 * self._idle_s, MOST_IDLE_S)
+            self._idle_s = min(2 * self._idle_s, self._most_s)
             sent, received = self._sending.take_finished(), self._receiving.take_finished()
         else:
-            self._idle_s = LEAST_IDLE_S
+            self._idle_s = self._least_s
         return sent, received
 
     def bad_blocks(self) -> set[int]:
