@@ -37,4 +37,11 @@ MUTANTS = [
         'FusedDigest(loops, b"")',
         SHM + "test_writes_are_placed_byte_for_byte",
     ),
+    Mutant(
+        "a receiver that waits is named a long section first",
+        "src/pdinfer/kv/transports/shm/sender.py",
+        "DIGESTED_SECTION_BYTES if self._digest and is_waited_for else",
+        "DIGESTED_SECTION_BYTES if self._digest and not is_waited_for else",
+        "tests/unit/kv/transports/test_lender.py::test_who_has_enough_to_copy_is_named_more_at_once",
+    ),
 ]

@@ -16,7 +16,7 @@
 #define PREFETCH(at) __builtin_prefetch(at)
 #define EXPORT __attribute__((visibility("default")))
 
-enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, LANES = 8, LINE = 64, CHUNK = 2048, AHEAD = 1024 };
+enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, LANES = 8, LINE = 64, CHUNK = 2048, AHEAD = 2048 };
 
 static const uint64_t PRIME32_1 = 0x9E3779B1U, PRIME32_2 = 0x85EBCA77U, PRIME32_3 = 0xC2B2AE3DU;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87ULL, PRIME64_2 = 0xC2B2AE3D27D4EB4FULL,

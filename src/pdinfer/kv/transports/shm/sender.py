@@ -33,7 +33,8 @@ DIGESTED_SECTION_BYTES = 4 << 20, 8 << 20
 """The part that is named at once when it is digested where it lies, at first and at most. The sender digests a section
 while the receiver copies the one before; each is twice as long, since each costs both ends the same time beside it."""
 SECTION_BYTES = 16 << 20
-"""The same without a digest, and the most that a receiver accepts."""
+"""The same without a digest, or while the receiver still has a first section to copy. It is the most that a receiver
+accepts."""
 SECTION_SPANS = 4096
 PIECE_BYTES = 72 << 10
 """Bytes that are copied and digested at once: still in the core's cache, and below the size from which xxhash releases
@@ -130,7 +131,8 @@ class Lender:
         """Return how long sections are at first and at most."""
         if self._ring is not None:
             return STAGED_SECTION_BYTES, STAGED_SECTION_BYTES
-        return DIGESTED_SECTION_BYTES if self._digest else (SECTION_BYTES, SECTION_BYTES)
+        is_waited_for = self._named - self._copied < DIGESTED_SECTION_BYTES[0]
+        return DIGESTED_SECTION_BYTES if self._digest and is_waited_for else (SECTION_BYTES, SECTION_BYTES)
 
     def _new_digest(self, start: bytes, num_bytes: int) -> xxhash.xxh3_64 | FusedDigest | None:
         """Return what digests a payload, None when nothing is to."""
