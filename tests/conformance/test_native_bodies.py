@@ -120,6 +120,49 @@ def test_attention(body: ctypes.CDLL, name: str, heads: int, monkeypatch: pytest
     assert_within(run(getattr(native, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("heads", "page_size"), [(5, 3), (16, 16)])
+def test_a_draft_that_was_not_written_changes_no_query_before_it(
+    body: ctypes.CDLL, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles hold rows of several queries. The last tokens lie around the borders of blocks and of parts."""
+    monkeypatch.setattr(native, "PART_TOKENS", 128)
+    contexts = (20, 4, 65, 66, 67, 130)
+    case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, (64, 32, 34, 64), num_queries=4)
+    exact, error = case.expected("mla_decode")
+    for written in (1, 2, 3):
+        unused = case.pages
+        for mine, context in zip(case.owned, contexts, strict=True):
+            for position in range(context - 4 + written, context):
+                unused[mine[position // page_size], position % page_size] = torch.nan
+        got = case.decode(native.mla_decode, unused, lambda x: x)
+        assert_within(got[:, :written], exact[:, :written], error[:, :written], torch.bfloat16)
+        assert got[:, written:].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_head_that_is_not_finite_stays_alone(body: ctypes.CDLL, bad: float) -> None:
+    pages, table, lens = draw(10, 16, 96).bfloat16(), torch.arange(10).view(2, 5), torch.tensor([70, 66])
+    latent, rope = draw(2, 3, 7, 64).bfloat16(), draw(2, 3, 7, 32).bfloat16()
+    good = native.mla_decode(latent, rope, pages, table, lens, scale=0.25)
+    for spoilt in (latent, rope):
+        before = spoilt[1, 2, 4, 31].item()
+        spoilt[1, 2, 4, 31] = bad
+        got = native.mla_decode(latent, rope, pages, table, lens, scale=0.25)
+        spoilt[1, 2, 4, 31] = before
+        lost = (~got.isfinite()).any(-1)
+        assert lost.nonzero().tolist() == [[1, 2, 4]]
+        assert torch.equal(got[~lost], good[~lost])
+
+
+def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: ctypes.CDLL) -> None:
+    """The sixteenth token lies fifteen rows behind the first, but those between have changed places."""
+    pages = draw(4, 5, 96).bfloat16()
+    latent, rope, lens = draw(1, 1, 5, 64).bfloat16(), draw(1, 1, 5, 32).bfloat16(), torch.tensor([20])
+    expected = native.mla_decode(latent, rope, pages, torch.tensor([[0, 1, 2, 3]]), lens, scale=0.25)
+    got = native.mla_decode(latent, rope, pages[[0, 2, 1, 3]], torch.tensor([[0, 2, 1, 3]]), lens, scale=0.25)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
 def test_stored_weights(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
@@ -128,6 +171,7 @@ def test_stored_weights(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) ->
     with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
         expected = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
     assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
 
 
@@ -156,12 +200,26 @@ def test_a_row_that_is_not_finite_stays_alone(body: ctypes.CDLL, rows: int, bad:
     check(lambda x: native.grouped_mlp_strips(x, torch.tensor((rows, rows + 3)), *of_strips), x)
 
 
-def test_torchs_products_are_as_before(body: ctypes.CDLL) -> None:
+def experts() -> Tensor:
+    x, gate_up, down = experts_of((20, 3), 72, 40)
+    return native.grouped_mlp(x, torch.tensor((20, 3)), gate_up, down)
+
+
+def decode() -> Tensor:
+    pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
+    latent, rope = draw(1, 2, 5, 64).bfloat16(), draw(1, 2, 5, 32).bfloat16()
+    return native.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
+
+
+every_user_of_tiles = pytest.mark.parametrize("work", [experts, decode])
+
+
+@every_user_of_tiles
+def test_torchs_products_are_as_before(body: ctypes.CDLL, work: Callable[[], Tensor]) -> None:
     """Its library configures tiles too, once per thread."""
     x, weight = draw(64, 96).bfloat16(), draw(48, 96, seed=1).bfloat16()
     before = torch.nn.functional.linear(x, weight)
-    x_of, gate_up, down = experts_of((40, 40), 64, 32)
-    native.grouped_mlp(x_of, torch.tensor((40, 40)), gate_up, down)
+    work()
     assert torch.equal(torch.nn.functional.linear(x, weight), before)
 
 
@@ -175,25 +233,24 @@ def amx() -> Iterator[ctypes.CDLL]:
         assert not ctypes.c_long.in_dll(library, "tile_faults").value
 
 
-def test_tiles_that_are_not_allowed_are_not_used(amx: ctypes.CDLL) -> None:
-    x, gate_up, down = experts_of((20, 3), 72, 40)
-    counts = torch.tensor((20, 3))
-    expected = native.grouped_mlp(x, counts, gate_up, down)
+@every_user_of_tiles
+def test_tiles_that_are_not_allowed_are_not_used(amx: ctypes.CDLL, work: Callable[[], Tensor]) -> None:
+    expected = work()
     allowed, granted = (ctypes.c_int.in_dll(amx, name) for name in ("tiles_allowed", "tiles_granted"))
     allowed.value = granted.value = 0
     assert not amx.find_tiles()
     assert not amx.experts_are_served(20, 72, 40)
-    torch.testing.assert_close(native.grouped_mlp(x, counts, gate_up, down), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(work(), expected, rtol=0.02, atol=0.02)
 
 
+@every_user_of_tiles
 @pytest.mark.parametrize("palette", [1, 0])
-def test_tiles_are_left_as_they_were_configured(amx: ctypes.CDLL, palette: int) -> None:
+def test_tiles_are_left_as_they_were_configured(amx: ctypes.CDLL, palette: int, work: Callable[[], Tensor]) -> None:
     """The library of torch's products remembers what it configured, and does not look again."""
     before = bytes([palette] + [0] * 15 + [32, 0] * 8 + [0] * 16 + [3] * 8 + [0] * 8) if palette else bytes(64)
     amx.configure_tiles(before)
     torch.set_num_threads(1)
-    x, gate_up, down = experts_of((20, 3), 72, 40)
-    native.grouped_mlp(x, torch.tensor((20, 3)), gate_up, down)
+    work()
     after = ctypes.create_string_buffer(64)
     amx.configuration_of_tiles(after)
     assert after.raw == before

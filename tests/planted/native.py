@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-CA = "src/pdinfer/kernels/native/attention.c"
+CA = "src/pdinfer/kernels/native/attention.h"
+CD = "src/pdinfer/kernels/native/decode.c"
+CP = "src/pdinfer/kernels/native/prefill.c"
+CT = "src/pdinfer/kernels/native/decode_tiles.c"
 C8 = "src/pdinfer/kernels/native/int8.c"
 F8 = "src/pdinfer/kernels/native/fp8.c"
 N = "src/pdinfer/kernels/native/products.py"
@@ -21,37 +24,37 @@ SHAPES = "tests/conformance/test_native_shapes.py"
 MUTANTS = [
     Mutant(
         "native mla_decode joins parts without rescaling",
-        CA,
+        CD,
         "sums[k * rows + r] * maxima[k * rows + r];",
         "sums[k * rows + r];",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode joins the values of parts without rescaling",
-        CA,
+        CD,
         "maxima[k * rows + r] = expf(maxima[k * rows + r] - top);",
         "maxima[k * rows + r] = 1;",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode loses the last token of a part",
-        CA,
+        CD,
         "first, MIN(first + part, lens[b]),",
         "first, MIN(first + part - 1, lens[b]),",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode lets every query see the drafts behind it",
-        CA,
+        CD,
         "MIN(start + TOKENS, last), seen + n)",
         "MIN(start + TOKENS, last), seen + queries)",
         f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
     ),
     Mutant(
         "native mla_decode weighs a latent behind a query by 0",
-        CA,
-        "i64 at = MIN(start + t, stop - 1);",
-        "i64 at = MIN(start + t, last - 1);",
+        CD,
+        "(t < TOKENS ? stop : last) - 1);",
+        "last - 1);",
         f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
     ),
     Mutant(
@@ -98,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "native prefill shifts what a later block of queries sees",
-        CA,
+        CP,
         "values, offset + first, scale,",
         "values, offset, scale,",
         f"{ATTENTION}::test_attention",
@@ -137,6 +140,13 @@ MUTANTS = [
         "for (; i < n; i += WIDTH) {",
         "for (; i + WIDTH <= n; i += WIDTH) {",
         f"{QUANTIZED}::test_linear_int8",
+    ),
+    Mutant(
+        "native int8 forgets by how much its bytes without a sign are more",
+        C8,
+        "(words)acc[m] - OFFSET * (words)own",
+        "(words)acc[m]",
+        f"{BODIES}::test_stored_weights",
     ),
     Mutant(
         "native int8 cuts what it should round",
@@ -197,7 +207,7 @@ MUTANTS = [
     Mutant(
         "native linear does not say what a kernel lacks",
         N,
-        '    check_memory(lacking, f"a product of {rows} rows{form}")\n',
+        '    if lacking:\n        raise lacks(lacking, f"a product of {rows} rows{form}")\n',
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
@@ -224,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "AVX-512 BF16 decode weighs the values of other heads",
-        CA,
+        CD,
         "weights + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;",
         "weights + (h + MIN(a, some - 1)) * TOKENS + t / 2;",
         f"{BODIES}::test_attention",
@@ -245,10 +255,101 @@ MUTANTS = [
     ),
     Mutant(
         "tiles of AMX stay configured",
-        f"{FOLDER}/tiles.c",
+        f"{FOLDER}/tiles.h",
         "    else _tile_release();\n",
         "",
         f"{BODIES}::test_tiles_are_left_as_they_were_configured",
+    ),
+    Mutant(
+        "decode by tiles gives every group of rows the first group's queries",
+        CT,
+        "score_group(tokens, width, q + g * GROUP * width / 2, by_token);",
+        "score_group(tokens, width, q, by_token);",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode by tiles takes the third sixteen tokens for the last",
+        CT,
+        "LOAD(5, tokens[3] + i,",
+        "LOAD(5, tokens[2] + i,",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode by tiles weighs the second half of a block as the first",
+        CT,
+        "LOAD(5, weights + 32,",
+        "LOAD(5, weights,",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode by tiles lets every query see the drafts behind it",
+        CT,
+        "MIN(stop, seen + row / of->heads) - start;",
+        "stop - start;",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode by tiles loses the drafts' own tokens",
+        CT,
+        "token, MAX(0, shared), visible, rank,",
+        "token, visible, visible, rank,",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode by tiles weighs tokens that not all queries see by 0",
+        CT,
+        "second = _mm_set1_epi16(t + 1 < count ? -1 : 0);",
+        "second = first;",
+        f"{BODIES}::test_a_draft_that_was_not_written_changes_no_query_before_it",
+    ),
+    Mutant(
+        "decode by tiles looks at the last of sixteen tokens alone",
+        CT,
+        "apart |= token[t] != token[0]",
+        "apart = token[t] != token[0]",
+        f"{BODIES}::test_tokens_of_a_tile_lie_in_the_order_of_the_table",
+    ),
+    Mutant(
+        "decode by tiles reads queries behind the last",
+        CT,
+        "MIN(r + k, rows - 1)",
+        "(r + k)",
+        f"{SHAPES}::test_decode",
+    ),
+    Mutant(
+        "decode by tiles reads tokens behind a context",
+        CT,
+        "token_of(of, b, MIN(start + t, last - 1));",
+        "token_of(of, b, start + t);",
+        f"{SHAPES}::test_decode",
+    ),
+    Mutant(
+        "decode by tiles keeps the tiles' configuration",
+        CT,
+        "    end(&before);\n",
+        "",
+        f"{BODIES}::test_tiles_are_left_as_they_were_configured",
+    ),
+    Mutant(
+        "decode by tiles asks for no permission",
+        CT,
+        "return by_tiles_or_null() ? &by_tiles : NULL;",
+        "return &by_tiles;",
+        f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
+    ),
+    Mutant(
+        "decode by tiles has room for the rows that are there, and writes whole tiles",
+        CT,
+        "static const Body by_tiles = {GROUP,",
+        "static const Body by_tiles = {1,",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "decode hides that a thread lacks memory",
+        CD,
+        "            failed = 1;\n",
+        "            failed = 0;\n",
+        f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(
         "rows of experts are read past their end",

@@ -181,8 +181,8 @@ class Batch:
 
     def by_sequence(self, x_T: Tensor) -> Tensor:
         """Return a tensor of the tokens [T, ...] of a decode step as [B, Q, ...]."""
-        num_sequences = len(self.context_lens_B)
-        return x_T.view(num_sequences, len(x_T) // max(1, num_sequences), *x_T.shape[1:])
+        num_sequences = self.context_lens_B.shape[0]
+        return x_T.view(num_sequences, x_T.shape[0] // max(1, num_sequences), *x_T.shape[1:])
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of

@@ -82,7 +82,7 @@ class Block:
             out_TD = self.mlp(x_TD, step.trace, live_T, part_TD if self.moe_norm is None else None)
         else:
             out_TD = self.mlp(x_TD, step.trace)
-        return self._join(out_TD, part_TD, len(hidden_TD))
+        return self._join(out_TD, part_TD, hidden_TD.shape[0])
 
     def phases(self, hidden_TD: Tensor, step: Step) -> Generator[None, None, Tensor]:
         """Do as a call, and yield where rows of the MoE have begun to travel. A dense layer does not yield."""
@@ -92,7 +92,7 @@ class Block:
             out_TD = yield from self.mlp.phases(x_TD, step.trace, live_T, residual_TD)
         else:
             out_TD = self.mlp(x_TD, step.trace)
-        return self._join(out_TD, part_TD, len(hidden_TD))
+        return self._join(out_TD, part_TD, hidden_TD.shape[0])
 
     def _attend(self, hidden_TD: Tensor, step: Step) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
         """Run attention. Return the input of the MLP, the residual stream and which tokens are alive, for this rank's

@@ -31,6 +31,8 @@ typedef union {
     int32_t i32[16];
     uint16_t u16[32];
     int16_t i16[32];
+    uint8_t u8[64];
+    int8_t i8[64];
 } All;
 
 typedef union {
@@ -106,7 +108,10 @@ VECTOR(c_cvtepu16_epi32, __m512i, u32, 16, ((Half){.mi = a}).u16[i], __m256i a)
     ((All){.mi = a}).i16[2 * i] * ((All){.mi = b}).i16[2 * i] +                                                        \
         ((All){.mi = a}).i16[2 * i + 1] * ((All){.mi = b}).i16[2 * i + 1]
 VECTOR(c_madd_epi16, __m512i, i32, 16, NEIGHBOURS, __m512i a, __m512i b)
-VECTOR(c_dpwssd_epi32, __m512i, i32, 16, I32(sum) + NEIGHBOURS, __m512i sum, __m512i a, __m512i b)
+#define BYTES(K) (unsigned)(((All){.mi = a}).u8[4 * i + K] * ((All){.mi = b}).i8[4 * i + K])
+VECTOR(c_dpbusd_epi32, __m512i, u32, 16, (unsigned)I32(sum) + BYTES(0) + BYTES(1) + BYTES(2) + BYTES(3), __m512i sum,
+       __m512i a, __m512i b)
+VECTOR(c_set1_epi8, __m512i, i8, 64, x, char x)
 VECTOR(c_maskz_loadu_epi16, __m512i, u16, 32, mask >> i & 1 ? ((const uint16_t *)p)[i] : 0, __mmask32 mask, const void *p)
 
 /* The low or high values of each 128 bits of a and b, alternating. */
@@ -190,7 +195,8 @@ IN_C __m512 c_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
 #define _mm512_cvtepi8_epi16 c_cvtepi8_epi16
 #define _mm512_cvtepu16_epi32 c_cvtepu16_epi32
 #define _mm512_madd_epi16 c_madd_epi16
-#define _mm512_dpwssd_epi32 c_dpwssd_epi32
+#define _mm512_dpbusd_epi32 c_dpbusd_epi32
+#define _mm512_set1_epi8 c_set1_epi8
 #define _mm512_maskz_loadu_epi16 c_maskz_loadu_epi16
 #define _mm512_unpacklo_ps c_unpacklo_ps
 #define _mm512_unpackhi_ps c_unpackhi_ps

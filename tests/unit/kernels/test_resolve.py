@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -145,6 +145,12 @@ def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: 
     assert list(choices["mla_decode"].refusals[1:]) == refused
 
 
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) -> None:
+    """Have the native provider see a CPU with these flags, whose kernels read weights in strips or do not."""
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(native.build, "library", lambda: SimpleNamespace(strips_are_served=lambda: strips))
+
+
 @pytest.mark.parametrize(
     ("known", "refused"),
     [
@@ -169,15 +175,21 @@ def test_native_kernels_refuse_shapes(
     known: dict[str, Any], refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At these shapes they would only pass their inputs on to torch."""
-    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"avx2"}))
+    on_a_cpu(monkeypatch, "avx2")
     spec = OpSpec(device="cpu", dtype=torch.bfloat16, **known)
     assert {op: native.refuses(op, spec) for op in OP_NAMES if native.refuses(op, spec)} == refused
 
 
 def test_prefill_is_torchs_where_it_multiplies_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    on_a_cpu(monkeypatch, "avx512_bf16", "amx_bf16")
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
     assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"mla_prefill"}
+
+
+def test_weights_stay_plain_where_torch_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_cpu(monkeypatch, "avx512_bf16", strips=False)
+    spec = OpSpec(device="cpu", dtype=torch.bfloat16)
+    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"linear_strips", "grouped_mlp_strips"}
 
 
 @pytest.mark.usefixtures("newcomers")

@@ -11,12 +11,15 @@
     pairs.c       products of few rows with AVX-512 BF16
     floats.c      products of few rows without
     strips.c      products of many rows without, and with weights that lie in strips
-    tiles.c       the same by AMX
+    tiles.c       the same by AMX, whose instructions are in tiles.h
     int8.c        products and experts of INT8
     fp8.c         products of few rows with FP8, and its conversions
     room.c        memory that threads keep from call to call
     rows.c        what lies between products: routing, norms, rotations
-    attention.c   latent attention over pages
+    decode.c      latent attention of few queries, over pages
+    decode_tiles.c  the same by AMX; decode.h says what the two share
+    prefill.c     latent attention of many queries
+    attention.h   the softmax of both
     vectors.h     bfloat16 and vectors of any width, for all sources
 
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them

@@ -84,15 +84,17 @@ i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, 
 }
 
 #define COLUMNS 2 /* vectors of pairs of columns side by side */
+#define ROWS (LANES == 16 ? 3 : 2) /* of x whose sums have room in registers */
 
-/* y[m][...] = sum over r of x[m][r] * w[r][...] for M rows of x and COLUMNS * PAIRS columns. */
+/* y[m][...] = sum over r of x[m][r] * w[r][...] for M rows of x and COLUMNS * PAIRS columns. The columns
+ * behind them are asked for, which come next; past the end of all weights that is harmless. */
 #define SUMS(M)                                                                                                        \
     static void sums_##M(const float *x, i64 n, const bf16 *w, i64 ldw, bf16 *y, i64 ldy) {                            \
         floats evens[M][COLUMNS], odds[M][COLUMNS];                                                                    \
         for (int m = 0; m < M; m++)                                                                                    \
             for (int c = 0; c < COLUMNS; c++) evens[m][c] = odds[m][c] = (floats){0};                                  \
         for (i64 r = 0; r < n; r++, w += ldw) {                                                                        \
-            __builtin_prefetch(w + 16 * ldw, 0, 2);                                                                    \
+            for (int c = 0; c < COLUMNS * PAIRS; c += 32) __builtin_prefetch(w + COLUMNS * PAIRS + c, 0, 2);           \
             for (int c = 0; c < COLUMNS; c++) {                                                                        \
                 words pairs = load_pairs(w + c * PAIRS);                                                               \
                 floats left = even(pairs), right = odd(pairs);                                                         \
@@ -121,7 +123,7 @@ i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n,
         for (i64 r = 0; r < n; r++) to[m * n + r] = from_bf16(x[m * ldx + r]);
     for (i64 c = 0; c < WIDE; c += COLUMNS * PAIRS)
         for (i64 m = 0; m < rows;) {
-            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
+            i64 left = rows - m, now = left == ROWS + 1 ? 2 : MIN(left, ROWS);
             const float *xs = to + m * n;
             if (now == 1) sums_1(xs, n, w + c, ldw, y + m * ldy + c, ldy);
             else if (now == 2) sums_2(xs, n, w + c, ldw, y + m * ldy + c, ldy);

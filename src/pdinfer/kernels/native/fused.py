@@ -101,7 +101,7 @@ def combine_experts(
     if row_TK is None or weights_TK is None or not dense:
         return compositions.combine_experts(_APART, y_SD, row_TK, weights_TK, shared_TD, residual_TD)
     row_TK, weights_TK = row_TK.contiguous(), weights_TK.contiguous()
-    out_TD = y_SD.new_empty(len(row_TK), y_SD.shape[1])
+    out_TD = y_SD.new_empty(row_TK.shape[0], y_SD.shape[1])
     build.library().combine_experts(
         y_SD.data_ptr(),
         row_TK.data_ptr(),

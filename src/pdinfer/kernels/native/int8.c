@@ -1,58 +1,78 @@
 /* Products of int8: weights as they are stored, with a scale per row, and activations that are rounded to int8 per row.
- * Both are widened to 16 bits as they are read, so that sums are exact. Called through `ops.py`. */
+ * Sums are exact. Called through `ops.py`. */
 
 #include "products.h"
 
-#define WIDTH (2 * LANES) /* values that are multiplied at once */
-#define MOST 4            /* rows of x that pass over a row of weights at once */
-#define AHEAD 2048        /* bytes between the weights that are read and those that are asked for */
+#define MOST 4     /* rows of x that pass over a row of weights at once */
+#define LINE 64    /* bytes of weights that are asked for at once */
+#define AHEAD 2048 /* bytes between the weights that are read and those that are asked for */
 
-typedef int8_t bytes __attribute__((vector_size(WIDTH)));
-typedef int16_t shorts __attribute__((vector_size(2 * WIDTH)));
-typedef int16_t narrow_ints __attribute__((vector_size(WIDTH))); /* as many as LANES */
+/* A number is a rounded activation as the CPU multiplies it. VNNI multiplies bytes, the left ones without a sign: they
+ * are OFFSET more than they stand for, and OFFSET times the sum of the weights comes off. Elsewhere both sides are
+ * widened to 16 bits. */
+#ifdef __AVX512VNNI__
+#define WIDTH 64 /* values that are multiplied at once */
+#define OFFSET 128
+typedef uint8_t number;
+typedef __m512i some_weights; /* WIDTH of them */
 
-INLINE shorts load_shorts(const int16_t *p) {
-    shorts x;
-    memcpy(&x, p, sizeof x);
-    return x;
+INLINE some_weights load_weights(const int8_t *p) { return _mm512_loadu_si512(p); }
+
+INLINE ints add_products(ints sum, const number *x, some_weights w) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(x), w);
 }
 
-INLINE shorts load_bytes(const int8_t *p) {
-#ifdef __AVX512BW__
-    return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    return (shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
+INLINE ints add_weights(ints sum, some_weights w) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi8(1), w);
+}
 #else
-    bytes x;
+#define WIDTH (2 * LANES)
+#define OFFSET 0
+typedef int16_t number;
+typedef int16_t some_weights __attribute__((vector_size(2 * WIDTH)));
+
+INLINE some_weights load_weights(const int8_t *p) {
+#ifdef __AVX512BW__
+    return (some_weights)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (some_weights)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
+#else
+    int8_t x __attribute__((vector_size(WIDTH)));
     memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, shorts);
+    return __builtin_convertvector(x, some_weights);
 #endif
 }
 
 /* sum + a . b, of two neighbours in each lane. */
-INLINE ints add_neighbours(ints sum, shorts a, shorts b) {
-#if defined(__AVX512VNNI__)
-    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-    return sum + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+INLINE ints add_products(ints sum, const number *x, some_weights w) {
+    some_weights a;
+    memcpy(&a, x, sizeof a);
+#if defined(__AVX512BW__)
+    return sum + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)w);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)w);
 #else
-    union { shorts all; int16_t each[WIDTH]; } x = {a}, y = {b};
-    for (int i = 0; i < LANES; i++) sum[i] += x.each[2 * i] * y.each[2 * i] + x.each[2 * i + 1] * y.each[2 * i + 1];
+    for (int i = 0; i < LANES; i++) sum[i] += a[2 * i] * w[2 * i] + a[2 * i + 1] * w[2 * i + 1];
     return sum;
 #endif
 }
 
+INLINE ints add_weights(ints sum, some_weights w) { return (void)w, sum; }
+#endif
+
+typedef int32_t four __attribute__((vector_size(16)));
+typedef number some_numbers __attribute__((vector_size(sizeof(number) * LANES)));
+
 INLINE int total_of(ints x) {
-    int sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    union { ints all; four parts[LANES / 4]; } v = {x};
+    four sum = v.parts[0];
+    for (int i = 1; i < LANES / 4; i++) sum += v.parts[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/* A row of x -> int8 in 16 bits with zeros up to `ldq`, and its scale max(amax, 1e-10) / 127. The scale of a row that is
- * not finite is not finite. */
-static float quantize(const bf16 *x, i64 n, i64 ldq, int16_t *to) {
+/* A row of x -> numbers, padded up to `ldq`, and its scale max(amax, 1e-10) / 127. The scale of a row that is not finite
+ * is not finite. */
+static float quantize(const bf16 *x, i64 n, i64 ldq, number *to) {
     floats most = all_of(1e-10f), zeros = {0};
     i64 i = 0;
     for (; i + LANES <= n; i += LANES) {
@@ -71,33 +91,33 @@ static float quantize(const bf16 *x, i64 n, i64 ldq, int16_t *to) {
     float scale = amax / 127.0f;
     for (i = 0; i + LANES <= n; i += LANES) {
         ints v = __builtin_convertvector((load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints);
-        narrow_ints q = __builtin_convertvector(v, narrow_ints);
+        some_numbers q = __builtin_convertvector(v + OFFSET, some_numbers);
         memcpy(to + i, &q, sizeof q);
     }
-    for (; i < n; i++) to[i] = (int16_t)((from_bf16(x[i]) / scale + 12582912.0f) - 12582912.0f);
+    for (; i < n; i++) to[i] = (number)(OFFSET + (int)((from_bf16(x[i]) / scale + 12582912.0f) - 12582912.0f));
     return scale;
 }
 
 typedef struct {
-    const int16_t *numbers; /* [rows, ldq] */
+    const number *numbers; /* [rows, ldq] */
     const float *scales;
     i64 ldq;
 } Rows;
 
-#define LINE 64 /* bytes of weights that are asked for at once */
-
 /* acc[m] += x[m] . w over WIDTH values from i on. Weights may lie anywhere. */
 #define ADD(M, W)                                                                                                      \
     {                                                                                                                  \
-        shorts ws = load_bytes(W);                                                                                     \
-        for (int m = 0; m < M; m++) acc[m] = add_neighbours(acc[m], ws, load_shorts(x + m * ldq + i));                 \
+        some_weights ws = load_weights(W);                                                                             \
+        for (int m = 0; m < M; m++) acc[m] = add_products(acc[m], x + m * ldq + i, ws);                                \
+        own = add_weights(own, ws);                                                                                    \
     }
 
 /* c[m] = x[m] . w for M rows of x. Rows of weights are read one by one, since memory likes to be read in order. What lies
- * `ahead` bytes behind is asked for; past the end of all weights that is harmless. */
+ * `ahead` bytes behind is asked for; past the end of all weights that is harmless. Sums may wrap: what is left when
+ * OFFSET has come off does not. */
 #define DOT(M)                                                                                                         \
-    static void dot_##M(const int16_t *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, int *c) {                        \
-        ints acc[M];                                                                                                   \
+    static void dot_##M(const number *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, int *c) {                         \
+        ints acc[M], own = {0};                                                                                        \
         for (int m = 0; m < M; m++) acc[m] = (ints){0};                                                                \
         i64 i = 0;                                                                                                     \
         while (i + LINE <= n) {                                                                                        \
@@ -109,14 +129,14 @@ typedef struct {
             memcpy(rest, w + i, MIN(WIDTH, n - i));                                                                    \
             ADD(M, rest)                                                                                               \
         }                                                                                                              \
-        for (int m = 0; m < M; m++) c[m] = total_of(acc[m]);                                                           \
+        for (int m = 0; m < M; m++) c[m] = total_of((ints)((words)acc[m] - OFFSET * (words)own));                      \
     }
 DOT(1)
 DOT(2)
 DOT(3)
 DOT(4)
 
-typedef void (*Dot)(const int16_t *, i64, const int8_t *, i64, i64, int *);
+typedef void (*Dot)(const number *, i64, const int8_t *, i64, i64, int *);
 static const Dot dots[] = {0, dot_1, dot_2, dot_3, dot_4};
 
 /* y[m][o] = x[m] . w[o], times both scales, for o in [first, last). */
@@ -148,8 +168,8 @@ EXPORT int is_served_int8(i64 rows) {
 EXPORT i64 linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const float *scales, i64 outs, i64 n, bf16 *y,
                        int threads) {
     i64 ldq = padded_row(n), step = threads > 1 ? SHARE(outs, threads) : outs;
-    i64 bytes = rows * (i64)(sizeof(int16_t) * ldq + sizeof(float));
-    int16_t *numbers = room(3, bytes);
+    i64 bytes = rows * (i64)(sizeof(number) * ldq + sizeof(float));
+    number *numbers = room(3, bytes);
     if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -176,8 +196,8 @@ EXPORT i64 experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const
     }
     bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
     i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
-    i64 ldq = padded_row(MAX(width, inner)), bytes = rows * (i64)(sizeof(int16_t) * ldq + sizeof(float));
-    int16_t *numbers = room(3, bytes);
+    i64 ldq = padded_row(MAX(width, inner)), bytes = rows * (i64)(sizeof(number) * ldq + sizeof(float));
+    number *numbers = room(3, bytes);
     if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import torch_ops
 from pdinfer.kernels.native import build, fused, products, rows
-from pdinfer.kernels.native.calls import are, check_memory
+from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.process.compiled import cpu_flags
 
@@ -169,5 +169,6 @@ def mla_decode(
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    check_memory(lacking, f"attention over {context_lens_B.tolist()[:8]} tokens")
+    if lacking:
+        raise lacks(lacking, f"attention over {context_lens_B.tolist()[:8]} tokens")
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from pdinfer.kernels import torch_experts, torch_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.native import build
-from pdinfer.kernels.native.calls import are, check_memory
+from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
 from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Strips
 
@@ -45,10 +45,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _multiply(kernel: Callable[..., int | None], x_TI: Tensor, outs: int, *matrix: int, form: str = "") -> Tensor:
     """Run a kernel on rows and a matrix of so many outs, of which `matrix` is what it is told -> [T, outs]."""
-    rows = len(x_TI)
+    rows = x_TI.shape[0]
     out = x_TI.new_empty(rows, outs)
     lacking = kernel(x_TI.data_ptr(), x_TI.stride(0), rows, *matrix, out.data_ptr(), torch.get_num_threads())
-    check_memory(lacking, f"a product of {rows} rows{form}")
+    if lacking:
+        raise lacks(lacking, f"a product of {rows} rows{form}")
     return out
 
 
@@ -70,12 +71,12 @@ def _reads_strips(x: Tensor, *weights: Strips) -> bool:
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
     counts_E = counts_E.to(torch.int64)
-    fits = x.ndim == 2 and len(x) and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
+    fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
     most = int(counts_E.max()) if fits else 0
     if not fits or not build.library().experts_are_served(most, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
-    hidden = x.new_empty(len(x), 3 * inner)
+    hidden = x.new_empty(x.shape[0], 3 * inner)
     lacking = build.library().experts(
         x.data_ptr(),
         counts_E.data_ptr(),
@@ -88,18 +89,19 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts")
+    if lacking:
+        raise lacks(lacking, f"a product of {len(x)} rows with {num_experts} experts")
     return out
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
-    if x.ndim != 2 or not len(x) or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
+    if x.ndim != 2 or not x.shape[0] or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
         return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
     counts_E, (width, inner), out = counts_E.to(torch.int64), down.shape, torch.empty_like(x)
     lacking = build.library().experts_strips(
         x.data_ptr(),
         counts_E.data_ptr(),
-        len(counts_E),
+        counts_E.shape[0],
         gate_up.numbers.data_ptr(),
         down.numbers.data_ptr(),
         width,
@@ -107,13 +109,14 @@ def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strip
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    check_memory(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts")
+    if lacking:
+        raise lacks(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts")
     return out
 
 
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, width = x_TI.shape
-    outs = len(weight.numbers)
+    outs = weight.numbers.shape[0]
     if not _reads_int8(rows, x_TI, weight):
         return torch_ops.linear_int8(x_TI, weight)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
@@ -123,10 +126,10 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
 def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     num_experts, width, inner = down.numbers.shape
     counts_E = counts_E.long()
-    fits = x.ndim == 2 and len(x) and x.is_contiguous()
+    fits = x.ndim == 2 and x.shape[0] and x.is_contiguous()
     if not fits or not _reads_int8(int(counts_E.max()), x, gate_up, down):
         return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
-    out, hidden = torch.empty_like(x), x.new_empty(len(x), 3 * inner)
+    out, hidden = torch.empty_like(x), x.new_empty(x.shape[0], 3 * inner)
     lacking = build.library().experts_int8(
         x.data_ptr(),
         counts_E.data_ptr(),
@@ -141,16 +144,17 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts in INT8")
+    if lacking:
+        raise lacks(lacking, f"a product of {len(x)} rows with {num_experts} experts in INT8")
     return out
 
 
 def _reads_int8(rows: int, x: Tensor, *weights: Int8Dynamic) -> bool:
     """Return whether the kernels take these numbers of at most so many rows."""
-    dense = all(part.is_contiguous() for weight in weights for part in (weight.numbers, weight.scale))
-    return bool(
-        rows and dense and x.stride(-1) == 1 and are(torch.bfloat16, x) and build.library().is_served_int8(rows)
-    )
+    for weight in weights:
+        if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous():
+            return False
+    return bool(rows and x.stride(-1) == 1 and are(torch.bfloat16, x) and build.library().is_served_int8(rows))
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
@@ -192,7 +196,8 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
         lacking = build.library().linear_fp8(
             numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads()
         )
-        check_memory(lacking, f"a product of {rows} rows in FP8")
+        if lacking:
+            raise lacks(lacking, f"a product of {rows} rows in FP8")
     return out
 
 
@@ -240,5 +245,6 @@ def _by_heads(kernel: Callable[..., int], x_THI: Tensor, weight_H: Tensor, outs:
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    check_memory(lacking, f"a product of {rows} rows with {num_heads} heads")
+    if lacking:
+        raise lacks(lacking, f"a product of {rows} rows with {num_heads} heads")
     return out

@@ -104,7 +104,7 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     if not are(torch.bfloat16, y_SD) or not are(torch.float32, weights_TK):
         return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
-    out_TD = torch.empty(len(row_TK), y_SD.shape[1])
+    out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1])
     y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
     build.library().combine_rows(
         y_SD.data_ptr(),
