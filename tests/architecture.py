@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("connector", "port"),
         ("worker", "scheduler", "probe"),
         ("receiving", "sending"),
-        ("dialling", "memory", "messages", "settings", "counts", "prompts"),
-        ("heads",),
+        ("dialling", "memory", "settings", "counts", "prompts"),
+        ("heads", "messages", "told"),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (
