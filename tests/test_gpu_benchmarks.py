@@ -250,6 +250,7 @@ def test_only_steps_that_were_replayed_are_timed(monkeypatch: pytest.MonkeyPatch
     assert after.is_recorded
 
 
+@pytest.mark.full
 def test_pushes_of_a_small_slice_arrive_and_are_measured() -> None:
     output = output_of(pushes, "--tiny", "--rounds", "1", "--chunks", "2", "--chunk", "64")
     lines = [line for line in lines_of(output) if "ratio" in line]

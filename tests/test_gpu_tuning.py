@@ -148,6 +148,7 @@ def test_configs_that_spill_are_dropped_before_they_run() -> None:
     assert "spill" in tuning._judge(case, key, tuning.values_of(bad))[0]
 
 
+@pytest.mark.full
 def test_a_small_kernel_is_tuned_from_beginning_to_end(tmp_path: Path) -> None:
     """In a process that interprets kernels. What they take there means nothing."""
     script = tmp_path / "small.py"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.backends import ROOT, child_environment
 
-EACH_TIME = ("test_ops", "test_attention_ops")
+EACH_TIME = ("test_ops",)
 FEW = 3
 FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2}
 """How many cases of each test run in `test_kernels_do_what_the_reference_does`, and of the tests of some suites."""

@@ -28,6 +28,7 @@ FEATURES = {
     "fp8": (ModelKind(sizes=WIDE, scheme="fp8"), "shared"),
     "int8": (ModelKind(sizes=WIDE, scheme="w8a8_dynamic"), "shared"),
 }
+EACH_TIME = ("drafts", "packed", "fp8")
 FULL = {
     **{f"{family} {end}": (ModelKind(family), end) for family, end in product(FAMILIES, ("shared", "tcp"))},
     **{
@@ -127,7 +128,9 @@ def test_tokens_over_mooncake_are_those_of_the_cpu() -> None:
     check(ModelKind(), "mooncake")
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
+)
 def test_tokens_of_every_feature_are_those_of_the_cpu(name: str) -> None:
     check(*FEATURES[name])
 

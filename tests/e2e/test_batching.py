@@ -80,6 +80,7 @@ def check_load(setup: Setup, requests: list[pd.Request], alone: dict[str, list[i
     assert max(granted.values()) <= pd.EngineConfig().max_attempts
 
 
+@pytest.mark.full
 def test_one_prefill_and_one_decode_over_a_shared_pool(requests: list[pd.Request], alone: dict[str, list[int]]) -> None:
     pool = pool_of(model_of(), num_pages=48)
     check_load(join(model_of(), "shared", decode_pools=[pool], engine=CHUNK), requests, alone)
@@ -91,6 +92,7 @@ def test_two_prefills_and_two_decodes_over_loopback(requests: list[pd.Request], 
     check_load(setup, requests, alone)
 
 
+@pytest.mark.full
 def test_one_prefill_and_one_decode_over_sockets(requests: list[pd.Request], alone: dict[str, list[int]]) -> None:
     pools = [pool_of(model_of(), num_pages=48) for _ in range(2)]
     setup = join(model_of(), "tcp", prefill_pools=pools[:1], decode_pools=pools[1:], engine=CHUNK)

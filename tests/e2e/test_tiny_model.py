@@ -141,6 +141,7 @@ def test_recall_of_two_hundred_rows(
     assert right >= RECALL_FLOOR * len(asked)
 
 
+@pytest.mark.full
 def test_a_fact_in_every_page(pairing: pd.Pairing, model: pd.Model) -> None:
     """Each page of the prompt is asked for, so no page can be wrong in its last layer."""
     context, questions = recall_everywhere(np.random.default_rng(7), num_facts=24)
