@@ -126,7 +126,6 @@ def at_calls(setup: Setup, owner: type, name: str, num_calls: int | None) -> Non
         call += 1
 
 
-@pytest.mark.full
 def test_the_first_call_of_every_method() -> None:
     with over("loopback") as setup:
         for owner, name in CALLS:

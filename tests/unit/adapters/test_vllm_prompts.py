@@ -56,8 +56,9 @@ class Backend(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.server.may_answer.wait(10)
-        self.answer(self.server.status, self.server.said)
-        if not self.server.said:  # as vLLM does while it computes
+        said = self.server.said  # the next prompt may be given another answer before this one is away
+        self.answer(self.server.status, said)
+        if not said:  # as vLLM does while it computes
             self.wfile.flush()
             self.server.left.append(self.rfile.read(1) == b"")
 
