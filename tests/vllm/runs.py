@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,26 @@ def alone(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
         engine.say(add=str(at), prompt=prompt, max_tokens=NUM_TOKENS, params=None)
     until(lambda: len(engine.done) == len(asked), [engine], 600)
     return [engine.done[str(at)] for at in range(len(asked))]
+
+
+def check_watched(watched: Path, rooms: Sequence[str], other: Engine) -> None:
+    """See that the workers which wrote to `watched` moved what the other end moved, in each of these rooms once."""
+    moved = [json.loads(line) for line in watched.read_text().splitlines()]
+    assert sorted(said["moved"] for said in moved) == sorted(rooms) == sorted(other.moved)
+    assert {said["moved"]: said["digest"] for said in moved} == {room: other.moved[room]["digest"] for room in rooms}
+
+
+def check_against_one(
+    start: Callable[..., Engine], asked: list[list[int]], together: Sequence[tuple[int, ...]]
+) -> None:
+    """See that one engine says the tokens `together` to these prompts, but where its best two are nearly equal."""
+    one = start("one")
+    ready(one)
+    found = Comparison()
+    for at, (tokens, done) in enumerate(zip(together, alone(one, asked), strict=True)):
+        found.add(at, tokens, Said.of(done))
+    print(found)
+    assert found.far == []
 
 
 def different_one_by_one(

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.conftest import Serve, prompts, wait_healthy
-from tests.vllm.engines import Engine, ready, role
-from tests.vllm.runs import NUM_TOKENS, alone
-from tests.vllm.ties import Comparison, Said
+from tests.vllm.engines import Engine, role
+from tests.vllm.runs import NUM_TOKENS, check_against_one
 
 NUM_PROMPTS = 40
 SIDES = ("prefill", "decode")
@@ -76,10 +75,4 @@ def test_prompts_land_from_either_rank(serve: Serve, start: Callable[..., Engine
     left, landed = ({one["moved"]: one["digest"] for one in moved if one["side"] == side} for side in SIDES)
     assert left == landed
     assert sorted(left) == sorted(rooms)
-    one = start("one")
-    ready(one)
-    found = Comparison()
-    for at, (tokens, done) in enumerate(zip(together, alone(one, asked), strict=True)):
-        found.add(at, tokens, Said.of(done))
-    print(found)
-    assert found.far == []
+    check_against_one(start, asked, together)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 from pdinfer.adapters.vllm.messages import room_of
 from tests.vllm.conftest import asks, prompts
 from tests.vllm.engines import Engine, ready, role, until
-from tests.vllm.runs import NUM_TOKENS, alone, check_rest
-from tests.vllm.ties import Comparison, Said
+from tests.vllm.runs import NUM_TOKENS, check_against_one, check_rest, check_watched
 
 NUM_PROMPTS = 40
 
@@ -37,15 +35,7 @@ def test_one_worker_prefills_and_two_decode(
     until(lambda: len(decode.done) == len(prefill.done) == len(asked), [prefill, decode], 200)
     assert {done["reason"] for done in decode.done.values()} == {"length"}
     check_rest(prefill, decode)
-    landed = [json.loads(line) for line in (tmp_path / "watched").read_text().splitlines()]
-    assert sorted(said["moved"] for said in landed) == sorted(rooms) == sorted(prefill.moved)
-    assert {said["moved"]: said["digest"] for said in landed} == {room: prefill.moved[room]["digest"] for room in rooms}
+    check_watched(tmp_path / "watched", rooms, prefill)
     together = [tuple(decode.done[str(at)]["tokens"]) for at in range(len(asked))]
     decode.close()
-    one = start("one")
-    ready(one)
-    found = Comparison()
-    for at, (tokens, done) in enumerate(zip(together, alone(one, asked), strict=True)):
-        found.add(at, tokens, Said.of(done))
-    print(found)
-    assert found.far == []
+    check_against_one(start, asked, together)

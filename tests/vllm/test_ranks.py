@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 
 from tests.vllm.conftest import asks, prompts
 from tests.vllm.engines import Engine, ready, role, until
-from tests.vllm.runs import NUM_TOKENS, alone, check_rest
-from tests.vllm.ties import Comparison, Said
+from tests.vllm.runs import NUM_TOKENS, check_against_one, check_rest, check_watched
 
 NUM_PROMPTS = 60
 
@@ -44,15 +42,7 @@ def test_two_workers_prefill_and_one_decodes(
         decode.say(add=str(at), prompt=prompt, max_tokens=NUM_TOKENS, params=loads)
     until(lambda: len(decode.done) == len(prefill.done) == len(asked), [prefill, decode], 120)
     check_rest(prefill, decode)
-    left = [json.loads(line) for line in (tmp_path / "watched").read_text().splitlines()]
-    assert sorted(said["moved"] for said in left) == sorted(rooms) == sorted(decode.moved)
-    assert {said["moved"]: said["digest"] for said in left} == {room: decode.moved[room]["digest"] for room in rooms}
+    check_watched(tmp_path / "watched", rooms, decode)
     together = [tuple(decode.done[str(at)]["tokens"]) for at in range(len(asked))]
     prefill.close()
-    one = start("one")
-    ready(one)
-    found = Comparison()
-    for at, (tokens, done) in enumerate(zip(together, alone(one, asked), strict=True)):
-        found.add(at, tokens, Said.of(done))
-    print(found)
-    assert found.far == []
+    check_against_one(start, asked, together)

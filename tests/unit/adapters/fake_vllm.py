@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -393,6 +394,22 @@ def run(engines: list[FakeEngine], until: Callable[[], object], num_steps: int =
             return
         for engine in engines:
             engine.step()
+    raise AssertionError("waited in vain")
+
+
+def run_at_random(rng: random.Random, prefill: FakeEngine, decode: FakeEngine, requests: list[FakeRequest]) -> None:
+    """Step both engines in any order, with aborts and preemptions, until no request holds a block."""
+    for _ in range(4000):
+        for engine in rng.sample([prefill, decode], 2):
+            engine.step()
+            running = [request for request in engine.requests.values() if not request.is_over]
+            if running and rng.random() < 0.02:
+                engine.abort(rng.choice(running).request_id)
+            if running and rng.random() < 0.1:
+                engine.preempt.add(rng.choice(running).request_id)
+            engine.check_free_blocks()
+        if all(request.is_over and not request.blocks for request in requests):
+            return
     raise AssertionError("waited in vain")
 
 

@@ -23,7 +23,18 @@ from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transfer
-from tests.unit.adapters.fake_vllm import LAYERS, LISTEN, WIDTH, FakeBase, FakeEngine, FakeRequest, Pairs, Status, run
+from tests.unit.adapters.fake_vllm import (
+    LAYERS,
+    LISTEN,
+    WIDTH,
+    FakeBase,
+    FakeEngine,
+    FakeRequest,
+    Pairs,
+    Status,
+    run,
+    run_at_random,
+)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -342,18 +353,7 @@ def test_many_requests_with_everything_at_once(pair: Pairs, seed: int) -> None:
         {"hold_s": 0.05, "lease_s": 5.0}, chunk=16, num_blocks=16, decode={"num_blocks": 20, "block_size": 8}
     )
     both = [submit(prefill, decode, prompt_of(rng.randint(2, 70), at), str(at)) for at in range(25)]
-    for _ in range(4000):
-        for engine in rng.sample([prefill, decode], 2):
-            engine.step()
-            running = [request for request in engine.requests.values() if not request.is_over]
-            if running and rng.random() < 0.02:
-                engine.abort(rng.choice(running).request_id)
-            if running and rng.random() < 0.1:
-                engine.preempt.add(rng.choice(running).request_id)
-            engine.check_free_blocks()
-        if all(request.is_over and not request.blocks for one in both for request in one):
-            break
-    assert all(request.is_over and not request.blocks for one in both for request in one)
+    run_at_random(rng, prefill, decode, [request for one in both for request in one])
     run([prefill, decode], lambda: not prefill.worker._worker._sending and not decode.worker._worker._receiving)
     for engine in (prefill, decode):
         engine.step()

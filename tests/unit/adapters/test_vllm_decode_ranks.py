@@ -10,7 +10,7 @@ import pytest
 from pdinfer.adapters.vllm.messages import MAX_WORKERS, Terms, room_of
 from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Transfer
-from tests.unit.adapters.fake_vllm import LAYERS, LISTEN, WIDTH, FakeEngine, Pairs, Status, run
+from tests.unit.adapters.fake_vllm import LAYERS, LISTEN, WIDTH, FakeEngine, Pairs, Status, run, run_at_random
 from tests.unit.adapters.test_vllm import counted, hand_over, prompt_of, submit
 
 TWO: dict[str, Any] = {"num_ranks": 2}
@@ -164,17 +164,7 @@ def test_many_requests_with_everything_at_once(pair: Pairs) -> None:
         {"hold_s": 0.05, "lease_s": 5.0}, chunk=16, num_blocks=16, decode={**TWO, "num_blocks": 20, "block_size": 8}
     )
     both = [submit(prefill, decode, prompt_of(rng.randint(2, 70), at), str(at)) for at in range(20)]
-    for _ in range(4000):
-        for engine in rng.sample([prefill, decode], 2):
-            engine.step()
-            running = [request for request in engine.requests.values() if not request.is_over]
-            if running and rng.random() < 0.02:
-                engine.abort(rng.choice(running).request_id)
-            if running and rng.random() < 0.1:
-                engine.preempt.add(rng.choice(running).request_id)
-            engine.check_free_blocks()
-        if all(request.is_over and not request.blocks for one in both for request in one):
-            break
+    run_at_random(rng, prefill, decode, [request for one in both for request in one])
     run([prefill, decode], lambda: prefill.is_at_rest and decode.is_at_rest)
     run([prefill, decode], lambda: not prefill.worker._worker._sending and not any(decode.told))
     for engine in (prefill, decode):
