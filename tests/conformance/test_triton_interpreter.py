@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.backends import ROOT, child_environment
+from tests.each_time import others_in_full
 
 EACH_TIME = ("test_ops",)
 FEW = 3
@@ -33,10 +34,7 @@ MOST_CASES = {"test_not_finite": 6, "test_attention_ops": 16, "test_sparse_ops":
 """How many cases of each test are run, where all of them would take many minutes."""
 
 
-@pytest.mark.parametrize(
-    "suite",
-    [suite if suite in EACH_TIME else pytest.param(suite, marks=pytest.mark.full(minutes=1)) for suite in SUITES],
-)
+@pytest.mark.parametrize("suite", others_in_full(SUITES, EACH_TIME, minutes=1))
 def test_kernels_do_what_the_reference_does(suite: str) -> None:
     passed, told = interpreted(suite, f"--most-cases={FEW_OF.get(suite, FEW)}")
     assert passed >= SUITES[suite][0], told

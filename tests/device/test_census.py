@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.device.census import KINDS, STEPS, count, read
+from tests.each_time import others_in_full
 
 COMMAND = "python -m tests.device.census"
 EACH_TIME = (
@@ -22,9 +23,7 @@ def complaint(name: str, kind: str, now: int, before: int, lines: list[tuple[str
     return f"{name}: {now} {kind} a step, {before} before; if that is meant, run `{COMMAND}`. Most come from{told}"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.full) for name in STEPS]
-)
+@pytest.mark.parametrize("name", others_in_full(STEPS, EACH_TIME))
 def test_a_step_asks_no_more_of_the_device(name: str, record_property: pytest.RecordProperty) -> None:
     committed, complaints, fallen = read()[name], [], []
     for kind, watch in count(STEPS[name]).items():

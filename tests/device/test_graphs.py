@@ -24,6 +24,7 @@ from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
 from tests.e2e.drafts import Streams, check_equal
 from tests.e2e.setups import by_request, join, prompt_of
+from tests.each_time import others_in_full
 from tests.simulated.device import DEVICE
 from tests.simulated.watch import Watch
 
@@ -93,9 +94,7 @@ def check_all_captured(told: str) -> None:
     assert int(told.partition("steps that ran captured: ")[2].split()[0]) > 10
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
-)
+@pytest.mark.parametrize("name", others_in_full(FEATURES, EACH_TIME))
 def test_captured_steps_give_the_tokens_of_others(name: str) -> None:
     told = check(FEATURES[name])
     assert "captured numbers of sequences: 1, 2, 4, 8" in told

@@ -16,6 +16,7 @@ from tests.backends import need_mooncake
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.e2e.drafts import Streams, check_equal
 from tests.e2e.setups import NEAR_TIE, by_request, collect, join, prompt_of
+from tests.each_time import others_in_full
 from tests.simulated.device import DEVICE
 
 CPU = torch.device("cpu")
@@ -128,9 +129,7 @@ def test_tokens_over_mooncake_are_those_of_the_cpu() -> None:
     check(ModelKind(), "mooncake")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
-)
+@pytest.mark.parametrize("name", others_in_full(FEATURES, EACH_TIME))
 def test_tokens_of_every_feature_are_those_of_the_cpu(name: str) -> None:
     check(*FEATURES[name])
 
