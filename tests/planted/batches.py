@@ -17,6 +17,20 @@ MUTANTS = [
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
+        "the first slot of the next page is not sent",
+        ROWS,
+        "if moved or seat.cache_slot != cache_slot:",
+        "if moved:",
+        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
+    ),
+    Mutant(
+        "behind a step that was broken off its slots are believed to have stayed",
+        ROWS,
+        "if moved or seat.cache_slot != cache_slot:",
+        "if seat.cache_slot != cache_slot:",
+        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
+    ),
+    Mutant(
         "a step that was broken off is believed to have ended",
         ROWS,
         "        if self._is_running:\n            self._forget()\n",

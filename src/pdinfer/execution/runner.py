@@ -163,10 +163,10 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
     torch keeps the number for each calling thread. A thread that uses torch for the first time takes the number that
     was set last in any thread (ATen/ParallelOpenMP.cpp).
     """
-    if num_threads is None:
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
         yield
         return
-    before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         yield

@@ -1,9 +1,9 @@
 """The decode batch that stays on the device: fixed slots for running sequences, of which a step sends what changed.
 
-A sequence keeps its slot while it runs. Its newest token, its position, its page table and whatever else a step reads
-of it lie in one block of device memory, which the host mirrors. Behind the model `advance` puts the drawn tokens into
-their slots and moves the positions on, so the next step needs nothing from the host: a sequence that joined, left or
-got a page travels as a few words in one copy. On a CPU the block is the mirror.
+A sequence keeps its slot while it runs. Its newest token, where that lies, its page table and whatever else a step
+reads of it lie in one block of device memory, which the host mirrors. Behind the model `advance` puts the drawn tokens
+into their slots and moves the positions on, so the next step needs nothing from the host: a sequence that joined, left
+or came to another page travels as a few words in one copy. On a CPU the block is the mirror.
 
     place(rows) ──words that changed──► device block ──views──► Batch ──► model ──► draw ──► advance ──► (next step)
 """
@@ -25,8 +25,11 @@ from pdinfer.process.streams import Event, record_event
 
 _WORDS = {torch.int32: 1, torch.int64: 2, torch.float64: 2}
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
-_OWN = {"token": torch.int64, "position": torch.int64, "num_newest": torch.int64, "num_drafts": torch.int64}
-_NEWEST, _TABLE, _NUM_ROWS, _INDEX = "newest", "table", "num_rows", "index"
+_MOVING = ("position", "context_len", "cache_slot")
+"""What is one more for the next token. These columns lie side by side, so that one op moves all of them on. Slots of
+the cache follow each other up to the end of a page; the host sends the first one of the next page."""
+_OWN = dict.fromkeys(("token", *_MOVING, "num_newest", "num_drafts"), torch.int64)
+_NEWEST, _TABLE, _NUM_ROWS, _INDEX, _ALL_MOVING = "newest", "table", "num_rows", "index", "moving"
 
 MAX_NEWEST = 4
 """The maximum number of tokens that one step gives a sequence: the next one, and drafts."""
@@ -52,6 +55,7 @@ class _Seat:
     owner: object = None
     token: int = -1
     position: int = -1
+    cache_slot: int = -1
     newest: Sequence[int] = ()
     num_drafts: int | None = None
     first: int = 0
@@ -113,6 +117,9 @@ class DecodeRows:
             self._values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
             self._columns[name] = self._block[start:stop].view(dtype)
             start = stop
+        moving = self._starts[_MOVING[0]]
+        moving_words = self._block[moving : moving + len(_MOVING) * 2 * self._capacity]
+        self._columns[_ALL_MOVING] = moving_words.view(torch.int64).view(len(_MOVING), self._capacity)
         self._views: dict[int, dict[str, Tensor]] = {}
         self._seats.clear()
         self._changed.clear()
@@ -160,7 +167,9 @@ class DecodeRows:
         """Note that `advance` made these the newest tokens of the slots."""
         for slot, seat in self._seats.values():
             new = tokens[slot]
-            seat.token, seat.position = new[-1], seat.position + len(new)
+            seat.token = new[-1]
+            seat.position += len(new)
+            seat.cache_slot += len(new)
             if seat.newest:
                 seat.newest = new
         self._is_running = False
@@ -188,6 +197,7 @@ class DecodeRows:
         if moved:
             self._set("token", slot, token)
             self._set("position", slot, row.start)
+            self._set("context_len", slot, row.start + 1)
             seat.token, seat.position = token, row.start
         if drafting is not _NOTHING:
             self._send_drafting(slot, seat, drafting, moved)
@@ -196,7 +206,11 @@ class DecodeRows:
                 self._set(name, slot, value)
             seat.owner = owner
         # pages behind the newest token may have been given back and others taken; those before it stay
-        now = row.start // self._page_size
+        now, offset = divmod(row.start, self._page_size)
+        cache_slot = row.pages[now] * self._page_size + offset
+        if moved or seat.cache_slot != cache_slot:
+            self._set("cache_slot", slot, cache_slot)
+            seat.cache_slot = cache_slot
         first = seat.first if now >= seat.first else 0
         tail = list(row.pages[first:])
         if first != seat.first or tail != seat.tail:
@@ -244,8 +258,8 @@ class DecodeRows:
     # -- the device's side: nothing here looks at a value -------------------------------------------------------------
 
     def column(self, name: str, num_rows: int) -> Tensor:
-        """Return a column of the first `num_rows` slots: a setting; "token" or "position" (of the newest token); or
-        "newest" [B, MAX_NEWEST], "num_newest" or "num_drafts" of `Drafting`."""
+        """Return a column of the first `num_rows` slots: a setting; "token", "position", "context_len" or "cache_slot"
+        (of the newest token); or "newest" [B, MAX_NEWEST], "num_newest" or "num_drafts" of `Drafting`."""
         return self._first(num_rows)[name]
 
     def batch(
@@ -258,30 +272,28 @@ class DecodeRows:
         padded: bool = False,
     ) -> Batch:
         """Return a batch of the first `num_rows` slots, by default their newest tokens. Otherwise sequence b has the Q
-        `tokens_BQ` from position `first_B[b]`, of which the first `num_live_B[b]` are live. When `padded`, some slots
-        at the end may be without a sequence: their rows are not live."""
+        `tokens_BQ` from the position of its newest token or from `first_B[b]`, of which the first `num_live_B[b]` are
+        live. When `padded`, some slots at the end may be without a sequence: their rows are not live."""
         first = self._first(num_rows)
-        sequence_T, table_BM = first[_INDEX], first[_TABLE]
-        tokens_T = first["token"] if tokens_BQ is None else tokens_BQ.reshape(-1)
+        sequence_T, table_BM, num_queries = first[_INDEX], first[_TABLE], 1
+        tokens_T, slots_T, context_lens_B = first["token"], first["cache_slot"], first["context_len"]
         first_B = first["position"] if first_B is None else first_B
         live_T = None if num_live_B is None else num_live_B > 0
         if padded:
             live_B = sequence_T < self._columns[_NUM_ROWS]
             live_T = live_B if live_T is None else live_T & live_B
-            first_B = first_B * live_B
-        positions_T, num_queries = first_B, 1
-        if tokens_BQ is not None and tokens_BQ.shape[1] > 1:
-            num_queries = tokens_BQ.shape[1]
-            steps_Q = self._arange(num_queries)
-            positions_T = (first_B[:, None] + steps_Q).view(-1)
-            sequence_T = self._arange(num_rows * num_queries) // num_queries
-            if num_live_B is not None and live_T is not None:
-                live_T = ((steps_Q < num_live_B[:, None]) & live_T[:, None]).view(-1)
-        page_of_T = positions_T // self._page_size
-        pages_T = table_BM.gather(1, page_of_T.view(num_rows, num_queries)).view(-1)
-        # page * page_size + offset, in two ops: a decode step on a CPU is made of what launching them takes
-        slots_T = torch.add(positions_T, pages_T - page_of_T, alpha=self._page_size)
-        context_lens_B = first_B + num_queries
+            first_B, context_lens_B = first_B * live_B, context_lens_B.where(live_B, 1)
+        positions_T = first_B
+        if tokens_BQ is not None:
+            tokens_T, num_queries = tokens_BQ.reshape(-1), tokens_BQ.shape[1]
+            context_lens_B = first_B + num_queries
+            if num_queries > 1:
+                steps_Q = self._arange(num_queries)
+                positions_T = (first_B[:, None] + steps_Q).view(-1)
+                sequence_T = self._arange(num_rows * num_queries) // num_queries
+                if num_live_B is not None and live_T is not None:
+                    live_T = ((steps_Q < num_live_B[:, None]) & live_T[:, None]).view(-1)
+            slots_T = self._cache_slots(positions_T.view(num_rows, num_queries), table_BM)
         return Batch(
             tokens_T=tokens_T,
             positions_T=positions_T,
@@ -300,18 +312,25 @@ class DecodeRows:
             live_T=live_T,
         )
 
+    def _cache_slots(self, positions_BQ: Tensor, table_BM: Tensor) -> Tensor:
+        """Return the slots of the cache at these positions, one after the other."""
+        page_of_BQ = positions_BQ // self._page_size
+        # page * page_size + offset, in two ops: a step of drafts on a CPU is made of what launching them takes
+        pages_BQ = table_BM.gather(1, page_of_BQ) - page_of_BQ
+        return torch.add(positions_BQ, pages_BQ, alpha=self._page_size).view(-1)
+
     def advance(self, tokens_B: Tensor) -> None:
         """Make these the newest tokens of the first slots, each one position further on."""
-        first = self._first(len(tokens_B))
+        first = self._first(tokens_B.shape[0])
         first["token"].copy_(tokens_B)
-        first["position"].add_(1)
+        first[_ALL_MOVING].add_(1)
 
     def advance_by(self, tokens_BQ: Tensor, counts_B: Tensor) -> None:
         """Make the first `counts_B` of these the newest tokens of the first slots, as many positions further on."""
         num_rows, num_queries = tokens_BQ.shape
         first = self._first(num_rows)
         first["token"].copy_(tokens_BQ.gather(1, counts_B[:, None] - 1)[:, 0])
-        first["position"].add_(counts_B)
+        first[_ALL_MOVING].add_(counts_B)
         first[_NEWEST][:, :num_queries].copy_(tokens_BQ)
         first["num_newest"].copy_(counts_B * (first["num_newest"] > 0))
 
@@ -331,6 +350,7 @@ class DecodeRows:
                 for name, column in self._columns.items()
                 if name in self._settings or name in _OWN
             }
+            views[_ALL_MOVING] = self._columns[_ALL_MOVING][:, :num_rows]
             views[_TABLE] = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
             views[_NEWEST] = self._columns[_NEWEST].view(self._capacity, MAX_NEWEST)[:num_rows]
             views[_INDEX] = self._arange(num_rows)
