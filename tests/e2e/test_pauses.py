@@ -279,9 +279,12 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
             assert pairing.stats.ports_away == ()
             wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
-            for name in "abcd":
-                pairing.submit(request(name))
-            check_streams(collect(pairing), *"abcd")
+            for _ in range(10):  # where a step takes half a second, the port may be gone again for a while
+                for name in "abcd":
+                    pairing.submit(request(name))
+                check_streams(collect(pairing), *"abcd")
+                if hung.load().num_tokens:
+                    break
             assert hung.load().num_tokens > 0
         for thread in threads:
             thread.join(10.0)
@@ -315,7 +318,7 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     if end == "dies":
         worker.connection.close()
     client.close()
-    worker.process.join(10.0)
+    worker.process.join(60.0)
     assert worker.process.exitcode == 1
 
 
