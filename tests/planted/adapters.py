@@ -10,6 +10,7 @@ VLLM = "tests/unit/adapters/test_vllm.py::"
 DECODE_RANKS = "tests/unit/adapters/test_vllm_decode_ranks.py::"
 DATA_RANKS = "tests/unit/adapters/test_vllm_data_ranks.py::"
 TOLD = "tests/unit/adapters/test_vllm_told.py::"
+ORDER = "tests/unit/adapters/test_vllm_order.py::"
 
 MUTANTS = [
     Mutant(
@@ -53,6 +54,34 @@ MUTANTS = [
         "        ask = self._ask(request)  # vLLM may never have asked about it\n        del self._asks[req_id]\n",
         "        ask = self._asks.pop(req_id, None)\n",
         f"{VLLM}test_a_grant_that_comes_behind_its_request_is_answered_at_once",
+    ),
+    Mutant(
+        "prompts that nobody has asked for are computed before one that a decode waits for",
+        "src/pdinfer/adapters/vllm/scheduler.py",
+        "(waited_s >= hold_s and not self._has_granted(now - hold_s))",
+        "waited_s >= hold_s",
+        f"{ORDER}test_a_prompt_with_a_grant_is_computed_before_those_that_nobody_has_asked_for",
+    ),
+    Mutant(
+        "a prompt without a grant waits for as long as others have one",
+        "src/pdinfer/adapters/vllm/scheduler.py",
+        "waited_s >= 2 * hold_s or ",
+        "",
+        f"{ORDER}test_prompts_without_a_grant_go_on_however_many_others_come",
+    ),
+    Mutant(
+        "a grant without a prompt holds others up for as long as it is remembered",
+        "src/pdinfer/adapters/vllm/scheduler.py",
+        "came > since and room not in begun",
+        "room not in begun",
+        f"{ORDER}test_a_grant_without_a_prompt_is_waited_for_as_long_as_a_prompt_without_a_grant",
+    ),
+    Mutant(
+        "a prompt that is begun holds up those without a grant",
+        "src/pdinfer/adapters/vllm/scheduler.py",
+        "came > since and room not in begun",
+        "came > since",
+        f"{ORDER}test_a_prompt_that_is_begun_holds_nothing_up",
     ),
     Mutant(
         "a grant for blocks that were let go waits for its decode's lease",

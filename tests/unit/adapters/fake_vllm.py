@@ -100,6 +100,7 @@ class FakeEngine:
     block_size: int = 16
     num_blocks: int = 64
     chunk: int = 64
+    max_seqs: int = 1000
     policy: str = "recompute"
     model: str = "examples/tiny"
     dtype: torch.dtype = torch.float32
@@ -279,7 +280,8 @@ class FakeEngine:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> Any:
-        new, cached, resumed, counts, preempted = [], [], set(), {}, set()
+        new, cached, resumed, preempted = [], [], set(), set()
+        counts: dict[str, int] = {}
         for request in self.requests.values():
             if request.request_id in self.preempt and request.status is Status.RUNNING:
                 self.preempt.discard(request.request_id)
@@ -298,6 +300,8 @@ class FakeEngine:
                         assert self.equal(request.landed, self.contents(request, request.num_computed, rank))
                 request.status = Status.RUNNING
             elif request.status is Status.WAITING and request.request_id not in preempted:
+                if len(counts) >= self.max_seqs:
+                    break
                 hits = [block for prefix, block in self.prefix.items() if request.prompt[: len(prefix)] == prefix]
                 hits = hits[: (len(request.prompt) - 1) // self.block_size]
                 computed = len(hits) * self.block_size

@@ -48,7 +48,9 @@ class SchedulerHalf:
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens come from a peer, and whether they do so between steps: all but the last for a load
-        that was not tried before. (None, False) means that a request waits for its grant."""
+        that was not tried before. (None, False) means that a request waits for its grant. When it has waited long
+        enough, those with a grant still go first, since their decodes wait for them, until it has waited twice as
+        long."""
         ask = self._ask(request)
         if ask is None:
             return 0, False
@@ -57,8 +59,9 @@ class SchedulerHalf:
             return (missing, True) if missing > 0 and request.request_id not in self._loaded else (0, False)
         if ask.problem or ask.room in self._grants:
             return 0, False
-        since = self._since.setdefault(request.request_id, self._clock())
-        if self._clock() - since >= self._settings.hold_s:
+        hold_s, now = self._settings.hold_s, self._clock()
+        waited_s = now - self._since.setdefault(request.request_id, now)
+        if waited_s >= 2 * hold_s or (waited_s >= hold_s and not self._has_granted(now - hold_s)):
             return 0, False
         self._waits = True
         return None, False
@@ -133,6 +136,11 @@ class SchedulerHalf:
         return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _has_granted(self, since: float) -> bool:
+        """Return whether a grant came after this moment whose prompt is not begun, or not even here yet."""
+        begun = {sent.room for sent in self._sent.values()}
+        return any(came > since and room not in begun for room, came in self._grants.items())
 
     def _ask(self, request: Any) -> Ask | None:
         req_id = str(request.request_id)
