@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "native fp8 rounds small numbers as large ones",
         F8,
-        "if (v.f < 0x1p-6f)",
-        "if (v.f < 0x1p-9f)",
+        "(words)(size < 0x1p-6f)",
+        "(words)(size < 0x1p-9f)",
         f"{QUANTIZED}::test_what_is_rounded_is_equal_on_every_device",
     ),
     Mutant(
