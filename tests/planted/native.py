@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "AVX-512 reads the second half of FP8 numbers as the first",
-        F8,
+        f"{FOLDER}/fp8.h",
         "_mm512_extracti64x4_epi64(bits, 1)",
         "_mm512_extracti64x4_epi64(bits, 0)",
         f"{BODIES}::test_stored_weights",

@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "native experts of many rows all read the first expert's weights",
         EXPERTS,
-        "        gate_up.weights += gate_up.outs * gate_up.n;\n        down.weights += down.outs * down.n;\n",
+        "        to_next(&gate_up);\n        to_next(&down);\n",
         "",
         f"{BODIES}::test_experts",
     ),
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "the second of two matrices is written over the first",
         FORMATS,
-        "weight.numbers.narrow(-4, index, 1)",
-        "weight.numbers.narrow(-4, 0, 1)",
+        "Strips(weight.numbers.chunk(parts, -4)[index])",
+        "Strips(weight.numbers.chunk(parts, -4)[0])",
         f"{LOADED}::test_they_hold_the_same_values_in_another_order",
     ),
     Mutant(

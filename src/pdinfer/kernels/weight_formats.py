@@ -227,10 +227,10 @@ def empty(
 def part(weight: Weight, index: int, parts: int) -> Weight:
     """Return a view of one of the `parts` matrices that lie one below the other in `weight`."""
     if isinstance(weight, Strips):
-        return weight if parts == 1 else Strips(weight.numbers.narrow(-4, index, 1))
+        return Strips(weight.numbers.chunk(parts, -4)[index])
     if isinstance(weight, FP8Strips):
-        numbers = weight.numbers if parts == 1 else weight.numbers.narrow(-4, index, 1)
-        return attrs.evolve(weight, numbers=numbers, scale=weight.scale.chunk(parts, -2)[index])
+        scale = weight.scale.chunk(parts, -2)[index]
+        return attrs.evolve(weight, numbers=weight.numbers.chunk(parts, -4)[index], scale=scale)
     view = map_tensors(weight, lambda tensor: tensor.chunk(parts, -2)[index])
     return attrs.evolve(view, parts=1) if isinstance(view, FP8Blocks) else view
 

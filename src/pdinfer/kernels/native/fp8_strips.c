@@ -250,8 +250,8 @@ EXPORT i64 linear_fp8_strips(const uint8_t *numbers, const float *scales, i64 ld
     return by_strips(&by_fp8, (Input){numbers, n, scales, lds, ldb}, rows, &w, y, outs, threads);
 }
 
-/* Whether FP8 weights should lie in strips here, where they are then multiplied about as fast as bf16 or faster. AVX-512 BF16 and
- * AMX multiply bf16 faster than others make it of FP8. */
+/* Whether FP8 weights should lie in strips here, where they are then multiplied about as fast as bf16 or faster. AVX-512
+ * BF16 and AMX multiply bf16 faster than others make it of FP8. */
 EXPORT int fp8_strips_are_served(void) {
 #if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512BF16__)
     return !by_tiles_or_null();
