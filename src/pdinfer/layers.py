@@ -13,7 +13,7 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, FP8Blocks, Int8Dynamic, Shard, Weight
+from pdinfer.kernels.weight_formats import FP8, WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, mark
 from pdinfer.values import brief
@@ -120,7 +120,7 @@ def row_parallel(
 
 def fp8_scales_of(weights: Iterable[Weight]) -> bool | None:
     """Return `ue8m0` of those weights that are in FP8 blocks, the same for all in a model; None if there are none."""
-    return next((weight.ue8m0 for weight in weights if isinstance(weight, FP8Blocks)), None)
+    return next((weight.ue8m0 for weight in weights if isinstance(weight, FP8)), None)
 
 
 @attrs.frozen

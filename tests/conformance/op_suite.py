@@ -20,7 +20,16 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Strips, empty, map_tensors
+from pdinfer.kernels.weight_formats import (
+    FP8Blocks,
+    FP8Strips,
+    Int8Dynamic,
+    Int8Static,
+    Strips,
+    empty,
+    expert,
+    map_tensors,
+)
 from pdinfer.model.batch import Batch, Row
 from tests.rounding import (
     assert_within,
@@ -132,6 +141,20 @@ def in_strips(matrix: Tensor, parts: int = 1) -> Strips:
     assert isinstance(strips, Strips)
     strips.fill(stack_EOI)
     return strips if matrix.ndim == 3 else Strips(strips.numbers[0])
+
+
+def fp8_in_strips(blocks: FP8Blocks) -> FP8Strips:
+    """Return one matrix, or a stack of them, with the same numbers and scales in strips."""
+    stack = map_tensors(blocks, lambda tensor: tensor if tensor.ndim == 3 else tensor[None])
+    assert isinstance(stack, FP8Blocks)
+    experts, rows, columns = stack.numbers.shape
+    size = (experts, blocks.parts, rows // blocks.parts, columns)
+    strips = empty(FP8Strips, size, dtype=torch.bfloat16, device=blocks.numbers.device, ue8m0=blocks.ue8m0)
+    assert isinstance(strips, FP8Strips)
+    strips.fill(stack)
+    alone = strips if blocks.numbers.ndim == 3 else expert(strips, 0)
+    assert isinstance(alone, FP8Strips)
+    return alone
 
 
 def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> Int8Static:

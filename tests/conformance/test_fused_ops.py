@@ -19,6 +19,8 @@ from tests.conformance.op_suite import (
     draw,
     every_place,
     for_every_provider,
+    fp8_in_strips,
+    fp8_weight,
     fused_of,
     in_strips,
     op_of,
@@ -66,6 +68,34 @@ def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tupl
     each = zip(torch.split(x, list(counts)), gate_up, down, strict=True)
     error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in each])
     assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+
+
+@every_place
+@pytest.mark.parametrize("rows", [0, 1, 3, 5, 40])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+def test_linear_fp8_strips(provider: str, device: str, rows: int, parts: int, ue8m0: bool) -> None:
+    x, blocks = draw(rows, 288).bfloat16().to(device), fp8_weight(160, 288, parts=parts, ue8m0=ue8m0, device=device)
+    run = fused_of(provider, "linear_fp8_strips", device, torch.bfloat16)
+    got = run(x, fp8_in_strips(blocks))
+    once = reference.quantize_fp8(x, ue8m0=ue8m0)
+    assert torch.equal(run(once, fp8_in_strips(blocks)), got)
+    torch.testing.assert_close(got, reference.linear_fp8(x, blocks), rtol=0.02, atol=0.02)
+
+
+@every_place
+@pytest.mark.parametrize("counts", [(0,), (3, 0, 1), (40, 2)], ids=str)
+@pytest.mark.parametrize("form", ROWS)
+def test_grouped_mlp_fp8_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
+    x = draw(sum(counts), 160).bfloat16()
+    gate_up = fp8_weight(len(counts), 160, 160, parts=2, device=device)
+    down = fp8_weight(len(counts), 160, 160, device=device)
+    run = fused_of(provider, "grouped_mlp_fp8_strips", device, torch.bfloat16)
+    strips = fp8_in_strips(gate_up), fp8_in_strips(down)
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, *strips), x.to(device), counts)
+    exact = reference.grouped_mlp_fp8(x.to(device), torch.tensor(counts, device=device), gate_up, down)
+    off = (got.cpu().double() - exact.cpu().double()).norm(dim=-1)
+    assert (off <= 0.06 * exact.cpu().double().norm(dim=-1)).all()  # what hardly differs may round apart in between
 
 
 @for_every_provider

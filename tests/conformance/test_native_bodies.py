@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ from torch import Tensor
 from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.weight_formats import FP8Blocks
 from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
 from tests.conformance.native_builds import BODIES, as_native, built_with
-from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_weight, in_strips, int8_weight
+from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
@@ -173,6 +175,56 @@ def test_stored_weights(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) ->
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
+
+
+def whole_fp8(rows: int, columns: int, parts: int) -> FP8Blocks:
+    """Return every number there is but NaN, in blocks whose scales are powers of two: products with ones are exact."""
+    blocks = fp8_weight(rows, columns, parts=parts)
+    codes = (torch.arange(parts * rows * columns) * 37 % 254).to(torch.uint8).view(parts * rows, columns)
+    codes += (codes >= 127).to(torch.uint8)
+    scale = 2.0 ** (torch.arange(blocks.scale.numel()) % 5 - 2).view(blocks.scale.shape)
+    return attrs.evolve(blocks, numbers=codes.view(torch.float8_e4m3fn), scale=scale)
+
+
+@pytest.mark.parametrize("flushing", [False, True], ids=["denormals", "flushed"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 150])
+@pytest.mark.parametrize(("outs", "parts"), [(64, 1), (288, 1), (160, 2)])
+def test_fp8_in_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int, flushing: bool) -> None:
+    """Each row of x is one number in one place, so that y is a column of weights, whose subnormal numbers count too."""
+    weight, x = whole_fp8(outs, 288, parts), torch.zeros(rows, 288)
+    for row in range(rows):
+        x[row, row * 67 % 288] = 2.0 ** (row % 9 - 4)
+    expected = reference.linear_fp8(x.bfloat16(), weight)
+    torch.set_flush_denormal(flushing)
+    try:
+        got = native.linear_fp8_strips(x.bfloat16(), fp8_in_strips(weight))
+    finally:
+        torch.set_flush_denormal(False)
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
+@pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
+def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: ctypes.CDLL, rows: int, code: int) -> None:
+    x, weight = draw(rows, 288).bfloat16(), fp8_weight(160, 288, parts=2)
+    good = native.linear_fp8_strips(x, fp8_in_strips(weight))
+    for row, column in ((0, 0), (129, 200), (319, 287)):
+        weight.numbers.view(torch.uint8)[row, column] = code
+    got = native.linear_fp8_strips(x, fp8_in_strips(weight))
+    kept = torch.ones(320, dtype=torch.bool)
+    kept[[0, 129, 319]] = False
+    assert got[:, ~kept].isnan().all()
+    torch.testing.assert_close(got[:, kept], good[:, kept], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+def test_experts_with_fp8_in_strips(body: ctypes.CDLL, counts: tuple[int, ...], ue8m0: bool) -> None:
+    gate_up = fp8_weight(len(counts), 160, 288, parts=2, ue8m0=ue8m0)
+    down, x = fp8_weight(len(counts), 288, 160, ue8m0=ue8m0), draw(sum(counts), 288).bfloat16()
+    got = native.grouped_mlp_fp8_strips(x, torch.tensor(counts), fp8_in_strips(gate_up), fp8_in_strips(down))
+    exact = reference.grouped_mlp_fp8(x, torch.tensor(counts), gate_up, down).double()
+    assert ((got.double() - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -16,7 +16,7 @@ from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from tests.conformance.native_builds import BODIES, HEADERS, as_native, built_with
-from tests.conformance.op_suite import draw, fp8_weight, in_strips, int8_weight
+from tests.conformance.op_suite import draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])
@@ -77,6 +77,12 @@ def experts_in_strips(*counts: int) -> Callable[[], Tensor]:
     return lambda: native.grouped_mlp_strips(x, torch.tensor(counts), gate_up, down)
 
 
+def experts_in_fp8_strips(*counts: int) -> Callable[[], Tensor]:
+    x, gate_up = draw(sum(counts), 64).bfloat16(), fp8_in_strips(fp8_weight(len(counts), 32, 64, parts=2))
+    down = fp8_in_strips(fp8_weight(len(counts), 64, 32))
+    return lambda: native.grouped_mlp_fp8_strips(x, torch.tensor(counts), gate_up, down)
+
+
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
     return native.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
@@ -103,6 +109,9 @@ WORK: dict[str, Callable[[], Tensor]] = {
     "INT8": lambda: native.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
     "experts of INT8": experts_of_int8,
     "FP8": lambda: native.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
+    "FP8 in strips": lambda: native.linear_fp8_strips(draw(3, 160).bfloat16(), fp8_in_strips(fp8_weight(32, 160))),
+    "experts of FP8 in strips": experts_in_fp8_strips(1, 3),
+    "many experts of FP8 in strips": experts_in_fp8_strips(*[17] * 9),
     "decode": decode,
 }
 

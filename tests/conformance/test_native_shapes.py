@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Strips
-from tests.conformance.op_suite import SCALE, Attention, draw, in_strips
+from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
+from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
 from tests.conformance.test_native_bodies import body
 from tests.rounding import assert_within
 
@@ -128,6 +128,16 @@ def fp8(numbers: Tensor, scale: Tensor) -> FP8Blocks:
     return FP8Blocks(numbers=numbers, scale=scale, ue8m0=False, parts=1)
 
 
+def fp8_strips(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    return native.linear_fp8_strips(x, FP8Strips(numbers=numbers.view(torch.float8_e4m3fn), scale=scale))
+
+
+def of_strips() -> tuple[Tensor]:
+    """Return the numbers of a matrix [160, 160] in strips, as bytes."""
+    numbers = whole(160, 160).to(torch.float8_e4m3fn)
+    return (fp8_in_strips(fp8(numbers, draw(2, 2).abs())).numbers.view(torch.uint8),)
+
+
 def test_decode(body: ctypes.CDLL, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of any size, heads that fill no tile, several queries, and contexts around the borders of blocks and parts.
     Nothing is read behind queries, pages and table."""
@@ -193,6 +203,8 @@ CASES: dict[str, Case] = (
             lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
             (whole(25, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
         ),
+        "linear_fp8_strips": (fp8_strips, (whole(5, 160), *of_strips(), draw(2, 2).abs())),
+        "linear_fp8_strips of many rows": (fp8_strips, (whole(25, 160), *of_strips(), draw(2, 2).abs())),
         "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
         "mla_prefill": (prefill, (draw(55, 5, 66).bfloat16(), PAGES, draw(5 * 98, 64).bfloat16() / 8, TABLE)),
     }

@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "every FP8 product rounds its input by itself",
         "src/pdinfer/kernels/activations.py",
-        "self.rows if isinstance(weight, FP8Blocks) else self.floats_TI",
+        "self.rows if isinstance(weight, FP8) else self.floats_TI",
         "self.floats_TI",
         "tests/unit/checkpoint/test_quantize.py::test_products_behind_a_norm_share_one_rounding",
     ),

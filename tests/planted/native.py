@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "native fp8 rounds small numbers as large ones",
         F8,
-        "if (v.f < 0x1p-6f)",
-        "if (v.f < 0x1p-9f)",
+        "(words)(size < 0x1p-6f)",
+        "(words)(size < 0x1p-9f)",
         f"{QUANTIZED}::test_what_is_rounded_is_equal_on_every_device",
     ),
     Mutant(
@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "AVX-512 reads the second half of FP8 numbers as the first",
-        F8,
+        f"{FOLDER}/fp8.h",
         "_mm512_extracti64x4_epi64(bits, 1)",
         "_mm512_extracti64x4_epi64(bits, 0)",
         f"{BODIES}::test_stored_weights",

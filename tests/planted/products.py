@@ -8,6 +8,7 @@ EXPERTS = "src/pdinfer/kernels/native/experts.c"
 FLOATS = "src/pdinfer/kernels/native/floats.c"
 PRODUCTS = "src/pdinfer/kernels/native/products.c"
 STRIPS = "src/pdinfer/kernels/native/strips.c"
+FP8_STRIPS = "src/pdinfer/kernels/native/fp8_strips.c"
 TILES = "src/pdinfer/kernels/native/tiles.c"
 OPS = "tests/conformance/test_ops.py"
 BODIES = "tests/conformance/test_native_bodies.py"
@@ -54,7 +55,7 @@ MUTANTS = [
     Mutant(
         "native experts of many rows all read the first expert's weights",
         EXPERTS,
-        "        gate_up.weights += gate_up.outs * gate_up.n;\n        down.weights += down.outs * down.n;\n",
+        "        to_next(&gate_up);\n        to_next(&down);\n",
         "",
         f"{BODIES}::test_experts",
     ),
@@ -80,6 +81,27 @@ MUTANTS = [
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(
+        "products with FP8 in strips take the scale of the first half for both",
+        FP8_STRIPS,
+        "LOWER * scales[h][b]",
+        "LOWER * scales[0][b]",
+        f"{BODIES}::test_fp8_in_strips",
+    ),
+    Mutant(
+        "products with FP8 in strips make numbers of weights that are NaN",
+        FP8_STRIPS,
+        "int lost = holds_nan(strip, steps * STEP), few",
+        "int lost = 0, few",
+        f"{BODIES}::test_fp8_weights_that_are_nan_spoil_their_own_columns",
+    ),
+    Mutant(
+        "experts with FP8 in strips multiply hidden values that were not rounded",
+        EXPERTS,
+        "            if (whole && way->finish) way->finish(part->rows, inner, part->hidden);\n",
+        "            if (whole && way->finish) way->finish(0, inner, part->hidden);\n",
+        f"{BODIES}::test_experts_with_fp8_in_strips",
+    ),
+    Mutant(
         "threads that share experts have one panel for all of them",
         EXPERTS,
         "whole ? own : shared + all * p",
@@ -95,30 +117,30 @@ MUTANTS = [
     ),
     Mutant(
         "strips swap the columns of a pair",
-        FORMATS,
-        "        in_rows = matrix_OI.contiguous().view(torch.int32)\n",
-        "        in_rows = matrix_OI.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous().view(torch.int32)\n",
+        "src/pdinfer/kernels/strips.py",
+        "_pairs(matrix_OI.contiguous())",
+        "_pairs(matrix_OI.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous())",
         f"{LOADED}::test_they_hold_the_same_values_in_another_order",
     ),
     Mutant(
         "the second of two matrices is written over the first",
         FORMATS,
-        "weight.numbers.narrow(-4, index, 1)",
-        "weight.numbers.narrow(-4, 0, 1)",
+        "Strips(weight.numbers.chunk(parts, -4)[index])",
+        "Strips(weight.numbers.chunk(parts, -4)[0])",
         f"{LOADED}::test_they_hold_the_same_values_in_another_order",
     ),
     Mutant(
         "a model whose products torch was to compute lies in strips",
         "src/pdinfer/model/destinations.py",
-        'ops = ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")',
-        'ops = ("linear_strips", "grouped_mlp_strips")',
+        'Tensor: ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")',
+        'Tensor: ("linear_strips", "grouped_mlp_strips")',
         f"{LOADED}::test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_them",
     ),
     Mutant(
         "a rank holds experts in strips that another reads as plain",
         "src/pdinfer/model/load.py",
-        "bool(theirs[:, -1].all())",
-        "strips",
+        "reduce(and_, theirs[:, -1].tolist())",
+        "bits",
         "tests/e2e/test_ranks.py::test_ranks_hold_experts_alike",
     ),
 ]

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Weight
+from pdinfer.kernels.weight_formats import BLOCK, FP8, Weight
 from pdinfer.values import brief
 
 ScaleLayout = Literal["row", "mn-major-tma"]
@@ -97,4 +97,4 @@ class Rounded:
 
     def read_by(self, weight: Weight) -> Tensor | FP8Rows:
         """Return the form that a product with `weight` reads."""
-        return self.rows if isinstance(weight, FP8Blocks) else self.floats_TI
+        return self.rows if isinstance(weight, FP8) else self.floats_TI

@@ -10,7 +10,7 @@ from torch import Tensor
 from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import Strips
+from pdinfer.kernels.weight_formats import FP8Strips, Strips
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -24,6 +24,16 @@ def linear_strips(ops: Ops, x_TI: Tensor, weight: Strips) -> Tensor:
 
 def grouped_mlp_strips(ops: Ops, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
     return ops.grouped_mlp(x, counts_E, gate_up.matrix(), down.matrix())
+
+
+def linear_fp8_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
+    return ops.linear_fp8(x_TI, weight.blocks())
+
+
+def grouped_mlp_fp8_strips(
+    ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips
+) -> Tensor:
+    return ops.grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
 
 
 def add_rms_norm(

@@ -30,11 +30,13 @@ from pdinfer.kernels.fused import (
     AddRMSNormFP8,
     CombineExperts,
     GatedSiluFP8,
+    GroupedMLPFP8Strips,
     GroupedMLPStrips,
+    LinearFP8Strips,
     LinearStrips,
     NormRotateStore,
 )
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Strips, Weight
+from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Int8Static, Strips, Weight
 from pdinfer.values import brief
 
 
@@ -406,6 +408,8 @@ class Ops:
     scatter_pages: ScatterPages
     linear_strips: LinearStrips
     grouped_mlp_strips: GroupedMLPStrips
+    linear_fp8_strips: LinearFP8Strips
+    grouped_mlp_fp8_strips: GroupedMLPFP8Strips
     add_rms_norm: AddRMSNorm
     add_rms_norm_fp8: AddRMSNormFP8
     gated_silu_fp8: GatedSiluFP8
@@ -431,6 +435,8 @@ class Ops:
             return self.linear_int8
         if isinstance(weight, Strips):
             return self.linear_strips
+        if isinstance(weight, FP8Strips):
+            return self.linear_fp8_strips
         return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
 
     def grouped_mlp_by(self, weight: Weight) -> Callable[[Any, Tensor, Any, Any], Tensor]:
@@ -439,6 +445,8 @@ class Ops:
             return self.grouped_mlp_fp8
         if isinstance(weight, Strips):
             return self.grouped_mlp_strips
+        if isinstance(weight, FP8Strips):
+            return self.grouped_mlp_fp8_strips
         return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp
 
 

@@ -3,7 +3,7 @@ values.
 
 A `Weight` is a float tensor [..., O, I] or one of the values below. These are frozen, and their tensors may change in
 place but never move. Leading axes are experts. A weight of `parts` matrices, one below the other, is quantized part by
-part. All tensors of a format but `Strips` are cut alike along their second axis from the end, so that `part` need not
+part. All tensors of a format but strips are cut alike along their second axis from the end, so that `part` need not
 know them.
 
 Sources: FP8 blocks, DeepSeek-V3 report (arXiv 2412.19437) section 3.3; INT8, the W8A8 and W8A8_DYNAMIC schemes of
@@ -12,18 +12,18 @@ modelslim (https://gitee.com/ascend/msit).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.strips import STRIP, from_strips, into_strips, new_strips, shape_of
 from pdinfer.values import brief
 
 BLOCK = 128
 """The rows and columns of weights that share an FP8 scale, and the channels of an activation that share one."""
-STRIP = 32
-"""The rows of a strip of weights, and the columns of one of its steps."""
 FP8_MAX = 448.0
 MIN_AMAX = 1e-12
 """The amax assumed for a block or a row of zeros, so that its scale is not zero."""
@@ -101,12 +101,8 @@ class FloatWithBias:
 
 @attrs.frozen(eq=False)
 class Strips:
-    """Matrices of bfloat16 in the order in which CPU kernels multiply them: a permutation, in as many bytes.
-
-    `numbers` is [..., strips, I / 32, parts, 2 / parts, 16, 32]. A strip is 32 rows, 16 of each part where there are
-    two. For every 32 columns it holds, of each 16 of its rows, 16 pairs of neighbouring columns; a pair is 16 rows of
-    2.
-    """
+    """Matrices of bfloat16 in the order in which CPU kernels multiply them (`strips.py`): a permutation, in as many
+    bytes."""
 
     __repr__ = brief
 
@@ -119,36 +115,58 @@ class Strips:
     @property
     def shape(self) -> tuple[int, int]:
         """The rows of all parts, and the columns."""
-        strips, steps, parts, halves = self.numbers.shape[-6:-2]
-        return 16 * strips * parts * halves, STRIP * steps
+        return shape_of(self.numbers)
 
     @staticmethod
     def fit(parts: int, rows: int, columns: int) -> bool:
         """Return whether `parts` matrices [rows, columns] are whole strips."""
         return parts in (1, 2) and rows % STRIP == columns % STRIP == 0
 
-    @property
-    def _pairs(self) -> Tensor:
-        """A view of each pair of columns as one number: [..., strips, steps, parts, halves, pair, row]."""
-        return self.numbers.view(torch.int32)
-
     def matrix(self) -> Tensor:
         """Return the bfloat16 values in their order, [..., O, I], as a new tensor."""
-        in_rows = torch.einsum("...snphwo->...pshonw", self._pairs).contiguous()
-        return in_rows.view(torch.bfloat16).reshape(*self.numbers.shape[:-6], *self.shape)
+        return from_strips(self.numbers)
 
     def fill(self, matrix_OI: Tensor) -> None:
         """Write bfloat16 values [..., O, I] to their places."""
-        pairs = self._pairs
-        strips, steps, parts, halves = pairs.shape[-6:-2]
-        in_rows = matrix_OI.contiguous().view(torch.int32)
-        in_rows = in_rows.view(*pairs.shape[:-6], parts, strips, halves, 16, steps, 16)
-        pairs.copy_(torch.einsum("...pshonw->...snphwo", in_rows))
+        into_strips(self.numbers, matrix_OI)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class FP8Strips:
+    """The numbers of `FP8Blocks` in the order of `Strips`, with the same scales: a permutation, in as many bytes."""
+
+    __repr__ = brief
+
+    numbers: Tensor
+    scale: Tensor
+    ue8m0: bool = False
+
+    @property
+    def parts(self) -> int:
+        return self.numbers.shape[-4]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows of all parts, and the columns."""
+        return shape_of(self.numbers)
+
+    def blocks(self) -> FP8Blocks:
+        """Return the numbers in their order, as a new tensor, with these scales."""
+        return FP8Blocks(numbers=from_strips(self.numbers), scale=self.scale, ue8m0=self.ue8m0, parts=self.parts)
+
+    def fill(self, blocks: FP8Blocks) -> None:
+        """Write numbers to their places, and scales."""
+        into_strips(self.numbers, blocks.numbers)
+        self.scale.copy_(blocks.scale)
 
 
 Quantized = FP8Blocks | Int8Dynamic | Int8Static
 Stored = Tensor | Quantized
-Weight = Stored | FloatWithBias | Strips
+Weight = Stored | FloatWithBias | Strips | FP8Strips
+FP8 = (FP8Blocks, FP8Strips)
+"""The formats whose products round activations to FP8."""
+IN_STRIPS: Mapping[type, type] = MappingProxyType({Tensor: Strips, FP8Blocks: FP8Strips})
+"""The formats that can lie in strips, and what they are called then."""
 
 
 @attrs.frozen
@@ -183,6 +201,11 @@ def empty(
     def new(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(experts, parts * rows, columns, dtype=dtype, device=device)
 
+    if kind in (Strips, FP8Strips):
+        numbers = new_strips(*shape, dtype=torch.float8_e4m3fn if kind is FP8Strips else dtype, device=device)
+        if kind is Strips:
+            return Strips(numbers)
+        return FP8Strips(numbers=numbers, scale=new(-(-rows // BLOCK), -(-columns // BLOCK)), ue8m0=ue8m0)
     if kind is FP8Blocks:
         scale = new(-(-rows // BLOCK), -(-columns // BLOCK))
         return FP8Blocks(numbers=new(rows, columns, torch.float8_e4m3fn), scale=scale, ue8m0=ue8m0, parts=parts)
@@ -197,9 +220,6 @@ def empty(
             output_scale=new(rows, 1),
             output_offset=new(rows, 1, torch.int32),
         )
-    if kind is Strips:
-        shape_of_all = (experts, parts * rows // STRIP, columns // STRIP, parts, 2 // parts, 16, STRIP)
-        return Strips(torch.empty(shape_of_all, dtype=dtype, device=device))
     numbers = new(rows, columns, dtype)
     return FloatWithBias(numbers=numbers, bias=new(rows, 1, dtype)) if kind is FloatWithBias else numbers
 
@@ -207,7 +227,10 @@ def empty(
 def part(weight: Weight, index: int, parts: int) -> Weight:
     """Return a view of one of the `parts` matrices that lie one below the other in `weight`."""
     if isinstance(weight, Strips):
-        return weight if parts == 1 else Strips(weight.numbers.narrow(-4, index, 1))
+        return Strips(weight.numbers.chunk(parts, -4)[index])
+    if isinstance(weight, FP8Strips):
+        scale = weight.scale.chunk(parts, -2)[index]
+        return attrs.evolve(weight, numbers=weight.numbers.chunk(parts, -4)[index], scale=scale)
     view = map_tensors(weight, lambda tensor: tensor.chunk(parts, -2)[index])
     return attrs.evolve(view, parts=1) if isinstance(view, FP8Blocks) else view
 
@@ -287,7 +310,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _named_tensors(weight: FloatWithBias | Quantized | Strips) -> list[tuple[str, Tensor]]:
+def _named_tensors(weight: FloatWithBias | Quantized | Strips | FP8Strips) -> list[tuple[str, Tensor]]:
     fields = [(field.name, getattr(weight, field.name)) for field in attrs.fields(type(weight))]
     return [(name, value) for name, value in fields if isinstance(value, Tensor)]
 
@@ -296,6 +319,8 @@ def assign(destination: Weight, value: Weight) -> None:
     """Write `value` into the tensors of `destination`, which is of the same format or of floats."""
     if isinstance(destination, Tensor):
         dequantize(value, destination)
+    elif isinstance(destination, FP8Strips) and isinstance(value, FP8Blocks):
+        destination.fill(value)
     elif isinstance(destination, Strips):
         floats = destination.numbers.new_empty(destination.shape)
         dequantize(value, floats)
@@ -314,6 +339,8 @@ def dequantize(weight: Weight, out: Tensor) -> None:
         out.copy_(weight)
     elif isinstance(weight, Strips):
         out.copy_(weight.matrix())
+    elif isinstance(weight, FP8Strips):
+        dequantize(weight.blocks(), out)
     elif isinstance(weight, FP8Blocks):
         dequantize_fp8(weight.numbers, weight.scale_of_row, out)
     elif isinstance(weight, FloatWithBias):

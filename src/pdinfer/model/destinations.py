@@ -15,6 +15,7 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.kernels.weight_formats import (
     BLOCK,
+    IN_STRIPS,
     WHOLE,
     FloatWithBias,
     FP8Blocks,
@@ -45,11 +46,20 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
     return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
 
 
-def lie_in_strips(resolved: ResolvedOps) -> bool:
-    """Return whether matrices of floats lie in strips: where one provider has been chosen for products with these and
+STRIPS_OPS: Mapping[type, tuple[str, ...]] = MappingProxyType(
+    {
+        Tensor: ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips"),
+        FP8Blocks: ("linear_fp8", "grouped_mlp_fp8", "linear_fp8_strips", "grouped_mlp_fp8_strips"),
+    }
+)
+"""The ops on matrices of a format, plain and in strips."""
+
+
+def lie_in_strips(resolved: ResolvedOps) -> frozenset[type]:
+    """Return the formats whose matrices lie in strips: where one provider has been chosen for products with these and
     with plain ones."""
-    ops = ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")
-    return {choice.provider for choice in resolved.choices if choice.op in ops} == {"native"}
+    chosen = {choice.op: choice.provider for choice in resolved.choices}
+    return frozenset(kind for kind, ops in STRIPS_OPS.items() if {chosen[op] for op in ops} == {"native"})
 
 
 class Schemes(Protocol):
@@ -79,7 +89,7 @@ class Place:
 class Destinations:
     """A WeightSource that allocates on `device`, on huge pages where it can, and remembers which name belongs where. A
     name has two places when a rank has an expert twice. Without `stored` every weight holds floats. With it, weights of
-    a scheme in `kept` are held as they are stored. With `strips`, matrices of floats that are whole strips are held so.
+    a scheme in `kept` are held as they are stored. Matrices of a format in `strips` that are whole strips are held so.
     Raises ConfigError for a tensor that cannot be divided between the
     ranks."""
 
@@ -87,7 +97,7 @@ class Destinations:
     dtype: torch.dtype
     stored: Schemes | None = None
     kept: frozenset[Scheme] = frozenset()
-    strips: bool = False
+    strips: frozenset[type] = frozenset()
     places: dict[str, list[Place]] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
@@ -123,8 +133,8 @@ class Destinations:
         kept_rows, kept_columns = shard.shape((rows, columns))
         shape = (len(names), len(names[0]), kept_rows, kept_columns)
         ue8m0 = self.stored is not None and self.stored.ue8m0
-        if kind is Tensor and self.strips and Strips.fit(len(names[0]), kept_rows, kept_columns):
-            kind = Strips
+        if kind in self.strips and Strips.fit(len(names[0]), kept_rows, kept_columns):
+            kind = IN_STRIPS[kind]
         stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
         self._remember(stack, places(stack, names), (rows, columns), shard)
         return stack

@@ -4,13 +4,14 @@ and memory never holds more than the model and one tensor."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 
 import attrs
 import torch
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checkpoint.schemes import StoredWeights
+from pdinfer.checkpoint.schemes import Scheme, StoredWeights
 from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
@@ -18,6 +19,7 @@ from pdinfer.files import AnyPath
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.weight_formats import IN_STRIPS
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes, lie_in_strips
 from pdinfer.model.load_plan import Build, LoadPlan, Target
@@ -91,11 +93,17 @@ def load_model(
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
-        kept = kept_schemes(weights, resolved)
-        met = _met(files, target, strips=lie_in_strips(resolved))
+        kept, strips = kept_schemes(weights, resolved), lie_in_strips(resolved)
+        met = _met(files, target, kept | strips)
         build = _builder(files, target, met, resolved.ops, experts, placement)
         plan = LoadPlan(
-            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=met.strips, resolved=resolved
+            target=target,
+            build=build,
+            stored=stored,
+            weights=weights,
+            kept=kept & met.held,
+            strips=strips & met.held,
+            resolved=resolved,
         )
         plan.check()
         model, destinations = plan.allocate()
@@ -105,11 +113,12 @@ def load_model(
 
 @attrs.frozen
 class _Met:
-    """What ranks agree on: their groups, the checkpoint, and whether all of them hold matrices in strips."""
+    """What ranks agree on: their groups, the checkpoint, and how all of them hold weights: the schemes that are kept,
+    and the formats that lie in strips."""
 
     groups: Groups
     weights_id: bytes
-    strips: bool
+    held: frozenset[Scheme | type]
 
 
 def _builder(
@@ -153,11 +162,13 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(files: Checkpoint, target: Target, *, strips: bool) -> _Met:
-    """Return what ranks agree on, once all have opened the same checkpoint; `strips` says what this one would do. Ranks
+def _met(files: Checkpoint, target: Target, held: frozenset[Scheme | type]) -> _Met:
+    """Return what ranks agree on, once all have opened the same checkpoint; `held` says what this one would do. Ranks
     give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened others."""
+    choices: tuple[Scheme | type, ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
+    bits = sum(1 << at for at, choice in enumerate(choices) if choice in held)
     groups, weights_id = target.topology.connect(target.device), files.sample_digest()
-    ours = torch.frombuffer(bytearray(weights_id) + bytes([strips]), dtype=torch.uint8).to(target.device)[None]
+    ours = torch.frombuffer(bytearray(weights_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
     theirs = groups.world.all_gather(ours)
     others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
     if others:
@@ -165,7 +176,8 @@ def _met(files: Checkpoint, target: Target, *, strips: bool) -> _Met:
             f"rank {target.topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks "
             "copies of one checkpoint"
         )
-    return _Met(groups, weights_id, bool(theirs[:, -1].all()))
+    of_all = reduce(and_, theirs[:, -1].tolist())
+    return _Met(groups, weights_id, frozenset(choice for at, choice in enumerate(choices) if of_all >> at & 1))
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

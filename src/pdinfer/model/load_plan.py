@@ -19,6 +19,7 @@ from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FloatWithBias,
+    FP8Strips,
     Int8Static,
     Stored,
     Strips,
@@ -62,8 +63,8 @@ class Target:
 class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
-    Schemes in `kept` are held as they are stored, and matrices of floats with `strips` in strips. `weights` is what the
-    caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
+    Schemes in `kept` are held as they are stored, and matrices of the formats in `strips` in strips. `weights` is what
+    the caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
     """
 
     target: Target
@@ -71,7 +72,7 @@ class LoadPlan:
     stored: StoredWeights
     weights: str
     kept: frozenset[Scheme]
-    strips: bool
+    strips: frozenset[type]
     resolved: ResolvedOps
     listed: Destinations = attrs.field(init=False)
 
@@ -138,7 +139,7 @@ class LoadPlan:
             (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias | Strips))
             for name, held in self.listed.places.items()
         )
-        if in_strips := sum(isinstance(held[0].weight, Strips) for held in self.listed.places.values()):
+        if in_strips := sum(isinstance(held[0].weight, Strips | FP8Strips) for held in self.listed.places.values()):
             yield f"{in_strips} matrices lie in the order in which the kernels of this CPU multiply them"
         for scheme, name in FORMAT_OF_SCHEME.items():
             if counts[scheme, False]:

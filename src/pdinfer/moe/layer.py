@@ -14,7 +14,7 @@ from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8Blocks, Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
+from pdinfer.kernels.weight_formats import FP8, Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import GatedMLP, WeightSource
 from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
@@ -214,7 +214,7 @@ class MoE:
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         mark(trace, "experts")
-        reads_fp8 = isinstance(self.experts.gate_up, FP8Blocks)
+        reads_fp8 = isinstance(self.experts.gate_up, FP8)
         return self.dispatcher.dispatch_begin(x_TD if reads_fp8 else floats_TD, ids_TK, weights_TK)
 
     def _run(self, x_TD: Tensor | Rounded, pending: Any) -> tuple[Any, Tensor | None]:

@@ -145,10 +145,15 @@ def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: 
     assert list(choices["mla_decode"].refusals[1:]) == refused
 
 
+FP8_STRIPS = ("linear_fp8_strips", "grouped_mlp_fp8_strips")
+
+
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) -> None:
     """Have the native provider see a CPU with these flags, whose kernels read weights in strips or do not."""
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(native.build, "library", lambda: SimpleNamespace(strips_are_served=lambda: strips))
+    of_fp8 = strips and flags == ("avx2",)
+    served = SimpleNamespace(strips_are_served=lambda: strips, fp8_strips_are_served=lambda: of_fp8)
+    monkeypatch.setattr(native.build, "library", lambda: served)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +188,25 @@ def test_native_kernels_refuse_shapes(
 def test_prefill_is_torchs_where_it_multiplies_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_cpu(monkeypatch, "avx512_bf16", "amx_bf16")
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
-    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"mla_prefill"}
+    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"mla_prefill", *FP8_STRIPS}
 
 
 def test_weights_stay_plain_where_torch_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_cpu(monkeypatch, "avx512_bf16", strips=False)
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
-    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"linear_strips", "grouped_mlp_strips"}
+    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"linear_strips", "grouped_mlp_strips", *FP8_STRIPS}
+
+
+@pytest.mark.parametrize(("flags", "kept"), [(("avx2",), True), (("avx512_bf16", "amx_bf16"), False)], ids=str)
+def test_fp8_weights_stay_so_where_strips_of_them_are_served(
+    flags: tuple[str, ...], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_cpu(monkeypatch, *flags)
+    spec = OpSpec(device="cpu", dtype=torch.bfloat16, weight_formats={"fp8"})
+    told = (
+        "are held as they are stored" if kept else 'become bfloat16 (weights="auto"): linear_fp8 of native takes longer'
+    )
+    assert f"fp8 weights {told}" in explain_backends(spec)
 
 
 @pytest.mark.usefixtures("newcomers")
@@ -292,7 +309,7 @@ def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
     by_op = dict(line.split(None, 1) for line in lines if line.split()[0] in OP_NAMES)
     assert by_op.keys() == {*OP_NAMES}
     others = dict.fromkeys(("linear", "heads_in", "heads_out"), "torch")
-    others |= dict.fromkeys(("linear_strips", "grouped_mlp_strips"), "composition")
+    others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips")), "composition")
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)
     told = [line.strip() for line in lines]

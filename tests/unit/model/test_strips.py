@@ -8,16 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.kernels import OpSpec, explain_backends, resolve_ops
 from pdinfer.kernels.native import build
-from pdinfer.kernels.weight_formats import Strips, assign, empty, expert, from_bytes, part, to_bytes
+from pdinfer.kernels.weight_formats import (
+    FP8Blocks,
+    FP8Strips,
+    Strips,
+    assign,
+    dequantize,
+    empty,
+    expert,
+    from_bytes,
+    num_bytes,
+    part,
+    to_bytes,
+)
 from pdinfer.model.destinations import Destinations, lie_in_strips
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 CPU = torch.device("cpu")
+BF16 = frozenset([Tensor])
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -67,7 +81,7 @@ def test_an_expert_can_be_read_and_written_as_it_lies() -> None:
 
 @pytest.mark.parametrize(("parts", "rows", "columns"), [(1, 48, 64), (1, 64, 48), (2, 16, 64), (3, 64, 64)])
 def test_what_is_no_whole_strips_stays_as_it_is(parts: int, rows: int, columns: int) -> None:
-    into = Destinations(CPU, torch.bfloat16, strips=True)
+    into = Destinations(CPU, torch.bfloat16, strips=BF16)
     assert not Strips.fit(parts, rows, columns)
     assert isinstance(into.weight([str(at) for at in range(parts)], rows, columns), Tensor)
     assert isinstance(into.weight(["whole"], 64, 64), Strips)
@@ -88,7 +102,7 @@ def test_a_model_is_loaded_into_them(folder: Path) -> None:
         line.endswith("matrices lie in the order in which the kernels of this CPU multiply them") for line in told
     )
     with Checkpoint.open(folder) as files:
-        into = Destinations(CPU, torch.bfloat16, StoredWeights.survey(files), strips=True)
+        into = Destinations(CPU, torch.bfloat16, StoredWeights.survey(files), strips=BF16)
         stack = into.stack([(UP.replace("up_", "gate_"), UP)], 32, 64)
         for name in (WIDE, UP, NARROW):
             shape = files.tensors[name].shape
@@ -114,9 +128,61 @@ def test_the_model_computes_what_it_computes_without_them(folder: Path) -> None:
 def test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_them() -> None:
     needs_strips()
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
-    assert lie_in_strips(resolve_ops(spec))
+    assert Tensor in lie_in_strips(resolve_ops(spec))
     for op in ("linear", "grouped_mlp", "linear_strips"):
         other = "composition" if op == "linear_strips" else "torch"
-        assert not lie_in_strips(resolve_ops(spec, forced={op: other}))
+        assert Tensor not in lie_in_strips(resolve_ops(spec, forced={op: other}))
     assert not lie_in_strips(resolve_ops(OpSpec(device="cpu", dtype=torch.float32)))
     assert not lie_in_strips(resolve_ops(spec, forced="reference"))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_fp8_numbers_lie_in_the_same_order(parts: int) -> None:
+    stack = empty(FP8Strips, (3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
+    assert isinstance(stack, FP8Strips)
+    assert (stack.shape, stack.parts) == ((parts * 160, 288), parts)
+    codes = torch.randint(0, 256, (3, parts * 160, 288), dtype=torch.uint8)
+    scale = torch.rand(3, parts * 2, 3)
+    for index in range(3):
+        for at in range(parts):
+            numbers = codes[index, at * 160 : (at + 1) * 160].view(torch.float8_e4m3fn)
+            one = FP8Blocks(numbers=numbers, scale=scale[index, at * 2 : at * 2 + 2])
+            assign(part(expert(stack, index), at, parts), one)
+    assert torch.equal(stack.blocks().numbers.view(torch.uint8), codes)
+    assert torch.equal(stack.blocks().scale, scale)
+    assert stack.blocks().parts == parts
+    assert num_bytes(stack) == codes.nbytes + scale.nbytes
+    as_bf16 = empty(Strips, (3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
+    assert isinstance(as_bf16, Strips)
+    as_bf16.fill(codes.bfloat16())
+    assert torch.equal(as_bf16.numbers.to(torch.uint8), stack.numbers.view(torch.uint8))
+
+
+def test_an_fp8_expert_can_be_read_and_written_as_it_lies() -> None:
+    here, there = (empty(FP8Strips, (2, 2, 160, 64), dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    assert isinstance(here, FP8Strips)
+    assert isinstance(there, FP8Strips)
+    codes = torch.randint(0, 127, (2, 320, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    here.fill(FP8Blocks(numbers=codes, scale=torch.rand(2, 4, 1), parts=2))
+    from_bytes(expert(there, 0), to_bytes(expert(here, 1)))
+    assert torch.equal(there.blocks().numbers[0].float(), here.blocks().numbers[1].float())
+    assert torch.equal(there.scale[0], here.scale[1])
+    values = torch.empty(2, 320, 64)
+    dequantize(here, values)
+    assert torch.equal(values[1, 200:], here.blocks().numbers[1, 200:].float() * here.blocks().scale_of_row[1, 200:])
+
+
+def test_an_fp8_model_is_kept_in_them(folder: Path, tmp_path: Path) -> None:
+    needs_strips()
+    if not build.library().fp8_strips_are_served():
+        pytest.skip("this CPU multiplies bfloat16 faster")
+    quantize_checkpoint(folder, tmp_path / "fp8")
+    prompt = list(range(3, 40))
+    model = load_model(tmp_path / "fp8", dtype="bfloat16")
+    told = explain_backends(model)
+    assert "FP8 weights are held as they are stored" in told
+    assert "matrices lie in the order" in told
+    expected = load_model(tmp_path / "fp8", dtype="float32", weights="stored").logits(prompt)
+    plain = load_model(tmp_path / "fp8", dtype="bfloat16", weights="stored", providers={"linear_fp8": "torch"})
+    off = float((plain.logits(prompt).float() - expected).norm() / expected.norm())
+    assert float((model.logits(prompt).float() - expected).norm() / expected.norm()) < 1.3 * off < 0.4

@@ -45,6 +45,9 @@ SIGNATURES = {
     "linear_int8": (_P, _N, _N, _P, _P, _N, _N, _P, _I),
     "experts_int8": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _P, _P, _I),
     "linear_fp8": (_P, _P, _N, _N, _N, _P, _P, _N, _N, _N, _P, _I),
+    "fp8_strips_are_served": (),
+    "linear_fp8_strips": (_P, _P, _N, _N, _N, _P, _P, _N, _N, _N, _P, _I),
+    "experts_fp8_strips": (_P, _P, _N, _N, _P, _N, _P, _P, _P, _P, _N, _N, _I, _P, _I),
     "dequantize_fp8": (_P, _P, _N, _N, _N, _N, _N, _P, _I),
     "quantize_fp8": (_P, _N, _N, _N, _I, _P, _P, _I),
     "prefill_scratch": (_N, _N, _N, _N),
@@ -54,10 +57,21 @@ SIGNATURES = {
 NEED_MEMORY = (
     *("linear", "linear_strips", "heads_in", "heads_out", "experts", "experts_strips"),
     *("linear_int8", "experts_int8", "linear_fp8", "mla_decode"),
+    *("linear_fp8_strips", "experts_fp8_strips"),
 )
 """The kernels that return how many bytes of memory they could not have."""
 RESULTS = (
-    dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served", "strips_are_served"), _I)
+    dict.fromkeys(
+        (
+            "find_tiles",
+            "is_served",
+            "is_served_int8",
+            "experts_are_served",
+            "strips_are_served",
+            "fp8_strips_are_served",
+        ),
+        _I,
+    )
     | dict.fromkeys(NEED_MEMORY, _N)
     | {"prefill_scratch": _N, "norm_rotate_store": _N}
 )

@@ -1,63 +1,18 @@
 /* Products of few rows with FP8: e4m3 weights as they are stored, with a scale per block of 128 x 128, and activations with
  * a scale per row and 128 channels. Called through `ops.py`. */
 
-#include "products.h"
+#include "fp8.h"
 
-#define BLOCK 128
+typedef uint8_t some_codes __attribute__((vector_size(LANES)));
+
 #define OUTS 4 /* weight rows read side by side, so that what is read of x serves all of them */
 #define MOST 3 /* rows of x that pass over a block of weights at once */
-#define TWO (2 * LANES)
-
-typedef uint8_t codes __attribute__((vector_size(32)));
-
-/* The value of an e4m3 number over 256: in the place of float16's exponent and mantissa it is so much too small. NaN
- * becomes a number. */
-INLINE float small(uint8_t code) {
-    union { uint32_t u; float f; } v = {(uint32_t)(code & 0x7f) << 20};
-    float size = v.f * 0x1p112f;
-    return code & 0x80 ? -size : size;
-}
-
-/* The values of TWO numbers over 256. */
-INLINE void load_small(const uint8_t *p, floats *low, floats *high) {
-#if defined(__AVX512BW__)
-    __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p)), 7);
-    bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xBFFF));
-    *low = (floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits));
-    *high = (floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
-#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
-    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
-    bits = _mm256_and_si256(bits, _mm256_set1_epi16((short)0xBFFF));
-    *low = (floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
-    *high = (floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
-#else
-    for (int i = 0; i < LANES; i++) (*low)[i] = small(p[i]), (*high)[i] = small(p[LANES + i]);
-#endif
-}
-
-/* Whether one of `n` numbers is NaN. */
-INLINE int holds_nan(const uint8_t *p, i64 n) {
-    codes found = {0};
-    i64 i = 0;
-    for (; i + 32 <= n; i += 32) {
-        codes x;
-        memcpy(&x, p + i, sizeof x);
-        found |= (codes)((x & 0x7f) == 0x7f);
-    }
-    int any = 0;
-    for (; i < n; i++) any |= (p[i] & 0x7f) == 0x7f;
-    uint64_t words_of[4];
-    memcpy(words_of, &found, sizeof found);
-    return any || (words_of[0] | words_of[1] | words_of[2] | words_of[3]);
-}
 
 typedef struct {
     const uint8_t *numbers; /* [outs, n] */
     const float *scales;    /* [parts * ceil(outs / parts / BLOCK), ceil(n / BLOCK)] */
     i64 outs, parts, n;
 } Weight;
-
-INLINE i64 blocks_of(i64 n) { return (n + BLOCK - 1) / BLOCK; }
 
 /* The scales of row o. */
 INLINE const float *scales_of(const Weight *w, i64 o) {
@@ -114,8 +69,6 @@ DOT(3, 1)
 typedef void (*Dot)(const float *, i64, const Weight *, i64, i64, bf16 *, i64);
 static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_2_4, dot_3_4}};
 
-INLINE float from_e4m3(uint8_t code) { return (code & 0x7f) == 0x7f ? NAN : 256 * small(code); }
-
 /* y[rows, outs] = x . w^T for x = numbers[rows, n] * scales[rows, ceil(n / BLOCK)], whose rows are `lds` apart and columns
  * `ldb`. The bytes of memory that it could not have, or 0. */
 EXPORT i64 linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
@@ -163,35 +116,61 @@ EXPORT void dequantize_fp8(const uint8_t *weights, const float *weight_scales, i
     }
 }
 
-/* To the nearest e4m3 number, ties to even; at most 448. */
-INLINE uint8_t to_e4m3(float x) {
-    union { float f; uint32_t u; } v = {fabsf(x) > 448 ? 448 : fabsf(x)};
-    uint8_t sign = signbit(x) ? 0x80 : 0;
-    if (x != x) return 0x7f;
-    if (v.f < 0x1p-6f) return sign | (uint8_t)((v.f * 512 + 12582912.0f) - 12582912.0f);
-    return sign | (uint8_t)(((v.u + 0x7FFFF + (v.u >> 20 & 1)) >> 20) - (120 << 3));
+/* To the nearest e4m3 numbers, ties to even; at most 448. */
+INLINE words to_e4m3(floats x) {
+    words sign = ((words)x >> 24) & 0x80, nan = (words)(x != x);
+    floats size = (floats)((words)x & 0x7fffffff);
+    size = choose(size > 448.0f, all_of(448.0f), size);
+    words bits = (words)size, tiny = (words)(size * 512 + 12582912.0f) & 0xff; /* below 2^-6 a step is 2^-9 */
+    words code = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    words below = (words)(size < 0x1p-6f);
+    code = (tiny & below) | (code & ~below) | sign;
+    return (code & ~nan) | (nan & 0x7f);
+}
+
+/* x[i..end) -> their largest absolute value, and NaN where one is NaN, else 0. */
+INLINE float amax_of(const bf16 *x, i64 n, float *lost) {
+    floats most = {0}, nans = {0};
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        floats v = load_bf16(x + i), size = (floats)((words)v & 0x7fffffff);
+        most = choose(size > most, size, most);
+        nans = choose(v != v, v, nans);
+    }
+    float amax = largest_of(most);
+    *lost = sum_of(nans);
+    for (; i < n; i++) {
+        float v = from_bf16(x[i]);
+        amax = fmaxf(amax, fabsf(v));
+        if (v != v) *lost = NAN;
+    }
+    return amax;
+}
+
+void quantize_row(const bf16 *x, i64 n, int ue8m0, uint8_t *numbers, float *scales) {
+    for (i64 b = 0; b * BLOCK < n; b++) {
+        i64 count = MIN(BLOCK, n - b * BLOCK), i = 0;
+        const bf16 *from = x + b * BLOCK;
+        uint8_t *to = numbers + b * BLOCK;
+        float lost, scale = fmaxf(1e-4f, amax_of(from, count, &lost)) / 448 + lost;
+        if (ue8m0 && scale < INFINITY) {
+            int exponent;
+            float fraction = frexpf(scale, &exponent);
+            scale = ldexpf(1, exponent - (fraction == 0.5f));
+        }
+        scales[b] = scale;
+        for (; i + LANES <= count; i += LANES) {
+            words code = to_e4m3(load_bf16(from + i) / scale);
+            some_codes narrow = __builtin_convertvector(code, some_codes);
+            memcpy(to + i, &narrow, sizeof narrow);
+        }
+        for (; i < count; i++) to[i] = (uint8_t)to_e4m3(all_of(from_bf16(from[i]) / scale))[0];
+    }
 }
 
 /* x[rows, n] -> numbers [rows, n] and scales [rows, ceil(n / BLOCK)]: max(amax, 1e-4) / 448 of each block, or the next
  * power of two. */
 EXPORT void quantize_fp8(const bf16 *x, i64 ldx, i64 rows, i64 n, int ue8m0, uint8_t *numbers, float *scales, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 16)
-    for (i64 m = 0; m < rows; m++)
-        for (i64 b = 0; b * BLOCK < n; b++) {
-            float amax = 1e-4f, lost = 0;
-            for (i64 i = b * BLOCK; i < MIN(n, b * BLOCK + BLOCK); i++) {
-                float v = from_bf16(x[m * ldx + i]);
-                amax = fmaxf(amax, fabsf(v));
-                if (v != v) lost = NAN;
-            }
-            float scale = amax / 448 + lost;
-            if (ue8m0 && scale < INFINITY) {
-                int exponent;
-                float fraction = frexpf(scale, &exponent);
-                scale = ldexpf(1, exponent - (fraction == 0.5f));
-            }
-            scales[m * blocks_of(n) + b] = scale;
-            for (i64 i = b * BLOCK; i < MIN(n, b * BLOCK + BLOCK); i++)
-                numbers[m * n + i] = to_e4m3(from_bf16(x[m * ldx + i]) / scale);
-        }
+    for (i64 m = 0; m < rows; m++) quantize_row(x + m * ldx, n, ue8m0, numbers + m * n, scales + m * blocks_of(n));
 }

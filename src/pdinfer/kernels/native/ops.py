@@ -23,11 +23,13 @@ linear = products.linear
 linear_strips = products.linear_strips
 linear_int8 = products.linear_int8
 linear_fp8 = products.linear_fp8
+linear_fp8_strips = products.linear_fp8_strips
 quantize_fp8 = products.quantize_fp8
 grouped_mlp = products.grouped_mlp
 grouped_mlp_strips = products.grouped_mlp_strips
 grouped_mlp_int8 = products.grouped_mlp_int8
 grouped_mlp_fp8 = products.grouped_mlp_fp8
+grouped_mlp_fp8_strips = products.grouped_mlp_fp8_strips
 heads_in = products.heads_in
 heads_out = products.heads_out
 rms_norm = rows.rms_norm
@@ -64,6 +66,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     if op in ("linear_strips", "grouped_mlp_strips") and not build.library().strips_are_served():
         return "leaves many rows to torch on this CPU (AVX-512 BF16 and no AMX), which reads plain matrices"
+    if op in ("linear_fp8_strips", "grouped_mlp_fp8_strips") and not build.library().fp8_strips_are_served():
+        return "is for CPUs whose products of bfloat16 are made of floats: with AVX2, and without AVX-512 BF16 and AMX"
     if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
         return "reads pages of bfloat16, these are packed FP8"
     if op == "mla_prefill" and "amx_bf16" in cpu_flags():
@@ -75,7 +79,7 @@ def refuses(op: str, spec: OpSpec) -> str | None:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if op in ("linear_fp8", "grouped_mlp_fp8"):
+    if op in ("linear_fp8", "grouped_mlp_fp8") and not build.library().fp8_strips_are_served():
         return "takes longer to read FP8 weights than bfloat16 takes"
     return None
 

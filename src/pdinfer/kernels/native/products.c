@@ -17,7 +17,7 @@ EXPORT int is_served(i64 rows, i64 outs) {
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, of what `is_served`. */
 EXPORT i64 linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
     Matrix matrix = {w, outs, n, 1, 0};
-    if (rows > FEW_ROWS || outs % 8) return by_strips(&by_floats, x, ldx, rows, &matrix, y, outs, threads);
+    if (rows > FEW_ROWS || outs % 8) return by_strips(&by_floats, (Input){x, ldx}, rows, &matrix, y, outs, threads);
     i64 step = threads > 1 ? SHARE(outs, threads) : outs, lacking = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
     for (i64 o = 0; o < outs; o += step) {
@@ -31,7 +31,7 @@ EXPORT i64 linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64
 EXPORT i64 linear_strips(const bf16 *x, i64 ldx, i64 rows, const bf16 *strips, i64 outs, i64 n, int parts, bf16 *y,
                          int threads) {
     Matrix matrix = {strips, outs, n, parts, 1};
-    return by_strips(best_way(), x, ldx, rows, &matrix, y, outs, threads);
+    return by_strips(best_way(), (Input){x, ldx}, rows, &matrix, y, outs, threads);
 }
 
 /* The same in float32, for any number of outs: what routers are made of. */
@@ -75,7 +75,7 @@ EXPORT i64 heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n
     for (i64 h = 0; h < heads; h++) {
         const bf16 *in = x + h * ldh;
         Matrix of_head = {w + h * ldw, outs, n, 1, 0};
-        i64 lacks = rows > FEW_ROWS ? by_strips(&by_floats, in, ldx, rows, &of_head, y + h * outs, heads * outs, 1)
+        i64 lacks = rows > FEW_ROWS ? by_strips(&by_floats, (Input){in, ldx}, rows, &of_head, y + h * outs, heads * outs, 1)
                                     : few_rows(in, ldx, rows, of_head.weights, n, 0, outs, y + h * outs, heads * outs);
         lacking = MAX(lacking, lacks);
     }

@@ -40,12 +40,36 @@ INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
 /* A matrix [outs, n], or two of half as many outs, one below the other. A strip of it is 32 outs: of two matrices 16 of
  * each. What is multiplied side by side lies so: [n / 32][2][16 pairs][16 outs][2]. With `in_strips` the weights lie in
  * such strips, and outs and n are multiples of 32; else they are packed as they are needed, and outs and inputs that are
- * not there are 0. */
+ * not there are 0. With `scales` the weights are FP8 numbers in strips. */
 typedef struct {
     const bf16 *weights;
     i64 outs, n;
     int parts, in_strips;
+    const float *scales; /* [parts * ceil(outs / parts / 128), ceil(n / 128)], or NULL */
 } Matrix;
+
+/* Where the two halves of a strip lie in their matrix: the first of up to 16 outs, and how many are there. */
+typedef struct {
+    i64 first[2], there[2];
+} Halves;
+
+Halves halves_of(const Matrix *w, i64 s);
+
+/* Rows of bf16 values, `ld` apart, or with `scales` of FP8 numbers, whose scales per row are `lds` apart and those per 128
+ * inputs `ldb`. */
+typedef struct {
+    const void *values;
+    i64 ld;
+    const float *scales;
+    i64 lds, ldb;
+} Input;
+
+/* The same from row `first` on. */
+INLINE Input from_row(Input x, i64 first) {
+    i64 size = x.scales ? 1 : sizeof(bf16);
+    return (Input){(const char *)x.values + size * x.ld * first, x.ld, x.scales ? x.scales + x.lds * first : NULL, x.lds,
+                  x.ldb};
+}
 
 INLINE i64 num_strips(const Matrix *w) {
     return w->parts == 1 ? (w->outs + STRIP - 1) / STRIP : (w->outs / 2 + 15) / 16;
@@ -64,16 +88,31 @@ void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 
 typedef struct {
     i64 rows;  /* the most at once */
     i64 bytes; /* of a value in a panel; rows take those of a multiple of 16 rows, inputs of a multiple of 32 */
-    void (*pack)(const bf16 *x, i64 ldx, i64 rows, i64 n, void *panels);
-    /* c[rows][32] = panels . strip; c has room for a multiple of 32 rows. What lies behind the strip may be asked for. */
-    void (*times)(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c);
+    void (*pack)(const Input *x, i64 rows, i64 n, void *panels);
+    /* c[rows][32] = panels . strip s of w; c has room for a multiple of 32 rows. What lies behind the strip may be asked
+     * for. */
+    void (*times)(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c);
     /* Writes inputs [first, first + 16) of the panels: values[rows][16], rows `ldv` apart, of bf16 precision. */
     void (*put)(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *panels);
+    /* What is left to do when all inputs have been put, or NULL. */
+    void (*finish)(i64 rows, i64 n, void *panels);
 } Way;
 
 #define MOST_AT_ONCE 256 /* rows, in any way */
 
 extern const Way by_floats;
+
+/* FP8 numbers; activations that are put are rounded to FP8, with scales that are powers of two in the second. */
+extern const Way by_fp8, by_fp8_ue8m0;
+
+/* The rows of the next panel of floats when `left` are left of a chunk. */
+i64 panel_of(i64 left);
+
+#define MOST_OF_PANEL (LANES == 16 ? 12 : 6) /* 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
+
+/* c[rows][0..16) (+)= a panel of floats, [inputs][rows], times half a strip of `steps` times 32 inputs, and row m times
+ * by[m]. */
+void times_panel(i64 rows, const float *panel, const bf16 *half, i64 steps, const float *by, int add, float *c);
 
 /* The way of AMX tiles, or NULL where there are none. */
 const Way *by_tiles_or_null(void);
@@ -87,4 +126,4 @@ INLINE const Way *best_way(void) {
 INLINE i64 panel_bytes(const Way *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows. */
-i64 by_strips(const Way *way, const bf16 *x, i64 ldx, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads);
+i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads);

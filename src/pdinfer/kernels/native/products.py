@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,7 @@ from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Strips
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, FP8Strips, Int8Dynamic, Strips
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
@@ -199,6 +200,59 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
         if lacking:
             raise lacks(lacking, f"a product of {rows} rows in FP8")
     return out
+
+
+def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
+    if not len(x_TI) or not _reads_fp8_strips(x_TI, weight):
+        return linear_fp8(x_TI, weight.blocks())
+    x, (outs, width) = _rounded(x_TI, weight), weight.shape
+    out = x.new_empty((len(x), outs))
+    matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
+    lacking = build.library().linear_fp8_strips(*_told(x), len(x), *matrix, out.data_ptr(), torch.get_num_threads())
+    if lacking:
+        raise lacks(lacking, f"a product of {len(x)} rows in FP8")
+    return out
+
+
+def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
+    if x.ndim != 2 or not len(x) or not _reads_fp8_strips(x, gate_up, down):
+        return grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
+    rows, counts_E, (width, inner) = _rounded(x, gate_up), counts_E.to(torch.int64), down.shape
+    out = rows.new_empty(rows.shape)
+    lacking = build.library().experts_fp8_strips(
+        *_told(rows),
+        counts_E.data_ptr(),
+        counts_E.shape[0],
+        gate_up.numbers.data_ptr(),
+        gate_up.scale.data_ptr(),
+        down.numbers.data_ptr(),
+        down.scale.data_ptr(),
+        width,
+        inner,
+        down.ue8m0,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if lacking:
+        raise lacks(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts in FP8")
+    return out
+
+
+def _reads_fp8_strips(x: Tensor | FP8Rows, *weights: FP8Strips) -> bool:
+    """Return whether the kernels take these rows and weights."""
+    dense = all(weight.numbers.is_contiguous() and weight.scale.is_contiguous() for weight in weights)
+    return dense and x.dtype == torch.bfloat16 and x.ndim == 2
+
+
+def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> FP8Rows:
+    """Return the rows as numbers that lie one after another."""
+    rows = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+    return attrs.evolve(rows, numbers_TI=rows.numbers_TI.contiguous())
+
+
+def _told(rows: FP8Rows) -> tuple[int, ...]:
+    """Return what kernels are told of rounded rows: their numbers, and their scales with both strides."""
+    return (rows.numbers_TI.data_ptr(), rows.scales_TN.data_ptr(), *rows.scales_TN.stride())
 
 
 def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:

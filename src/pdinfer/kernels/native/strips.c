@@ -5,7 +5,7 @@
 #include "products.h"
 
 #define VECTORS (16 / LANES)               /* of half a strip */
-#define PANEL (LANES == 16 ? 12 : 6)       /* rows: 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
+#define PANEL MOST_OF_PANEL
 #define FEW 3                              /* rows that pass over both halves at once: 3 x 4 sums */
 #define PANELS 512                         /* rows whose panels are there together */
 #ifndef CHUNK
@@ -14,8 +14,7 @@
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 
-/* Rows of the next panel when `left` are left of a chunk. */
-INLINE i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
+i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -57,12 +56,7 @@ INLINE void pack_tile(const bf16 *from, i64 outs, i64 inputs, i64 n, bf16 *to) {
         for (i64 i = 0; i < MIN(32, inputs); i++) to[i / 2 * 32 + 2 * o + i % 2] = from[o * n + i];
 }
 
-/* Where the two halves of a strip lie in their matrix: the first of up to 16 outs, and how many are there. */
-typedef struct {
-    i64 first[2], there[2];
-} Halves;
-
-INLINE Halves halves_of(const Matrix *w, i64 s) {
+Halves halves_of(const Matrix *w, i64 s) {
     i64 each = w->outs / w->parts, at = (w->parts == 1 ? STRIP : 16) * s, next = w->parts == 1 ? at + 16 : each + at;
     return (Halves){{at, next}, {MAX(0, MIN(16, each - at)), MAX(0, MIN(16, w->outs - next))}};
 }
@@ -75,18 +69,20 @@ static void pack_strip(const Matrix *w, i64 s, bf16 *to) {
 }
 
 const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed) {
+    if (w->scales) return (const bf16 *)((const uint8_t *)w->weights + s * STRIP * w->n);
     if (w->in_strips) return w->weights + s * STRIP * w->n;
     pack_strip(w, s, packed);
     return packed;
 }
 
 /* Panels are floats, of a few rows each: [inputs][rows]. */
-static void pack(const bf16 *x, i64 ldx, i64 rows, i64 n, void *to) {
+static void pack(const Input *x, i64 rows, i64 n, void *to) {
+    const bf16 *values = x->values;
     for (i64 first = 0, count; first < rows; first += count) {
         count = panel_of(rows - first);
         float *panel = (float *)to + first * padded(n);
         for (i64 m = 0; m < count; m++)
-            for (i64 i = 0; i < n; i++) panel[i * count + m] = from_bf16(x[(first + m) * ldx + i]);
+            for (i64 i = 0; i < n; i++) panel[i * count + m] = from_bf16(values[(first + m) * x->ld + i]);
         memset(panel + n * count, 0, sizeof(float) * (padded(n) - n) * count);
     }
 }
@@ -100,12 +96,14 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to)
     }
 }
 
-/* c[m][0..16) (+)= a panel of M rows times half a strip of `steps` times 32 inputs. What lies `ahead` is asked for. */
+/* c[m][0..16) (+)= a panel of M rows times half a strip of `steps` times 32 inputs, and times by[m] if there is `by`. What
+ * lies `ahead` is asked for. */
 #define TIMES(M)                                                                                                       \
-    static void times_##M(const float *a, const bf16 *w, i64 steps, i64 ahead, int add, float *c) {                    \
+    static void times_##M(const float *a, const bf16 *w, i64 steps, i64 ahead, int add, const float *by, float *c) {   \
         floats acc[M][VECTORS];                                                                                        \
         for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < VECTORS; v++) acc[m][v] = add ? load(c + STRIP * m + LANES * v) : (floats){0};         \
+            for (int v = 0; v < VECTORS; v++)                                                                          \
+                acc[m][v] = add && !by ? load(c + STRIP * m + LANES * v) : (floats){0};                                \
         for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * M)                                                        \
             for (i64 p = 0; p < 16; p++) {                                                                             \
                 floats b[VECTORS];                                                                                     \
@@ -118,10 +116,13 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to)
                     for (int v = 0; v < VECTORS; v++) acc[m][v] += a[(2 * p + 1) * M + m] * b[v];                      \
             }                                                                                                          \
         for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < VECTORS; v++) store(c + STRIP * m + LANES * v, acc[m][v]);                             \
+            for (int v = 0; v < VECTORS; v++) {                                                                        \
+                float *to = c + STRIP * m + LANES * v;                                                                 \
+                store(to, !by ? acc[m][v] : add ? load(to) + acc[m][v] * by[m] : acc[m][v] * by[m]);                   \
+            }                                                                                                          \
     }
 TIMES(1) TIMES(2) TIMES(3) TIMES(4) TIMES(5) TIMES(6)
-typedef void (*Times)(const float *, const bf16 *, i64, i64, int, float *);
+typedef void (*Times)(const float *, const bf16 *, i64, i64, int, const float *, float *);
 #if LANES == 16
 TIMES(7) TIMES(8) TIMES(9) TIMES(10) TIMES(11) TIMES(12)
 static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5, times_6,
@@ -153,8 +154,13 @@ static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5,
 SCAN(1) SCAN(2) SCAN(3)
 static void (*const scan_of[])(const float *, const bf16 *, i64, float *) = {0, scan_1, scan_2, scan_3};
 
-static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
-    i64 steps = padded(n) / 32;
+void times_panel(i64 rows, const float *panel, const bf16 *half, i64 steps, const float *by, int add, float *c) {
+    times_of[rows](panel, half, steps, 0, add, by, c);
+}
+
+static void times(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c) {
+    (void)s;
+    i64 n = w->n, steps = padded(n) / 32;
     if (rows <= FEW) {
         scan_of[rows](panels, strip, steps, c);
         return;
@@ -166,11 +172,11 @@ static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float 
             const float *panel = (const float *)panels + first * padded(n) + 32 * k * count;
             for (int half = 0; half < 2; half++)
                 times_of[count](panel, strip + k * STEP + half * STEP / 2, MIN(deep, steps - k),
-                                first ? 0 : deep * STEP, k > 0, c + STRIP * first + 16 * half);
+                                first ? 0 : deep * STEP, k > 0, NULL, c + STRIP * first + 16 * half);
         }
 }
 
-const Way by_floats = {CHUNK, sizeof(float), pack, times, put};
+const Way by_floats = {CHUNK, sizeof(float), pack, times, put, NULL};
 
 void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 ldy) {
     Halves half = halves_of(w, s);
@@ -185,12 +191,12 @@ void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 
         }
 }
 
-i64 by_strips(const Way *way, const bf16 *x, i64 ldx, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads) {
+i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads) {
     i64 all = panel_bytes(way, MIN(rows, PANELS), w->n), each = packed_bytes(w), strips = num_strips(w), lacking = 0;
     i64 turn_of = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
     char *panels = room(0, all);
     if (!panels) return all;
-    for (i64 r = 0; r < rows; r += PANELS, x += PANELS * ldx, y += PANELS * ldy) {
+    for (i64 r = 0; r < rows; r += PANELS, x = from_row(x, PANELS), y += PANELS * ldy) {
         i64 now = MIN(rows - r, PANELS);
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
         {
@@ -198,15 +204,17 @@ i64 by_strips(const Way *way, const bf16 *x, i64 ldx, i64 rows, const Matrix *w,
             if (each && !packed) lacking = each;
             _Alignas(64) float c[MOST_AT_ONCE * STRIP];
 #pragma omp for schedule(static)
-            for (i64 m = 0; m < now; m += way->rows)
-                way->pack(x + m * ldx, ldx, MIN(way->rows, now - m), w->n, panels + panel_bytes(way, m, w->n));
+            for (i64 m = 0; m < now; m += way->rows) {
+                Input some = from_row(x, m);
+                way->pack(&some, MIN(way->rows, now - m), w->n, panels + panel_bytes(way, m, w->n));
+            }
 #pragma omp for schedule(dynamic, turn_of)
             for (i64 s = 0; s < strips; s++) {
                 if (each && !packed) continue;
                 const bf16 *strip = strip_of(w, s, packed);
                 for (i64 m = 0; m < now; m += way->rows) {
                     i64 count = MIN(way->rows, now - m);
-                    way->times(panels + panel_bytes(way, m, w->n), count, w->n, strip, c);
+                    way->times(panels + panel_bytes(way, m, w->n), count, w, s, strip, c);
                     store_strip(w, s, c, count, y + m * ldy, ldy);
                 }
             }

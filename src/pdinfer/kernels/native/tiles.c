@@ -11,12 +11,12 @@
 /* Panels are tiles: [rows / 16][n / 32][16 rows][32]. Rows and inputs that are not there are 0. */
 INLINE bf16 *at_row(bf16 *panels, i64 m, i64 n) { return panels + m / 16 * 16 * padded(n) + m % 16 * 32; }
 
-static void pack(const bf16 *x, i64 ldx, i64 rows, i64 n, void *to) {
+static void pack(const Input *x, i64 rows, i64 n, void *to) {
     for (i64 m = 0; m < (rows + 15) / 16 * 16; m++)
         for (i64 k = 0; k < n; k += 32) {
             bf16 *row = at_row(to, m, n) + k * 16;
             i64 there = m < rows ? MIN(32, n - k) : 0;
-            if (there) memcpy(row, x + m * ldx + k, sizeof(bf16) * there);
+            if (there) memcpy(row, (const bf16 *)x->values + m * x->ld + k, sizeof(bf16) * there);
             memset(row + there, 0, sizeof(bf16) * (32 - there));
         }
 }
@@ -72,7 +72,9 @@ BLOCK(one_block, 0)
 
 #define LINES 32 /* cache lines of a step */
 
-static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
+static void times(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c) {
+    (void)s;
+    i64 n = w->n;
     Palette before;
     begin(&before);
     i64 passes = (rows + 31) / 32, ahead = passes > 1 ? DEEP * STEP : AHEAD;
@@ -87,7 +89,7 @@ static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float 
     end(&before);
 }
 
-static const Way by_tiles = {AT_ONCE, sizeof(bf16), pack, times, put};
+static const Way by_tiles = {AT_ONCE, sizeof(bf16), pack, times, put, NULL};
 
 /* Whether tiles may be used and give what floats give. */
 static int work(void) {
@@ -99,8 +101,8 @@ static int work(void) {
     _Alignas(64) bf16 panels[32 * 64], packed[STEP * 2];
     _Alignas(64) float c[32 * STRIP];
     Matrix of = {w, STRIP, INPUTS, 1, 0};
-    by_tiles.pack(x, INPUTS, ROWS, INPUTS, panels);
-    by_tiles.times(panels, ROWS, INPUTS, strip_of(&of, 0, packed), c);
+    by_tiles.pack(&(Input){x, INPUTS}, ROWS, INPUTS, panels);
+    by_tiles.times(panels, ROWS, &of, 0, strip_of(&of, 0, packed), c);
     for (int m = 0; m < ROWS; m++)
         for (int o = 0; o < STRIP; o++) {
             float sum = 0; /* exact: multiples of 1/256 below 64 */
