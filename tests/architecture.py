@@ -180,6 +180,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ops", "row_formats", "torch_draws"),
         ("fused",),
         ("activations", "draws"),
+        ("strips",),
         ("weight_formats", "spec"),
     ),
     "kernels.native": (("ops",), ("products", "fused"), ("rows",), ("build", "calls")),

@@ -96,15 +96,8 @@ def load_model(
         kept, strips = kept_schemes(weights, resolved), lie_in_strips(resolved)
         met = _met(files, target, kept | strips)
         build = _builder(files, target, met, resolved.ops, experts, placement)
-        plan = LoadPlan(
-            target=target,
-            build=build,
-            stored=stored,
-            weights=weights,
-            kept=kept & met.held,
-            strips=strips & met.held,
-            resolved=resolved,
-        )
+        how = {"weights": weights, "kept": kept & met.held, "strips": strips & met.held}
+        plan = LoadPlan(target=target, build=build, stored=stored, resolved=resolved, **how)
         plan.check()
         model, destinations = plan.allocate()
         plan.read(model, destinations, progress)
