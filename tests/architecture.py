@@ -180,8 +180,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ops", "row_formats", "torch_draws"),
         ("fused",),
         ("activations", "draws"),
-        ("strips",),
         ("weight_formats", "spec"),
+        ("strips",),
     ),
     "kernels.native": (("ops",), ("products", "fused"), ("rows",), ("build", "calls")),
     "kernels.triton": (

@@ -96,8 +96,10 @@ def load_model(
         kept, strips = kept_schemes(weights, resolved), lie_in_strips(resolved)
         met = _met(files, target, kept | strips)
         build = _builder(files, target, met, resolved.ops, experts, placement)
-        how = {"weights": weights, "kept": kept & met.held, "strips": strips & met.held}
-        plan = LoadPlan(target=target, build=build, stored=stored, resolved=resolved, **how)
+        kept, strips = kept & met.held, strips & met.held
+        plan = LoadPlan(
+            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=strips, resolved=resolved
+        )
         plan.check()
         model, destinations = plan.allocate()
         plan.read(model, destinations, progress)
