@@ -158,8 +158,9 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
 
 
 def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type]) -> _Met:
-    """Return what ranks agree on, once all have opened the same checkpoint; `kept` and `strips` say what this one would do.
-    Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened others."""
+    """Return what ranks agree on, once all have opened the same checkpoint; `kept` and `strips` say what this one would
+    do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened
+    others."""
     choices: tuple[Scheme | type, ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
     bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
     groups, weights_id = target.topology.connect(target.device), files.sample_digest()
