@@ -181,6 +181,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("fused",),
         ("activations", "draws"),
         ("weight_formats", "spec"),
+        ("strips",),
     ),
     "kernels.native": (("ops",), ("products", "fused"), ("rows",), ("build", "calls")),
     "kernels.triton": (

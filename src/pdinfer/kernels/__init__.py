@@ -2,6 +2,7 @@
 
     ops.py              every op as a typed callable, in one frozen value
     fused.py            ops that are a sequence of others, typed in the same way
+    strips.py           the order of matrices in which CPU kernels multiply them
     compositions.py     these sequences, of whatever ops were chosen
     reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch

@@ -93,17 +93,11 @@ def load_model(
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
-        kept, strips = kept_schemes(weights, resolved), lie_in_strips(resolved)
-        met = _met(files, target, kept | strips)
+        met = _met(files, target, kept_schemes(weights, resolved), lie_in_strips(resolved))
         build = _builder(files, target, met, resolved.ops, experts, placement)
+        kept, strips = met.kept, met.strips
         plan = LoadPlan(
-            target=target,
-            build=build,
-            stored=stored,
-            weights=weights,
-            kept=kept & met.held,
-            strips=strips & met.held,
-            resolved=resolved,
+            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=strips, resolved=resolved
         )
         plan.check()
         model, destinations = plan.allocate()
@@ -118,7 +112,8 @@ class _Met:
 
     groups: Groups
     weights_id: bytes
-    held: frozenset[Scheme | type]
+    kept: frozenset[Scheme]
+    strips: frozenset[type]
 
 
 def _builder(
@@ -162,11 +157,12 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(files: Checkpoint, target: Target, held: frozenset[Scheme | type]) -> _Met:
-    """Return what ranks agree on, once all have opened the same checkpoint; `held` says what this one would do. Ranks
-    give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened others."""
+def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type]) -> _Met:
+    """Return what ranks agree on, once all have opened the same checkpoint; `kept` and `strips` say what this one would
+    do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened
+    others."""
     choices: tuple[Scheme | type, ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
-    bits = sum(1 << at for at, choice in enumerate(choices) if choice in held)
+    bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
     groups, weights_id = target.topology.connect(target.device), files.sample_digest()
     ours = torch.frombuffer(bytearray(weights_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
     theirs = groups.world.all_gather(ours)
@@ -177,7 +173,8 @@ def _met(files: Checkpoint, target: Target, held: frozenset[Scheme | type]) -> _
             "copies of one checkpoint"
         )
     of_all = reduce(and_, theirs[:, -1].tolist())
-    return _Met(groups, weights_id, frozenset(choice for at, choice in enumerate(choices) if of_all >> at & 1))
+    held = {choice for at, choice in enumerate(choices) if of_all >> at & 1}
+    return _Met(groups, weights_id, kept & held, strips & held)
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
