@@ -6,7 +6,7 @@ A host's settings are `kv_connector_extra_config`:
                 the first one listens there, and rank r at port + r, or at the path with ".r" behind it
     advertise   the name or address that peers are told instead of the host listened on
     key_file    a file with the key of all ends, in hexadecimal (`openssl rand -hex 32`)
-    hold_s      how long a prefill waits for decode's grant before it computes; up to as long again while others have one
+    hold_s      how long a prefill waits for decode's grant before it computes, and again while others have one
     lease_s     how long decode waits for its pages, and how long prefill keeps those that no grant has come for
 
 A request's are `kv_transfer_params`, with a room of 16 random bytes in hexadecimal that is the same at both ends:
