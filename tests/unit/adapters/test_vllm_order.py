@@ -12,6 +12,7 @@ from pdinfer.adapters.vllm.messages import Arrivals
 from pdinfer.adapters.vllm.scheduler import SchedulerHalf
 from pdinfer.adapters.vllm.settings import Settings
 from tests.unit.adapters.fake_vllm import FakeRequest, Pairs, run
+from tests.unit.adapters.test_vllm import counted
 
 HOLD_S = 1.0
 TOKENS = tuple(range(40))
@@ -48,6 +49,45 @@ def test_a_prompt_with_a_grant_is_computed_before_those_that_nobody_has_asked_fo
     assert [request.is_over for request in lost] == [True, True, False, False, False]  # nobody is before them now
     run([prefill, decode], lambda: all(request.is_over for request in decode.requests.values()))
     assert decode.requests["next"].landed is not None
+
+
+def test_a_prompt_with_a_grant_gets_the_blocks_of_one_that_nobody_has_asked_for(pair: Pairs) -> None:
+    """The pool is full of kept prompts, whose lease is far from over. Those kept longest make way, and no more."""
+    prefill, decode = pair({"hold_s": 0.0, "lease_s": 60.0}, num_blocks=10)
+    for at in range(3):  # three blocks each
+        prefill.add(f"lost-{at}", TOKENS, sends())
+    run([prefill], lambda: len(prefill.worker._worker._sending._kept) == 3)
+    for at in range(2):
+        wanted = sends()
+        asks = {"do_remote_prefill": True, "room": wanted["room"], "prefill": prefill.address}
+        loading = decode.add(f"wanted-{at}", TOKENS, asks)
+        run([prefill, decode], lambda room=wanted["room"]: room in prefill.scheduler._scheduler._grants)
+        prefill.add(f"wanted-{at}", TOKENS, wanted)
+        run([prefill, decode], lambda loading=loading: loading.is_over)
+        assert loading.landed is not None
+    assert counted(prefill) == {**counted(prefill), "aborted_blocks": 1, "sent": 2}
+    assert [*prefill.worker._worker._sending._kept] == ["lost-1", "lost-2"]
+
+
+def test_prompts_that_nobody_has_asked_for_do_not_displace_each_other(pair: Pairs) -> None:
+    prefill, _ = pair({"hold_s": 0.0, "lease_s": 0.5}, num_blocks=4)
+    first, second = (prefill.add(name, TOKENS, sends()) for name in ("first", "second"))
+    run([prefill], lambda: first.is_over)
+    for _ in range(3):
+        prefill.step()
+    assert not second.num_computed or "aborted_lease" in counted(prefill)
+    run([prefill], lambda: second.is_over and prefill.is_at_rest)
+    assert counted(prefill)["aborted_lease"] == 2
+    assert "aborted_blocks" not in counted(prefill)
+
+
+def test_a_request_of_the_prefills_own_gets_the_blocks_of_one_that_nobody_has_asked_for(pair: Pairs) -> None:
+    prefill, _ = pair({"hold_s": 0.0, "lease_s": 60.0}, num_blocks=4)
+    lost = prefill.add("lost", TOKENS, sends())
+    run([prefill], lambda: lost.is_over)
+    own = prefill.add("own", TOKENS, None)
+    run([prefill], lambda: own.is_over)
+    assert counted(prefill)["aborted_blocks"] == 1
 
 
 @pytest.fixture

@@ -82,7 +82,8 @@ class Orders:
     """What a step means for the worker. `ended` are requests that have finished in vLLM and whose blocks are held until
     nothing reads them; `cancelled` are loads that nobody wants any more; `unwanted` are rooms of requests that ended
     before their prompt was whole. `drawn` has the first tokens of ended requests that asked for it. `waits` is set when
-    the step computes nothing and a request waits for its grant."""
+    the step computes nothing and a request waits for its grant, and `lacks_blocks` when one that somebody waits for got
+    no blocks."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -93,6 +94,7 @@ class Orders:
     preempted: tuple[str, ...] = ()
     is_idle: bool = False
     waits: bool = False
+    lacks_blocks: bool = False
 
 
 @attrs.frozen

@@ -43,32 +43,26 @@ class SchedulerHalf:
         self._sent: dict[str, Sent] = {}
         self._next = Orders()
         self._waits = False
+        self._unallocated: set[str] = set()  # of those that somebody waits for, since the last step
 
     # -- what vLLM asks ---------------------------------------------------------------------------------------------
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens come from a peer, and whether they do so between steps: all but the last for a load
-        that was not tried before. (None, False) means that a request waits for its grant. When it has waited long
-        enough, those with a grant still go first, since their decodes wait for them, until it has waited twice as
-        long."""
-        ask = self._ask(request)
-        if ask is None:
-            return 0, False
-        if ask.loads:
+        that was not tried before. (None, False) means that a request waits for its grant."""
+        ask, req_id = self._ask(request), str(request.request_id)
+        if ask is not None and not (ask.loads or ask.problem or ask.room in self._grants):
+            return self._held(req_id)
+        self._unallocated.add(req_id)
+        if ask is not None and ask.loads and req_id not in self._loaded:
             missing = int(request.num_prompt_tokens) - 1 - num_computed
-            return (missing, True) if missing > 0 and request.request_id not in self._loaded else (0, False)
-        if ask.problem or ask.room in self._grants:
-            return 0, False
-        hold_s, now = self._settings.hold_s, self._clock()
-        waited_s = now - self._since.setdefault(request.request_id, now)
-        if waited_s >= 2 * hold_s or (waited_s >= hold_s and not self._has_granted(now - hold_s)):
-            return 0, False
-        self._waits = True
-        return None, False
+            return (missing, True) if missing > 0 else (0, False)
+        return 0, False
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external: int) -> None:
         """Note the blocks of a request that is scheduled, or will be when its load has ended."""
         ask, req_id = self._ask(request), str(request.request_id)
+        self._unallocated.discard(req_id)
         if ask is None:
             return
         if not ask.loads:
@@ -91,14 +85,16 @@ class SchedulerHalf:
         preempted = tuple(sorted(set(output.preempted_req_ids or ()) & self._sent.keys()))
         for req_id in preempted:
             self._sent[req_id].is_whole = False
+        is_idle = not output.total_num_scheduled_tokens
         orders = attrs.evolve(
             self._next,
             saves=tuple(self._saves(output)),
             preempted=preempted,
-            is_idle=not output.total_num_scheduled_tokens,
+            is_idle=is_idle,
             waits=self._waits,
+            lacks_blocks=is_idle and bool(self._unallocated),
         )
-        self._next, self._waits = Orders(), False
+        self._next, self._waits, self._unallocated = Orders(), False, set()
         return orders
 
     def arrived(self, arrivals: Arrivals | None, received: Any) -> None:
@@ -136,6 +132,16 @@ class SchedulerHalf:
         return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _held(self, req_id: str) -> tuple[int | None, bool]:
+        """Hold a request without a grant. When it has waited long enough, those with a grant still go first, since
+        their decodes wait for them, until it has waited twice as long."""
+        hold_s, now = self._settings.hold_s, self._clock()
+        waited_s = now - self._since.setdefault(req_id, now)
+        if waited_s >= 2 * hold_s or (waited_s >= hold_s and not self._has_granted(now - hold_s)):
+            return 0, False
+        self._waits = True
+        return None, False
 
     def _has_granted(self, since: float) -> bool:
         """Return whether a grant came after this moment whose prompt is not begun, or not even here yet."""

@@ -127,6 +127,11 @@ class Sending:
         for room in rooms:
             self._decline(room, "the request ended before its prefill")
 
+    def make_way(self) -> None:
+        """Let go of the prompt that has been kept longest without a grant: others lack its blocks."""
+        if (req_id := next((each for each in self._ended if each in self._kept), None)) is not None:
+            self._let_go_of(req_id, "blocks", "others needed its blocks before decode asked for it")
+
     # -- what peers say ---------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -251,14 +256,18 @@ class Sending:
             return
         self._abort(Outgoing(grant, 0), "turned_away", TransferError(why))
 
+    def _let_go_of(self, req_id: str, reason: str, why: str) -> None:
+        """Keep a prompt no longer. Its blocks are free at the next look."""
+        self._decline(self._kept.pop(req_id).room, why)
+        self._counts.add(ABORTED + reason)
+
     def _let_go(self) -> None:
         for req_id, since in list(self._ended.items()):
             outs = self._out.get(req_id)
             if outs is None and req_id in self._kept:
                 if self._clock() - since <= self._lease_s:
                     continue
-                self._decline(self._kept.pop(req_id).room, "not all workers of the decode have asked for it")
-                self._counts.add(ABORTED + "lease")
+                self._let_go_of(req_id, "lease", "not all workers of the decode have asked for it")
             elif outs is not None:
                 for out in self._open_of(req_id):
                     self._abort(out, "ended", TransferError("the request ended before its prompt was whole"))

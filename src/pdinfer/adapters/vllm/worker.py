@@ -119,6 +119,8 @@ class WorkerHalf:
             self._sending.step_done(orders.saves)
             self._sending.ended(orders.ended)
             self._sending.unwanted(orders.unwanted)
+            if orders.lacks_blocks:
+                self._sending.make_way()
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks have left, and those whose loads have ended."""
