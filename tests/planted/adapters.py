@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "a grant for blocks that were let go waits for its decode's lease",
         "src/pdinfer/adapters/vllm/sending.py",
-        'self._decline(self._kept.pop(req_id).room, why)',
+        "self._decline(self._kept.pop(req_id).room, why)",
         "self._kept.pop(req_id)",
         f"{VLLM}test_a_grant_that_comes_behind_its_request_is_answered_at_once",
     ),
