@@ -2,7 +2,6 @@
 
     ops.py              every op as a typed callable, in one frozen value
     fused.py            ops that are a sequence of others, typed in the same way
-    strips.py           the order of matrices in which CPU kernels multiply them
     compositions.py     these sequences, of whatever ops were chosen
     reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch
@@ -20,6 +19,7 @@
     draws.py            what a draw of tokens depends on beside its logits, as a value
     spec.py             what ops are chosen for, as data
     weight_formats.py   how a matrix of weights is held in memory
+    strips.py           the order of matrices in which CPU kernels multiply them
     row_formats.py      what a row of a cache page holds
 
 Tested by tests/conformance/test_ops.py. Beside it stand the suites of quantized weights, attention, sparse attention,

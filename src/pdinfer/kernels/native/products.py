@@ -178,10 +178,10 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
 
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
-    if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous() or x_TI.dtype != torch.bfloat16:
+    if not _reads_fp8(x_TI, weight):
         return torch_ops.linear_fp8(x_TI, weight)
-    x = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
-    rows, (outs, width) = len(x), weight.numbers.shape
+    x, (outs, width) = _rounded(x_TI, weight), weight.numbers.shape
+    rows = len(x)
     out = x.new_empty((rows, outs))
     matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
     if rows > FEW_FP8_ROWS:
@@ -192,18 +192,14 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
             build.library().dequantize_fp8(*matrix, first, count, block_OI.data_ptr(), torch.get_num_threads())
             out[:, first : first + count] = linear(floats_TI, block_OI[:count])
     elif rows:
-        numbers_TI = x.numbers_TI.contiguous()
-        scales = (x.scales_TN.data_ptr(), *x.scales_TN.stride())
-        lacking = build.library().linear_fp8(
-            numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads()
-        )
+        lacking = build.library().linear_fp8(*_told(x), rows, *matrix, out.data_ptr(), torch.get_num_threads())
         if lacking:
             raise lacks(lacking, f"a product of {rows} rows in FP8")
     return out
 
 
 def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-    if not len(x_TI) or not _reads_fp8_strips(x_TI, weight):
+    if not len(x_TI) or not _reads_fp8(x_TI, weight):
         return linear_fp8(x_TI, weight.blocks())
     x, (outs, width) = _rounded(x_TI, weight), weight.shape
     out = x.new_empty((len(x), outs))
@@ -215,7 +211,7 @@ def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
 
 
 def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
-    if x.ndim != 2 or not len(x) or not _reads_fp8_strips(x, gate_up, down):
+    if x.ndim != 2 or not len(x) or not _reads_fp8(x, gate_up, down):
         return grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
     rows, counts_E, (width, inner) = _rounded(x, gate_up), counts_E.to(torch.int64), down.shape
     out = rows.new_empty(rows.shape)
@@ -238,16 +234,17 @@ def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8St
     return out
 
 
-def _reads_fp8_strips(x: Tensor | FP8Rows, *weights: FP8Strips) -> bool:
+def _reads_fp8(x: Tensor | FP8Rows, *weights: FP8Blocks | FP8Strips) -> bool:
     """Return whether the kernels take these rows and weights."""
     dense = all(weight.numbers.is_contiguous() and weight.scale.is_contiguous() for weight in weights)
     return dense and x.dtype == torch.bfloat16 and x.ndim == 2
 
 
-def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> FP8Rows:
+def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Blocks | FP8Strips) -> FP8Rows:
     """Return the rows as numbers that lie one after another."""
     rows = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
-    return attrs.evolve(rows, numbers_TI=rows.numbers_TI.contiguous())
+    numbers_TI = rows.numbers_TI
+    return rows if numbers_TI.is_contiguous() else attrs.evolve(rows, numbers_TI=numbers_TI.contiguous())
 
 
 def _told(rows: FP8Rows) -> tuple[int, ...]:
