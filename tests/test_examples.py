@@ -77,12 +77,12 @@ def test_actors_of_ray_are_killed_and_replaced() -> None:
     assert "1 prefill was killed and replaced" in _run("examples/ray_actors.py", timeout_s=900)
 
 
-@pytest.mark.full
+@pytest.mark.full(minutes=5)
 def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(
         "examples/train_tiny.py",
         "--steps",
-        "20",
+        "7",  # the fewest that come to every phase
         "--eval-rows",
         "1",
         "--min-recall",
@@ -90,7 +90,7 @@ def test_training_takes_its_first_steps(tmp_path: Path) -> None:
         "--no-compile",
         "--out",
         str(tmp_path / "model"),
-        timeout_s=1200,
+        timeout_s=900,
     )
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 10 << 20
     _run("examples/01_one_process.py", str(tmp_path / "model"))

@@ -23,6 +23,7 @@ from pdinfer.kernels import torch_ops
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm
+from pdinfer.process.recording import Recording
 from pdinfer.types import Granted, Handoff, HandoffStatus
 
 KV_BYTES = 2 << 30
@@ -79,6 +80,7 @@ def watch_compute() -> None:
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
     torch_ops.draw = STOPWATCH.computing(torch_ops.draw)
     resident.read_drawn = STOPWATCH.computing(resident.read_drawn)  # type: ignore[attr-defined]
+    Recording.replay = STOPWATCH.computing(Recording.replay)  # type: ignore[method-assign]
 
 
 def greedy(count: int) -> pd.SamplingParams:

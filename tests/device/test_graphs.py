@@ -198,7 +198,9 @@ def test_rows_that_have_moved_are_not_run_as_captured() -> None:
     [
         ({}, None),
         ({"world": 8}, None),  # data parallel attention beside experts that are shared
-        ({"device": "cpu"}, "a CPU launches nothing"),
+        ({"device": "cpu"}, None),
+        ({"device": "cpu", "native": False}, "kernels in C alone"),
+        ({"device": "cpu", "mtp": True}, "steps that draft"),
         ({"world": 2, "attention": 2}, "share a batch"),
         ({"world": 2, "mtp": True}, "draft tokens"),
         ({"graph_safe": False}, "waits for the device"),
@@ -206,10 +208,13 @@ def test_rows_that_have_moved_are_not_run_as_captured() -> None:
     ids=str,
 )
 def test_what_cannot_be_captured_is_told(changed: dict[str, Any], told: str | None) -> None:
-    facts = {"device": "cuda", "world": 1, "attention": 1, "mtp": None, "graph_safe": True, **changed}
+    facts = {"device": "cuda", "world": 1, "attention": 1, "mtp": None, "graph_safe": True, "native": True, **changed}
     groups = SimpleNamespace(**{name: SimpleNamespace(size=facts[name]) for name in ("world", "attention")})
     experts = SimpleNamespace(dispatcher=SimpleNamespace(graph_safe=facts["graph_safe"]))
-    model: Any = SimpleNamespace(device=torch.device(facts["device"]), groups=groups, mtp=facts["mtp"], experts=experts)
+    resolved = SimpleNamespace(runs=lambda op, provider: facts["native"])
+    model: Any = SimpleNamespace(
+        device=torch.device(facts["device"]), groups=groups, mtp=facts["mtp"], experts=experts, resolved=resolved
+    )
     refusal = why_not_captured(model)
     assert refusal is told is None or (refusal is not None and told is not None and told in refusal)
 

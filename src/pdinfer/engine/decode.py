@@ -78,6 +78,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._costs = StepCosts(3)
         if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
+        if self.config.graph_batch_sizes is not None:
+            self.graphs.asked = frozenset(self.config.graph_batch_sizes)
 
     @property
     def num_unfinished(self) -> int:

@@ -2,8 +2,10 @@
 
 A captured step reads and writes the memory that it used when it was captured: the slots of `DecodeRows`, the weights
 and the pages stay where they are, and what differs from step to step lies there as data. A step takes the next larger
-size.
-Its padding rows go to no expert, write to the scratch page, and their tokens are not read.
+size. Its padding rows go to no expert, write to the scratch page, and their tokens are not read.
+
+On a CPU nothing is launched, but what Python does between kernels takes its time too. There a step is recorded when its
+size comes for the second time, without padding, and runs as it was recorded from then on.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ from torch import Tensor
 from pdinfer.checks import typed
 from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
+from pdinfer.process.recording import Recording
 from pdinfer.process.streams import Graph, capture
 
 KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
 """The kinds of draws that are captured. A random draw runs as a filtered one that keeps all."""
+MAX_RECORDED_ROWS = 64
+"""The largest number of sequences whose steps are recorded on a CPU. Beyond it kernels take nearly all of a step."""
+MAX_RECORDED_BYTES = 256 << 20
+"""The memory that recorded steps may keep. The one that ran longest ago goes first."""
 
 
 @attrs.frozen
@@ -35,10 +42,15 @@ class Output:
     logits_TV: Tensor
 
 
+_Key = tuple[int, DrawKind, int]
+"""What a recorded step is for: its rows, its kind of draws, and the number of threads."""
+
+
 @attrs.frozen
 class _Captured:
     graph: Graph
     output: Output
+    num_bytes: int = 0
 
 
 class DecodeGraphs:
@@ -54,9 +66,13 @@ class DecodeGraphs:
         """The memory that the captured steps keep beside weights and pages."""
         self.num_steps: Counter[str] = Counter()
         """How many steps ran as a graph, under "", and how many did not, by the reason."""
+        self.asked: frozenset[int] | None = None
+        """The numbers of rows that a CPU records, or None for all up to MAX_RECORDED_ROWS."""
         self._device = device
         self._run = run
         self._captured: dict[tuple[int, DrawKind], _Captured] = {}
+        self._recorded: dict[_Key, _Captured] = {}
+        self._seen: dict[_Key, str] = {}
         self._pool: object = None
         self._address = 0
 
@@ -72,7 +88,7 @@ class DecodeGraphs:
     @property
     def sizes(self) -> list[int]:
         """The numbers of rows that were captured, ascending."""
-        return sorted({size for size, _ in self._captured})
+        return sorted({size for size, *_ in (*self._captured, *self._recorded)})
 
     def capture(self, size: int, address: int) -> None:
         """Capture steps of `size` rows that lie at `address`. The largest size comes first, so that the others find
@@ -92,7 +108,10 @@ class DecodeGraphs:
 
     def step(self, num_rows: int, kind: DrawKind, address: int) -> Output | None:
         """Run a step of the first `num_rows` rows at `address`. Return None, having run nothing, when no captured size
-        is as large, or the rows have moved since."""
+        is as large, or the rows have moved since. On a CPU the first step of a size returns None, and the second is
+        recorded."""
+        if self._device.type == "cpu":
+            return self._recorded_step(num_rows, kind, address)
         if self._captured and address != self._address:
             self.passed("the rows of the batch have moved since they were captured")
             return None
@@ -107,6 +126,45 @@ class DecodeGraphs:
         words = captured.output.words
         return Output(words, captured.output.logits_TV[: num_rows * words.shape[2]])
 
+    def _recorded_step(self, num_rows: int, kind: DrawKind, address: int) -> Output | None:
+        if address != self._address:  # recordings hold the places where the rows were
+            self._recorded.clear()
+            self._address = address
+        key = num_rows, kind, torch.get_num_threads()
+        recorded = self._recorded.pop(key, None)
+        if recorded is not None:
+            self._recorded[key] = recorded  # now the last to go
+            recorded.graph.replay()
+            self.num_steps[""] += 1
+            return recorded.output
+        reason = self._seen.get(key)
+        if reason is None:
+            self._seen[key] = "" if self._is_recorded(num_rows) else "steps of as many sequences are not recorded"
+            reason = self._seen[key] or "it was the first of its size"
+        if reason:
+            self.passed(reason)
+            return None
+        return self._record(key)
+
+    def _is_recorded(self, num_rows: int) -> bool:
+        return num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
+
+    def _record(self, key: _Key) -> Output:
+        """Run a step and record it."""
+        outputs: list[Output] = []
+        recording = Recording.of(partial(self._keep, outputs, *key[:2]))
+        if recording.looks:
+            self._seen[key] = f"what it computes looks at values on the host: {', '.join(sorted(set(recording.looks)))}"
+        elif recording.num_bytes > MAX_RECORDED_BYTES:
+            self._seen[key] = f"its recording would keep {recording.num_bytes} bytes"
+        else:
+            self._recorded[key] = _Captured(recording, outputs[0], recording.num_bytes)
+        while sum(each.num_bytes for each in self._recorded.values()) > MAX_RECORDED_BYTES:
+            del self._recorded[next(iter(self._recorded))]
+        self.num_bytes = sum(each.num_bytes for each in self._recorded.values())
+        self.passed(self._seen[key] or "it was recorded")
+        return outputs[0]
+
     def passed(self, reason: str) -> None:
         """Count a step that does not run captured."""
         self.num_steps[reason] += 1
@@ -115,7 +173,10 @@ class DecodeGraphs:
         """Return sentences on what was captured, its bytes, and why steps ran without a graph."""
         if self.refusal is not None:
             return f"no decode step is captured: {self.refusal}"
-        sizes = ", ".join(map(str, self.sizes)) or "none; `warm_up` captures them"
+        none = (
+            "none; a CPU records steps as they come" if self._device.type == "cpu" else "none; `warm_up` captures them"
+        )
+        sizes = ", ".join(map(str, self.sizes)) or none
         lines = [f"captured numbers of sequences: {sizes}", f"memory of the captured steps: {self.num_bytes} bytes"]
         lines.append(f"steps that ran captured: {self.num_steps['']}")
         lines += [f"steps that did not: {count}, {reason}" for reason, count in self.num_steps.items() if reason]

@@ -1,8 +1,8 @@
 """Decode steps, whose batch stays on the device.
 
 Rows go in only as far as they changed (`DecodeRows`); drafting, model, draw, acceptance and advance queue work and wait
-for nothing; then the drawn tokens are read with one wait. On a device the work in between is one launch where it was
-captured (`graphs`).
+for nothing; then the drawn tokens are read with one wait. The work in between is one launch where it was captured, and
+on a CPU the calls of kernels that were recorded (`graphs`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class ResidentDecode:
         self._results = torch.empty(0, dtype=torch.int32)
         self.while_waiting: Callable[[], None] | None = None
         """See `ModelRunner.do_while_waiting`."""
-        self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model))
+        refusal = why_not_captured(model)
+        if refusal is None and trace is not None and model.device.type == "cpu":
+            refusal = "the parts of each step are in a timeline (`EngineConfig.trace`)"
+        self.graphs = DecodeGraphs(model.device, self._run_captured, refusal)
 
     def order(self, rows: Sequence[Row]) -> list[int]:
         """Return the order in which a step runs these rows, so that other ranks can run them alike."""
@@ -161,7 +164,7 @@ class ResidentDecode:
 
     def _run_captured(self, num_rows: int, kind: DrawKind) -> Output:
         if self._drafter is None:
-            return self._run(num_rows, kind, padded=True)
+            return self._run(num_rows, kind, padded=self._model.device.type != "cpu")
         num_drafts = self._num_drafts
         return self._run_drafts(
             self._drafter, num_rows, kind, num_newest=1 + num_drafts, num_drafts=num_drafts, padded=True
@@ -274,7 +277,10 @@ def why_not_captured(model: Model) -> str | None:
     """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch capture each its
     own: their dispatcher takes part in every step, with whatever rows there are."""
     if model.device.type == "cpu":
-        return "a CPU launches nothing"
+        if not model.resolved.runs("mla_decode", "native"):
+            return "a CPU launches nothing, and records the steps of the kernels in C alone"
+        if model.mtp is not None:
+            return "steps that draft are not recorded on a CPU"
     if model.groups.attention.size > 1:
         return "steps of ranks that share a batch are not captured yet"
     if model.groups.world.size > 1 and model.mtp is not None:

@@ -55,7 +55,7 @@ class Batch:
     `sequence_T` is each token's row of the page table. `slots_A` are the slots (page * page_size + offset) that this
     step's latents are written to: those of the T tokens, and with `cp` those of the other ranks' tokens, in rank order.
     `page_table_BM` is padded with pages of the same row. `context_lens` counts the tokens that a sequence has after
-    this step. Lengths are also on the host, for prefill, so that no kernel has to sync. `next_tokens` are the tokens
+    this step. Lengths are on the host too in a prefill, so that no kernel has to sync. `next_tokens` are the tokens
     after each sequence of a prefill.
 
     In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. Where it has fewer, those

@@ -302,8 +302,7 @@ class DecodeRows:
             page_table_BM=table_BM,
             context_lens_B=context_lens_B,
             query_lens=(),
-            # of a device the host does not look: rows of a captured step are others by the time it runs
-            context_lens=tuple(context_lens_B.tolist()) if self._device.type == "cpu" else (),
+            context_lens=(),  # the host does not look: rows of a captured step are others by the time it runs
             decode=True,
             next_tokens=(),
             cp=ALONE,

@@ -95,8 +95,10 @@ class Indexer:
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         # decode on a device always chooses, because what it launches may not depend on a length that the host reads;
         # on a CPU nothing is launched, and the dense way is faster while all contexts are short
-        if (not batch.decode or pages_PGY.device.type == "cpu") and max(batch.context_lens, default=0) <= self.top_k:
-            return None
+        if not batch.decode or pages_PGY.device.type == "cpu":
+            lens = batch.context_lens or batch.context_lens_B.tolist()
+            if max(lens, default=0) <= self.top_k:
+                return None
         q_TXY, weights_TX, table_BM = self.queries(query_TL, angles), self.head_weights(x_TD), batch.page_table_BM
         if batch.decode:
             q_BQXY, weights_BQX = batch.by_sequence(q_TXY), batch.by_sequence(weights_TX)

@@ -42,12 +42,12 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
 
     def anew() -> ctypes.CDLL:
         native_build.library_or_reason.cache_clear()
-        native_build.library.cache_clear()
+        native_build._library.cache_clear()
         try:
             return native_build.library()
         finally:
             native_build.library_or_reason.cache_clear()
-            native_build.library.cache_clear()
+            native_build._library.cache_clear()
 
     return anew
 
@@ -108,14 +108,14 @@ def test_what_is_slower_for_want_of_it_is_logged_once(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2"}))
     native_build.library_or_reason.cache_clear()
-    native_build.library.cache_clear()
+    native_build._library.cache_clear()
     try:
         for _ in range(3):
             with pytest.raises(BackendUnavailable):
                 native_build.library()
     finally:
         native_build.library_or_reason.cache_clear()
-        native_build.library.cache_clear()
+        native_build._library.cache_clear()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "no such flag" in record.getMessage()

@@ -148,10 +148,14 @@ def test_halves_know_their_sequences(decode: bool) -> None:
     first, second = whole.halves()
     assert torch.equal(torch.cat((first.slots_A, second.slots_A)), whole.slots_A)
     assert [len(half.tokens_T) for half in (first, second)] == ([4, 2] if decode else [4, 4])
-    assert [half.context_lens for half in (first, second)] == ([(8, 13), (5,)] if decode else [(9, 12), (15, 4)])
-    assert [half.query_lens for half in (first, second)] == ([(), ()] if decode else [(3, 1), (3, 1)])
-    for half in (first, second):
-        assert tuple(half.context_lens_B.tolist()) == half.context_lens
-        query_lens = half.query_lens or (2,) * len(half.context_lens)
+    lens_on_host = ([(), ()], [(), ()]) if decode else ([(9, 12), (15, 4)], [(3, 1), (3, 1)])
+    assert (
+        [half.context_lens for half in (first, second)],
+        [half.query_lens for half in (first, second)],
+    ) == lens_on_host
+    expected = [[8, 13], [5]] if decode else [[9, 12], [15, 4]]
+    for half, context_lens in zip((first, second), expected, strict=True):
+        assert half.context_lens_B.tolist() == context_lens
+        query_lens = half.query_lens or (2,) * len(context_lens)
         assert half.sequence_T.tolist() == [at for at, count in enumerate(query_lens) for _ in range(count)]
     assert torch.equal(second.page_table_BM, whole.page_table_BM[2 if decode else 1 :])

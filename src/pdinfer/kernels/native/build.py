@@ -8,9 +8,11 @@ import logging
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.process.compiled import NativeLibrary, cpu_flags, find_or_build
+from pdinfer.process.recording import RecordedLibrary, recording_here
 
 _log = logging.getLogger("pdinfer")
 
@@ -60,27 +62,31 @@ NEED_MEMORY = (
     *("linear_fp8_strips", "experts_fp8_strips"),
 )
 """The kernels that return how many bytes of memory they could not have."""
-RESULTS = (
-    dict.fromkeys(
-        (
-            "find_tiles",
-            "is_served",
-            "is_served_int8",
-            "experts_are_served",
-            "strips_are_served",
-            "fp8_strips_are_served",
-        ),
-        _I,
-    )
-    | dict.fromkeys(NEED_MEMORY, _N)
-    | {"prefill_scratch": _N, "norm_rotate_store": _N}
-)
-"""The kernels that return something."""
+FAILURES = {
+    **dict.fromkeys(NEED_MEMORY, "lacks {} bytes of memory"),
+    "norm_rotate_store": "was given {} slots that are not among those of the cache",
+}
+"""What it means when these kernels return another number than 0."""
+ANSWERS = {
+    **dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I),
+    **dict.fromkeys(("strips_are_served", "fp8_strips_are_served"), _I),
+    "prefill_scratch": _N,
+}
+"""What the library tells of itself."""
+RESULTS = dict.fromkeys(FAILURES, _N) | ANSWERS
+
+
+def library() -> Any:
+    """Return the compiled kernels: a `ctypes.CDLL`, or in a recording what records their calls, too. Raises
+    BackendUnavailable with the reason when this machine cannot have them."""
+    recording = recording_here()
+    if recording is None:
+        return _library()
+    return RecordedLibrary(_library(), recording, queries=ANSWERS, failures=FAILURES)
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """Return the compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
+def _library() -> ctypes.CDLL:
     found = library_or_reason()
     if isinstance(found, str):
         raise BackendUnavailable(found)

@@ -185,11 +185,17 @@ static void join(i64 first, i64 last, i64 r, i64 rows, i64 room_for, i64 rank, c
     }
 }
 
+#define FEWEST 128 /* tokens of a part: joining many short ones costs more than it gives */
+
+/* How many tokens of a context one thread reads: an eighth, so that a single sequence occupies all threads. It follows
+ * from the length alone, so that a sequence has the same sums in every batch and with any number of threads. */
+INLINE i64 part_of(i64 len, i64 most) { return MIN(most, MAX(1, (len / 8 + FEWEST - 1) / FEWEST) * FEWEST); }
+
 /* Absorbed attention -> out [batch, queries, heads, rank]. The bytes of memory that it could not have, or 0. Contexts are
- * cut into parts of `part` tokens, so that few sequences still occupy all threads. */
+ * cut into parts of at most `most` tokens. */
 EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const int32_t *table, i64 pages_per_row,
                       i64 page, const i64 *lens, i64 batch, i64 queries, i64 heads, i64 width, i64 rank, float scale,
-                      i64 part, bf16 *out, int threads) {
+                      i64 most, bf16 *out, int threads) {
     const Decode of = {latent, rope, pages, table, pages_per_row, page, lens, batch, queries, heads, width, rank, scale};
     const Body *tiles = decode_by_tiles_or_null(), *body = tiles ? tiles : &by_vectors;
     i64 rows = queries * heads, room_for = (rows + body->at_once - 1) / body->at_once * body->at_once;
@@ -197,6 +203,7 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
     if (!begins) return sizeof(i64) * (batch + 1);
     for (i64 b = 0; b < batch; b++) {
         begins[b] = parts;
+        i64 part = part_of(lens[b], most);
         parts += (lens[b] + part - 1) / part;
     }
     begins[batch] = parts;
@@ -221,7 +228,7 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
             if (!memory) continue;
             i64 b = 0;
             while (begins[b + 1] <= item) b++;
-            i64 first = (item - begins[b]) * part;
+            i64 part = part_of(lens[b], most), first = (item - begins[b]) * part;
             body->absorb(&of, b, first, MIN(first + part, lens[b]), memory, o + item * room_for * rank,
                          maxima + item * rows, sums + item * rows);
         }

@@ -43,7 +43,7 @@ norm_rotate_store = fused.norm_rotate_store
 combine_experts = fused.combine_experts
 
 PART_TOKENS = 1024
-"""Threads share the contexts that are longer than this in decode."""
+"""The longest part of a context that one thread reads in decode."""
 KEYS = 4096
 """The keys and values expanded at a time in prefill: 64 MiB for 16 heads, whatever the length of the context."""
 

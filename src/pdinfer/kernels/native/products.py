@@ -73,8 +73,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     num_experts, width, inner = down_EDI.shape
     counts_E = counts_E.to(torch.int64)
     fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    most = int(counts_E.max()) if fits else 0
-    if not fits or not build.library().experts_are_served(most, width, inner):
+    if not fits or not _serves(x, counts_E, build.library().experts_are_served, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(x.shape[0], 3 * inner)
@@ -118,7 +117,7 @@ def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strip
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.numbers.shape[0]
-    if not _reads_int8(rows, x_TI, weight):
+    if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
         return torch_ops.linear_int8(x_TI, weight)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
     return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
@@ -127,8 +126,8 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
 def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     num_experts, width, inner = down.numbers.shape
     counts_E = counts_E.long()
-    fits = x.ndim == 2 and x.shape[0] and x.is_contiguous()
-    if not fits or not _reads_int8(int(counts_E.max()), x, gate_up, down):
+    fits = x.ndim == 2 and x.shape[0] and x.is_contiguous() and _reads_int8(x, gate_up, down)
+    if not fits or not _serves(x, counts_E, build.library().is_served_int8):
         return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
     out, hidden = torch.empty_like(x), x.new_empty(x.shape[0], 3 * inner)
     lacking = build.library().experts_int8(
@@ -150,12 +149,18 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
     return out
 
 
-def _reads_int8(rows: int, x: Tensor, *weights: Int8Dynamic) -> bool:
-    """Return whether the kernels take these numbers of at most so many rows."""
+def _serves(x_SD: Tensor, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
+    """Return whether kernels serve the expert with most rows. Where they would serve one that had all of the rows, no
+    count is looked at, so that steps can be recorded."""
+    return bool(serves(len(x_SD), *sizes) or serves(int(counts_E.max()), *sizes))
+
+
+def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
+    """Return whether the kernels take these rows and numbers."""
     for weight in weights:
         if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous():
             return False
-    return bool(rows and x.stride(-1) == 1 and are(torch.bfloat16, x) and build.library().is_served_int8(rows))
+    return x.stride(-1) == 1 and are(torch.bfloat16, x)
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:

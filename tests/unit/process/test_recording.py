@@ -1,0 +1,140 @@
+"""Calls that are recorded on a CPU and made again."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.errors import PDInferError
+from pdinfer.process.recording import RecordedLibrary, Recording, recording_here
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "elementwise": lambda x: (x * 2 + 1).cos(),
+    "another dtype": lambda x: x.to(torch.bfloat16).float(),
+    "a view that is read": lambda x: x.view(-1)[2:5] + 1,
+    "a view that is written": lambda x: torch.zeros_like(x).view(-1)[1:3].copy_(x.view(-1)[:2]),
+    "a part": lambda x: x.tensor_split((2,), -1)[1].contiguous() * 2,
+    "in place": lambda x: x.clone().mul_(3).add_(1),
+    "into a given tensor": lambda x: torch.add(x, 1, out=torch.empty(3, 4)),
+    "several results": lambda x: torch.cat(x.topk(2, dim=-1), -1) if x.dtype.is_floating_point else x,
+    "a gather": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
+    "rows by number": lambda x: x[x.argmax(0)],
+    "made anew": lambda x: torch.arange(4) + x,
+    "a list": lambda x: torch.stack((x, x + 1)),
+    "where": lambda x: torch.where(x > 0, x, -1),
+}
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_replay_gives_what_new_values_give(name: str, grad: Callable[[], Any]) -> None:
+    function, results = FUNCTIONS[name], []
+    with grad():
+        x = torch.randn(3, 4)
+        recording = Recording.of(lambda: results.append(function(x)))
+        assert not recording.looks
+        assert results[0].equal(function(x))
+        for _ in range(3):
+            x.copy_(torch.randn(3, 4))
+            recording.replay()
+            assert results[0].equal(function(x))
+
+
+def test_what_is_moved_on_moves_on_with_every_replay() -> None:
+    """As positions do: an op in place of a tensor from before."""
+    position, seen = torch.zeros(2, dtype=torch.int64), []
+
+    def step() -> None:
+        seen.append(position * 10)
+        position.add_(1)
+
+    recording = Recording.of(step)
+    recording.replay()
+    recording.replay()
+    assert position.tolist() == [3, 3]
+    assert seen[0].tolist() == [20, 20]
+
+
+LOOKS: dict[str, Callable[[Tensor], object]] = {
+    "int": lambda x: int(x[0, 0]),
+    "bool": lambda x: bool(x[0, 0] > 0),
+    "item": lambda x: x.sum().item(),
+    "list": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "array": lambda x: memoryview(x.__array__()),
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "repeated": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 0),
+    "equal": lambda x: x.equal(x),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_at_a_value_is_told(name: str) -> None:
+    x = torch.randn(3, 4)
+    assert Recording.of(lambda: LOOKS[name](x)).looks
+
+
+def test_its_memory_is_counted_once_and_kept() -> None:
+    x = torch.randn(8, 8)
+
+    def step() -> None:
+        (x + 1).view(-1)[:3].neg_()
+
+    recording = Recording.of(step)
+    assert recording.num_bytes == 8 * 8 * 4
+
+
+class Kernels(ctypes.CDLL):
+    """A library without a file: two functions of C, `strlen` and `abs`."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.strlen.argtypes, self.strlen.restype = (ctypes.c_void_p,), ctypes.c_int64
+        self.abs.argtypes, self.abs.restype = (ctypes.c_int,), ctypes.c_int
+
+
+def test_kernels_are_called_again_and_a_failure_is_told() -> None:
+    text = torch.zeros(8, dtype=torch.uint8)
+
+    def step() -> None:
+        recording = recording_here()
+        assert recording is not None
+        library = RecordedLibrary(Kernels(), recording, queries={"abs"}, failures={"strlen": "found {} letters"})
+        assert library.abs(-3) == 3
+        assert library.strlen(text.data_ptr()) == 0
+
+    recording = Recording.of(step)
+    recording.replay()
+    text[:2] = 65
+    with pytest.raises(PDInferError, match="the kernel strlen of a recorded step found 2 letters"):
+        recording.replay()
+
+
+def test_other_threads_are_not_recorded() -> None:
+    x, found = torch.zeros(1), []
+
+    def other() -> None:
+        found.append(recording_here())
+        x.add_(1)
+
+    def step() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    recording = Recording.of(step)
+    recording.replay()
+    assert (found, x.item()) == ([None], 1)
+
+
+def test_what_is_raised_while_recording_is_raised_and_ends_it() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Recording.of(lambda: 1 // 0)
+    assert recording_here() is None
