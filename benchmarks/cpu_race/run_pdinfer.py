@@ -116,11 +116,11 @@ class PDInfer:
             yield run
 
     @contextmanager
-    def decode(self, batch: int, context: int) -> Iterator[Callable[[], None]]:
+    def decode(self, batch: int, context: int, config: pd.EngineConfig | None = None) -> Iterator[Callable[[], None]]:
         pool = pd.PagePool(self.model, cache_for(batch, context + MOST_STEPS))
         self.fill(pool)
         channel, decode_end = pd.KVChannel.loopback(pool, pool)
-        with channel, TimedDecode(self.model, decode_end) as decode:
+        with channel, TimedDecode(self.model, decode_end, config) as decode:
             channel.connect(decode.address)
             self.hand_off(channel, decode, batch, context)
             self.outside = []

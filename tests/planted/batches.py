@@ -7,6 +7,9 @@ from tests.planted.mutant import Mutant
 ROWS = "src/pdinfer/model/decode_rows.py"
 UROWS = "tests/unit/model/test_decode_rows.py"
 GRAPHS = "tests/device/test_graphs.py"
+RECORDING = "src/pdinfer/process/recording.py"
+RECORDED = "tests/e2e/test_recorded_steps.py"
+URECORDING = "tests/unit/process/test_recording.py"
 
 MUTANTS = [
     Mutant(
@@ -71,5 +74,61 @@ MUTANTS = [
         "        if self._captured and address != self._address:\n",
         "        if False:\n",
         f"{GRAPHS}::test_rows_that_have_moved_are_not_run_as_captured",
+    ),
+    Mutant(
+        "recorded steps read where the rows were before",
+        "src/pdinfer/execution/graphs.py",
+        "        if address != self._address:  # recordings hold",
+        "        if False:  # recordings hold",
+        f"{RECORDED}::test_rows_that_have_moved_are_recorded_anew",
+    ),
+    Mutant(
+        "a recording runs with the threads of another one",
+        "src/pdinfer/execution/graphs.py",
+        "key = num_rows, kind, torch.get_num_threads()",
+        "key = num_rows, kind, 1",
+        f"{RECORDED}::test_another_number_of_threads_is_another_recording",
+    ),
+    Mutant(
+        "a step that looked at values is replayed with them",
+        "src/pdinfer/execution/graphs.py",
+        "        if recording.looks:\n",
+        "        if False:\n",
+        f"{RECORDED}::test_a_step_that_looks_at_values_is_not_kept",
+    ),
+    Mutant(
+        "recordings keep any amount of memory",
+        "src/pdinfer/execution/graphs.py",
+        "            del self._recorded[next(iter(self._recorded))]\n",
+        "            break\n",
+        f"{RECORDED}::test_what_takes_too_much_memory_is_not_kept",
+    ),
+    Mutant(
+        "what is changed in place does not change in a replay",
+        RECORDING,
+        "            self._calls.append(again)\n            return\n",
+        "            return\n",
+        f"{URECORDING}::test_what_is_moved_on_moves_on_with_every_replay",
+    ),
+    Mutant(
+        "a view that is made by an op that may copy is taken for one",
+        RECORDING,
+        "        made = [each for each in results if _storage(each) not in given]\n",
+        "        made = [] if op.is_view else [each for each in results if _storage(each) not in given]\n",
+        f"{URECORDING}::test_a_replay_gives_what_new_values_give[another dtype-inference_mode]",
+    ),
+    Mutant(
+        "a list of values goes unseen",
+        RECORDING,
+        '_LOOKS = frozenset({"tolist", "numpy", "__array__"})',
+        '_LOOKS = frozenset({"numpy", "__array__"})',
+        f"{URECORDING}::test_a_look_at_a_value_is_told[list]",
+    ),
+    Mutant(
+        "a kernel that failed in a replay is not heard",
+        RECORDING,
+        "    if result:\n",
+        "    if False:\n",
+        f"{URECORDING}::test_kernels_are_called_again_and_a_failure_is_told",
     ),
 ]

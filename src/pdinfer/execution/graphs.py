@@ -162,7 +162,7 @@ class DecodeGraphs:
         while sum(each.num_bytes for each in self._recorded.values()) > MAX_RECORDED_BYTES:
             del self._recorded[next(iter(self._recorded))]
         self.num_bytes = sum(each.num_bytes for each in self._recorded.values())
-        self.passed(self._seen[key] or "it was recorded")
+        self.passed(self._seen[key] or "it was being recorded")
         return outputs[0]
 
     def passed(self, reason: str) -> None:
