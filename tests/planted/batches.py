@@ -115,7 +115,7 @@ MUTANTS = [
         RECORDING,
         "        made = [each for each in results if _storage(each) not in given]\n",
         "        made = [] if op.is_view else [each for each in results if _storage(each) not in given]\n",
-        f"{URECORDING}::test_a_replay_gives_what_new_values_give[another dtype-inference_mode]",
+        f"{URECORDING}::test_a_replay_gives_what_new_values_give[dtype-inference_mode]",
     ),
     Mutant(
         "a list of values goes unseen",

@@ -16,7 +16,7 @@ from pdinfer.process.recording import RecordedLibrary, Recording, recording_here
 
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "elementwise": lambda x: (x * 2 + 1).cos(),
-    "another dtype": lambda x: x.to(torch.bfloat16).float(),
+    "dtype": lambda x: x.to(torch.bfloat16).float(),
     "a view that is read": lambda x: x.view(-1)[2:5] + 1,
     "a view that is written": lambda x: torch.zeros_like(x).view(-1)[1:3].copy_(x.view(-1)[:2]),
     "a part": lambda x: x.tensor_split((2,), -1)[1].contiguous() * 2,
