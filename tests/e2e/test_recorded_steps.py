@@ -159,6 +159,8 @@ def test_what_takes_too_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch)
         steps.step(count)
     assert graph.sizes == [3, 4]  # 1 ran before 2, and 2 before 4
     assert 0 < graph.num_bytes <= graphs.MAX_RECORDED_BYTES
+    steps.step(2)
+    assert graph.sizes == [3, 4]  # one that went must come twice again
     for count in (20, 20):
         steps.step(count)
     assert graph.sizes == [3, 4]

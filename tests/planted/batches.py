@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "recordings keep any amount of memory",
         "src/pdinfer/execution/graphs.py",
-        "            del self._recorded[next(iter(self._recorded))]\n",
-        "            break\n",
+        "            del self._recorded[oldest], self._seen[oldest]",
+        "            break",
         f"{RECORDED}::test_what_takes_too_much_memory_is_not_kept",
     ),
     Mutant(

@@ -159,10 +159,11 @@ class DecodeGraphs:
             self._seen[key] = f"its recording would keep {recording.num_bytes} bytes"
         else:
             self._recorded[key] = _Captured(recording, outputs[0], recording.num_bytes)
-        while sum(each.num_bytes for each in self._recorded.values()) > MAX_RECORDED_BYTES:
-            del self._recorded[next(iter(self._recorded))]
-        self.num_bytes = sum(each.num_bytes for each in self._recorded.values())
         self.passed(self._seen[key] or "it was being recorded")
+        while (num_bytes := sum(each.num_bytes for each in self._recorded.values())) > MAX_RECORDED_BYTES:
+            oldest = next(iter(self._recorded))
+            del self._recorded[oldest], self._seen[oldest]  # it must come twice again: many sizes may take turns
+        self.num_bytes = num_bytes
         return outputs[0]
 
     def passed(self, reason: str) -> None:
