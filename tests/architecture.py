@@ -195,7 +195,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "process": (
         ("compiled",),
-        ("forked", "huge_pages", "locks", "malloc", "memory", "scratch", "silence", "streams"),
+        ("forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
     ),
 }
 

@@ -17,6 +17,7 @@ from pdinfer.execution.resident import why_not_captured
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw
 from pdinfer.kernels.draws import DrawKind
+from pdinfer.kernels.resolve import OpChoice
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
 from pdinfer.testing import FAMILIES
@@ -211,7 +212,7 @@ def test_what_cannot_be_captured_is_told(changed: dict[str, Any], told: str | No
     facts = {"device": "cuda", "world": 1, "attention": 1, "mtp": None, "graph_safe": True, "native": True, **changed}
     groups = SimpleNamespace(**{name: SimpleNamespace(size=facts[name]) for name in ("world", "attention")})
     experts = SimpleNamespace(dispatcher=SimpleNamespace(graph_safe=facts["graph_safe"]))
-    resolved = SimpleNamespace(runs=lambda op, provider: facts["native"])
+    resolved = SimpleNamespace(choices=[OpChoice("mla_decode", "native" if facts["native"] else "torch")])
     model: Any = SimpleNamespace(
         device=torch.device(facts["device"]), groups=groups, mtp=facts["mtp"], experts=experts, resolved=resolved
     )

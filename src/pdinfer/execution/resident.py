@@ -277,7 +277,7 @@ def why_not_captured(model: Model) -> str | None:
     """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch capture each its
     own: their dispatcher takes part in every step, with whatever rows there are."""
     if model.device.type == "cpu":
-        if not model.resolved.runs("mla_decode", "native"):
+        if ("mla_decode", "native") not in ((choice.op, choice.provider) for choice in model.resolved.choices):
             return "a CPU launches nothing, and records the steps of the kernels in C alone"
         if model.mtp is not None:
             return "steps that draft are not recorded on a CPU"

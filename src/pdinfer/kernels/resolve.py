@@ -64,10 +64,6 @@ class ResolvedOps:
     choices: tuple[OpChoice, ...]
     weights: tuple[str, ...] = ()
 
-    def runs(self, op: str, provider: str) -> bool:
-        """Return whether this provider runs the op."""
-        return any(choice.op == op and choice.provider == provider for choice in self.choices)
-
 
 @typed
 def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:

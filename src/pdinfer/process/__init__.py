@@ -6,6 +6,7 @@
     locks.py     locks that an interrupt cannot keep closed for ever
     malloc.py    keeps memory that a step has freed for the next one
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory
+    recording.py  the calls of a CPU's step, recorded once and made again
     silence.py   how long a peer was silent, as far as this process was awake; one table of times
     scratch.py   temporary folders, and the removal of those whose process was killed
     streams.py   events, streams and graphs of the device that a model is on
