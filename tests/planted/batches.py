@@ -106,15 +106,15 @@ MUTANTS = [
     Mutant(
         "what is changed in place does not change in a replay",
         RECORDING,
-        "            self._calls.append(again)\n            return\n",
-        "            return\n",
+        "                self._calls.append(again)\n",
+        "                pass\n",
         f"{URECORDING}::test_what_is_moved_on_moves_on_with_every_replay",
     ),
     Mutant(
         "a view that is made by an op that may copy is taken for one",
         RECORDING,
-        "        made = [each for each in results if _storage(each) not in given]\n",
-        "        made = [] if op.is_view else [each for each in results if _storage(each) not in given]\n",
+        "made = [each for each in results if _storage(each) not in given]",
+        "made = [] if op.is_view else [each for each in results if _storage(each) not in given]",
         f"{URECORDING}::test_a_replay_gives_what_new_values_give[dtype-inference_mode]",
     ),
     Mutant(

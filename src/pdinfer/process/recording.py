@@ -79,22 +79,20 @@ class Recording:
 
     def ran(self, op: Any, arguments: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
         """Record an op of torch that gave this result."""
-        name, overload = str(op).split(".")[1:3]
+        name = str(op).split(".")[1]
         results = list(_tensors([result]))
         if name in _LOOKING_OPS or torch.Tag.data_dependent_output in op.tags or _follows_values(op, name, arguments):
             self.looks.append(name)
         given = {_storage(each) for each in _tensors((*arguments, *options.values()))}
-        again = partial(op, *arguments, **options)
-        if (name.endswith("_") and not name.endswith("__")) or overload.endswith("out"):
-            self._calls.append(again)
-            return
         made = [each for each in results if _storage(each) not in given]
         self._memory.update((_storage(each), each) for each in made)
-        if not made or name in _ALLOCATIONS:
-            return
-        if name in _COPIES:
+        again = partial(op, *arguments, **options)
+        if not made:  # a view is there already, and anything else has changed what it was given
+            if not op.is_view:
+                self._calls.append(again)
+        elif name in _COPIES:
             self._calls.append(partial(made[0].copy_, arguments[0]))
-        else:
+        elif name not in _ALLOCATIONS:
             self._calls.append(partial(_redo, again, results))
 
 

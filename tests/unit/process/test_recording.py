@@ -14,6 +14,13 @@ from torch import Tensor
 from pdinfer.errors import PDInferError
 from pdinfer.process.recording import RecordedLibrary, Recording, recording_here
 
+
+def in_place_by_a_sign(x: Tensor) -> Tensor:
+    found = x.long()
+    found &= 3
+    return found
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "elementwise": lambda x: (x * 2 + 1).cos(),
     "dtype": lambda x: x.to(torch.bfloat16).float(),
@@ -21,6 +28,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "a view that is written": lambda x: torch.zeros_like(x).view(-1)[1:3].copy_(x.view(-1)[:2]),
     "a part": lambda x: x.tensor_split((2,), -1)[1].contiguous() * 2,
     "in place": lambda x: x.clone().mul_(3).add_(1),
+    "in place by a sign": in_place_by_a_sign,
     "into a given tensor": lambda x: torch.add(x, 1, out=torch.empty(3, 4)),
     "several results": lambda x: torch.cat(x.topk(2, dim=-1), -1) if x.dtype.is_floating_point else x,
     "a gather": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
