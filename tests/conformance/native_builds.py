@@ -49,5 +49,5 @@ def built_with(*flags: str) -> ctypes.CDLL:
 def as_native(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """Let the native ops be those of this library."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "library", lambda: library)
+        patch.setattr(build, "_library", lambda: library)  # so that recordings hear of its calls
         yield library

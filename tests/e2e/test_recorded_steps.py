@@ -18,6 +18,7 @@ from pdinfer.kernels.native import build
 from pdinfer.model.batch import Row
 from pdinfer.process.recording import Recording
 from pdinfer.testing import random_model, tiny_config
+from tests.conformance.native_builds import BODIES, as_native, built_with
 from tests.e2e.setups import by_request, join, pool_of, prompt_of
 
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
@@ -87,6 +88,14 @@ def test_they_give_the_tokens_of_steps_that_are_not(family: str, seed: int) -> N
     assert streams == others
     assert num_recorded(none) == 0
     assert num_recorded(told) > 20, told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("body", ["AVX-512 BF16 in C", "x86-64"])
+def test_they_are_recorded_on_cpus_of_every_kind(body: str) -> None:
+    """With AVX-512 BF16 and no tiles experts of many rows are torch's, but in steps as small as these."""
+    with as_native(built_with(*BODIES[body])):
+        test_they_give_the_tokens_of_steps_that_are_not("v3", 5)
 
 
 def test_only_the_sizes_that_are_asked_for() -> None:

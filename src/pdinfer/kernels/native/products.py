@@ -21,6 +21,8 @@ from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, FP8Strips, Int8Dyna
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
 bfloat16 the library says which it serves."""
+FEW_IN_ALL = 512
+"""Up to this many rows of all experts are served on every CPU, since no expert is likely to have many of them."""
 FEW_HEAD_ROWS = 64
 """Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
 FEW_FP8_ROWS = 16
@@ -73,7 +75,8 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     num_experts, width, inner = down_EDI.shape
     counts_E = counts_E.to(torch.int64)
     fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    if not fits or not _serves(x, counts_E, build.library().experts_are_served, width, inner):
+    few = 1 if len(x) <= FEW_IN_ALL else len(x)
+    if not fits or not _serves(few, counts_E, build.library().experts_are_served, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(x.shape[0], 3 * inner)
@@ -127,7 +130,7 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
     num_experts, width, inner = down.numbers.shape
     counts_E = counts_E.long()
     fits = x.ndim == 2 and x.shape[0] and x.is_contiguous() and _reads_int8(x, gate_up, down)
-    if not fits or not _serves(x, counts_E, build.library().is_served_int8):
+    if not fits or not _serves(len(x), counts_E, build.library().is_served_int8):
         return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
     out, hidden = torch.empty_like(x), x.new_empty(x.shape[0], 3 * inner)
     lacking = build.library().experts_int8(
@@ -149,10 +152,10 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
     return out
 
 
-def _serves(x_SD: Tensor, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
-    """Return whether kernels serve the expert with most rows. Where they would serve one that had all of the rows, no
-    count is looked at, so that steps can be recorded."""
-    return bool(serves(len(x_SD), *sizes) or serves(int(counts_E.max()), *sizes))
+def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
+    """Return whether kernels serve the expert with most rows. Where they serve one with `most` of them, no count is
+    looked at, so that steps can be recorded."""
+    return bool(serves(most, *sizes) or serves(int(counts_E.max()), *sizes))
 
 
 def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
