@@ -93,7 +93,7 @@ class Recording:
         elif name in _COPIES:
             self._calls.append(partial(made[0].copy_, arguments[0]))
         elif name not in _ALLOCATIONS:
-            self._calls.append(_into(op, arguments, options, results) or partial(_redo, again, results))
+            self._calls.append(partial(_redo, again, results))
 
 
 def recording_here() -> Recording | None:
@@ -160,23 +160,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _into(
-    op: Any, arguments: Sequence[Any], options: Mapping[str, Any], results: Sequence[Tensor]
-) -> Callable[[], object] | None:
-    """Return what computes an op into its one result, without memory of its own; None where torch has no such form of
-    it."""
-    overload = str(op).split(".")[2]
-    form = getattr(op.overloadpacket, "out" if overload in ("default", "Tensor") else f"{overload}_out", None)
-    if form is None or len(results) != 1:
-        return None
-    into = partial(form, *arguments, **options, out=results[0])
-    try:
-        into()
-    except (RuntimeError, TypeError):  # its arguments are others
-        return None
-    return into
 
 
 def _redo(again: Callable[[], Any], results: Sequence[Tensor]) -> None:
