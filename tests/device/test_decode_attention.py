@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import pdinfer as pd
 from pdinfer.kernels import reference, row_formats, torch_attention, torch_ops
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model.batch import Row
+from pdinfer.model.decode_rows import DecodeRows
+from tests.device.models import ModelKind, model_of
 from tests.simulated.capture import Capture
 
 SCALE = 0.25
@@ -61,3 +66,16 @@ def test_attention_is_recorded_and_run_again_on_other_lengths_and_pages(
         capture.replay()
         for got, expected in zip(results, attend(reference, now), strict=True):
             torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_a_step_chooses_without_a_look_at_lengths(device: torch.device) -> None:
+    """On a CPU it reads densely while contexts are short, which it learns by a look."""
+    model = model_of(ModelKind("v32"), device)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=10))
+    assert isinstance(pool.memory, PageMemory)
+    rows = DecodeRows({}, lambda _: (), page_size=4, device=device, scratch_page=9)
+    rows.place([Row((7,), 0, [3])], [None])
+    batch, view = rows.batch(1), KVView.of(pool.memory)
+    with Capture() as capture:
+        model.forward(batch, view)
+    assert capture.illegal == []

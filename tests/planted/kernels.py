@@ -271,14 +271,7 @@ MUTANTS = [
         "src/pdinfer/model/dsa.py",
         'if not batch.decode or pages_PGY.device.type == "cpu":',
         "if True:",
-        "tests/device/test_decode_attention.py",
-    ),
-    Mutant(
-        "a recorded step chooses among the positions that its own contexts had",
-        "src/pdinfer/model/dsa.py",
-        "        if batch.decode:\n            q_BQXY",
-        "        if not batch.context_lens:\n            q_BQXY",
-        "tests/device/test_decode_attention.py",
+        "tests/device/test_decode_attention.py::test_a_step_chooses_without_a_look_at_lengths",
     ),
     Mutant(
         "torch attention cuts the table to a length that it asks the device for",
