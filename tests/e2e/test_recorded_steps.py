@@ -239,4 +239,4 @@ def test_a_recording_reads_the_pages_that_are_there_now() -> None:
     for _ in range(3):
         steps.step(4)
     assert num_recorded(steps.told) == 4
-    assert all(isinstance(each.graph, Recording) for each in steps.runner.resident.graphs._recorded.values())
+    assert all(isinstance(each.recording, Recording) for each in steps.runner.resident.graphs._recorded.values())

@@ -50,7 +50,12 @@ _Key = tuple[int, DrawKind, int]
 class _Captured:
     graph: Graph
     output: Output
-    num_bytes: int = 0
+
+
+@attrs.frozen
+class _Recorded:
+    recording: Recording
+    output: Output
 
 
 class DecodeGraphs:
@@ -62,8 +67,6 @@ class DecodeGraphs:
     ) -> None:
         self.refusal = refusal
         """Why nothing can be captured, or None."""
-        self.num_bytes = 0
-        """The memory that the captured steps keep beside weights and pages."""
         self.num_steps: Counter[str] = Counter()
         """How many steps ran as a graph, under "", and how many did not, by the reason."""
         self.asked: frozenset[int] | None = None
@@ -71,8 +74,9 @@ class DecodeGraphs:
         self._device = device
         self._run = run
         self._captured: dict[tuple[int, DrawKind], _Captured] = {}
-        self._recorded: dict[_Key, _Captured] = {}
-        self._seen: dict[_Key, str] = {}
+        self._captured_bytes = 0
+        self._recorded: dict[_Key, _Recorded] = {}
+        self._seen: dict[_Key, str] = {}  # why steps that came are not recorded; "" where they are
         self._pool: object = None
         self._address = 0
 
@@ -84,6 +88,11 @@ class DecodeGraphs:
             raise AssertionError(refusal)
 
         return cls(torch.device("cpu"), run, refusal)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the captured steps keep beside weights and pages."""
+        return self._captured_bytes + sum(each.recording.num_bytes for each in self._recorded.values())
 
     @property
     def sizes(self) -> list[int]:
@@ -101,7 +110,7 @@ class DecodeGraphs:
             graph = capture(partial(self._keep, outputs, size, kind), self._device, self._pool)
             self._pool = self._pool or graph.pool()
             self._captured[size, kind] = _Captured(graph, outputs[0])
-        self.num_bytes += max(0, device_memory(self._device).in_use - before)
+        self._captured_bytes += max(0, device_memory(self._device).in_use - before)
 
     def _keep(self, outputs: list[Output], size: int, kind: DrawKind) -> None:
         outputs.append(self._run(size, kind))
@@ -134,7 +143,7 @@ class DecodeGraphs:
         recorded = self._recorded.pop(key, None)
         if recorded is not None:
             self._recorded[key] = recorded  # now the last to go
-            recorded.graph.replay()
+            recorded.recording.replay()
             self.num_steps[""] += 1
             return recorded.output
         reason = self._seen.get(key)
@@ -158,12 +167,11 @@ class DecodeGraphs:
         elif recording.num_bytes > MAX_RECORDED_BYTES:
             self._seen[key] = f"its recording would keep {recording.num_bytes} bytes"
         else:
-            self._recorded[key] = _Captured(recording, outputs[0], recording.num_bytes)
+            self._recorded[key] = _Recorded(recording, outputs[0])
         self.passed(self._seen[key] or "it was being recorded")
-        while (num_bytes := sum(each.num_bytes for each in self._recorded.values())) > MAX_RECORDED_BYTES:
+        while self.num_bytes > MAX_RECORDED_BYTES:
             oldest = next(iter(self._recorded))
             del self._recorded[oldest], self._seen[oldest]  # it must come twice again: many sizes may take turns
-        self.num_bytes = num_bytes
         return outputs[0]
 
     def passed(self, reason: str) -> None:

@@ -58,10 +58,7 @@ class ResidentDecode:
         self._results = torch.empty(0, dtype=torch.int32)
         self.while_waiting: Callable[[], None] | None = None
         """See `ModelRunner.do_while_waiting`."""
-        refusal = why_not_captured(model)
-        if refusal is None and trace is not None and model.device.type == "cpu":
-            refusal = "the parts of each step are in a timeline (`EngineConfig.trace`)"
-        self.graphs = DecodeGraphs(model.device, self._run_captured, refusal)
+        self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model, trace))
 
     def order(self, rows: Sequence[Row]) -> list[int]:
         """Return the order in which a step runs these rows, so that other ranks can run them alike."""
@@ -273,7 +270,7 @@ class ResidentDecode:
             yield size
 
 
-def why_not_captured(model: Model) -> str | None:
+def why_not_captured(model: Model, trace: Trace | None = None) -> str | None:
     """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch capture each its
     own: their dispatcher takes part in every step, with whatever rows there are."""
     if model.device.type == "cpu":
@@ -281,6 +278,8 @@ def why_not_captured(model: Model) -> str | None:
             return "a CPU launches nothing, and records the steps of the kernels in C alone"
         if model.mtp is not None:
             return "steps that draft are not recorded on a CPU"
+        if trace is not None:
+            return "the parts of each step are in a timeline (`EngineConfig.trace`)"
     if model.groups.attention.size > 1:
         return "steps of ranks that share a batch are not captured yet"
     if model.groups.world.size > 1 and model.mtp is not None:

@@ -1,4 +1,5 @@
-"""The process that pdinfer lives in: its forks, its locks, its memory, its temporary folders and what it compiles.
+"""The process that pdinfer lives in: its forks, its locks, its memory, its temporary folders, and what it compiles or
+records.
 
     compiled.py  C sources that are compiled for this machine on first use
     forked.py    what belongs to one process; a forked child may neither use nor end it

@@ -64,9 +64,6 @@ class Recording:
         for call in self._calls:
             call()
 
-    def pool(self) -> None:
-        """Return None: recordings share no memory."""
-
     def kernel(self, function: Callable[..., Any], failure: str | None = None) -> Callable[..., Any]:
         """Return what calls a kernel and records the call. `failure` is a sentence about another result than 0."""
 

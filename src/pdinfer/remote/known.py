@@ -15,7 +15,7 @@ from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 
 class KnownEngine:
     """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
-    port is lost. `pages` are those that it can find. `num_renewals` is the number of the last Renew of this session.
+    port is lost. `pages` are those that it can find. `num_renewals` is the number of the last Renew that was sent.
     The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:

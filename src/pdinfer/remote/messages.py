@@ -168,7 +168,7 @@ class Disconnect(msgspec.Struct, tag="disconnect"):
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """End what runs for this client, then send Ready again. `session` counts the renewals of this session."""
+    """End what runs for this client, then send Ready again. `session` counts them since the client connected."""
 
     session: Count
 

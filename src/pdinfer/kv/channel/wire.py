@@ -299,7 +299,7 @@ class FrameMac:
         return frame + self._next_tag(frame)
 
     def verify(self, tagged: bytes) -> bytes:
-        """Return the frame without its tag. Raises TransferError when it is not the next frame of this session."""
+        """Return the frame without its tag. Raises TransferError when it is not the next frame of the link."""
         frame, tag = tagged[: -self.tag_bytes], tagged[-self.tag_bytes :]
         if not hmac.compare_digest(tag, self._next_tag(frame)):
             what = "the peer's key differs, or " if self.key is not None else ""

@@ -33,9 +33,6 @@ from pdinfer.process.locks import new_lock
 _log = logging.getLogger("pdinfer")
 
 
-_NO_REQUESTS = ExpertRequests()
-
-
 class Solver(Protocol):
     """What `SolverProcess` offers."""
 
@@ -139,9 +136,9 @@ class Rebalancing:
         self._solving = Solving(groups.world, solver or SolverProcess(clock), self._report_unsolved)
         self._lock = new_lock()
         self._migration: Migration | None = None
-        self._requests = _NO_REQUESTS
+        self._requests = ExpertRequests()
         self._refused: int | None = None
-        self._told = self._idle = ExpertStatus()
+        self._told = ExpertStatus()
         self._num_steps = 0
         if (every := config.eplb_rebalance_num_iterations) is not None:
             self._check_rebalances(f"eplb_rebalance_num_iterations = {every}")
@@ -217,14 +214,13 @@ class Rebalancing:
         """Whether to agree now, rows or not."""
         self._solving.listen()
         with self._lock:
-            # asked in every step: nothing is made anew while nothing happens
-            return self._has_begun or self._requests != _NO_REQUESTS or self._current() != self._told
+            return self._has_begun or self._requests != ExpertRequests() or self._current() != self._told
 
     def status(self) -> ExpertStatus:
         """Return what to say in the agreement that comes now."""
         self._solving.listen()
         with self._lock:
-            requests, self._requests = self._requests, _NO_REQUESTS
+            requests, self._requests = self._requests, ExpertRequests()
             self._told = self._current()
             return attrs.evolve(self._told, requests=requests)
 
@@ -235,9 +231,7 @@ class Rebalancing:
     def _current(self) -> ExpertStatus:
         migration, answer_bytes = self._migration, self._solving.answer_bytes
         if migration is None:
-            if (self._idle.failed, self._idle.answer_bytes) != (self._refused, answer_bytes):
-                self._idle = ExpertStatus(failed=self._refused, answer_bytes=answer_bytes)
-            return self._idle
+            return ExpertStatus(failed=self._refused, answer_bytes=answer_bytes)
         return ExpertStatus(
             staged=migration.digest,
             failed=migration.digest if migration.state is MigrationState.FAILED else self._refused,
