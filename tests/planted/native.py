@@ -205,6 +205,13 @@ MUTANTS = [
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(
+        "native experts leave panels to no one where a thread lacks memory",
+        f"{FOLDER}/experts.c",
+        "            if (!own) continue;\n",
+        "            if (!able) continue;\n",
+        f"{MEMORY}::test_every_allocation_may_fail",
+    ),
+    Mutant(
         "native linear does not say what a kernel lacks",
         N,
         '    if lacking:\n        raise lacks(lacking, f"a product of {rows} rows{form}")\n',

@@ -84,14 +84,15 @@ static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
         if (!able) lacking = own ? of_strip : all;
 #pragma omp for schedule(dynamic)
         for (i64 p = 0; p < num_parts; p++) {
-            if (!able) continue;
+            if (!own) continue;
             Part *part = parts + p;
             part->panels = whole ? own : shared + all * p;
             part->hidden = part->panels + of_x;
             way->pack(&part->x, part->rows, width, part->panels);
-            for (i64 s = 0; whole && s < ups; s++) gated_strip(way, part, s, packed);
-            if (whole && way->finish) way->finish(part->rows, inner, part->hidden);
-            for (i64 s = 0; whole && s < downs; s++) down_strip(way, part, s, packed);
+            if (!whole || !able) continue; /* a thread without memory for strips still packs for the others */
+            for (i64 s = 0; s < ups; s++) gated_strip(way, part, s, packed);
+            if (way->finish) way->finish(part->rows, inner, part->hidden);
+            for (i64 s = 0; s < downs; s++) down_strip(way, part, s, packed);
         }
         if (!whole) {
 #pragma omp for schedule(dynamic)
