@@ -183,7 +183,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("weight_formats", "spec"),
         ("strips",),
     ),
-    "kernels.native": (("ops",), ("products", "fused"), ("rows",), ("build", "calls")),
+    "kernels.native": (("ops",), ("products", "fused"), ("rows", "draws"), ("build", "calls")),
     "kernels.triton": (
         ("provider",),
         ("grouped",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import attrs
 import pytest
@@ -53,6 +54,11 @@ def moved(controls: Controls, device: str) -> Controls:
     return Controls(**{field.name: getattr(controls, field.name).to(device) for field in attrs.fields(Controls)})
 
 
+def draw_of(provider: str, device: str) -> Any:
+    """Return the op of a model of bfloat16, whose logits are float32 too, since all providers have it."""
+    return op_of(provider, "draw", device, torch.bfloat16)
+
+
 def check(
     provider: str,
     device: str,
@@ -66,7 +72,7 @@ def check(
     there = [x.to(device) for x in (logits_BV, changed_BV)]
     if changed_BV is logits_BV:
         there[1] = there[0]
-    packed_3B = op_of(provider, "draw", device)(*there, moved(controls, device), kind).cpu()
+    packed_3B = draw_of(provider, device)(*there, moved(controls, device), kind).cpu()
     assert (packed_3B.dtype, packed_3B.shape) == (torch.int32, (3, len(logits_BV)))
     tokens_B = packed_3B[0].long()
     assert tokens_B.tolist() == reference.draw(logits_BV, changed_BV, controls, kind)[0].tolist()
@@ -137,6 +143,14 @@ def test_equal_logits_are_drawn_alike(provider: str, device: str, temperature: f
 
 
 @every_place
+def test_the_largest_may_be_anywhere(provider: str, device: str) -> None:
+    at = [0, 7, 8, 511, 512, 1023, 1024, 1039, 1040, 1042]
+    logits_BV = draw(len(at), 1043)
+    logits_BV[range(len(at)), at] = 9.0
+    assert check(provider, device, logits_BV, controls_of(len(at), temperature=(0.0,)), DrawKind.GREEDY).tolist() == at
+
+
+@every_place
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45])
 def test_a_tiny_temperature_takes_the_largest(provider: str, device: str, temperature: float) -> None:
     logits_BV = draw(4, 700)
@@ -175,7 +189,7 @@ def test_a_spoilt_row_is_known_by_its_normalizer(provider: str, device: str, kin
     temperature = (0.0,) if kind is DrawKind.GREEDY else (1.0,)
     controls = controls_of(3, temperature=temperature, top_k=(3,), top_p=(0.9,))
     controls = moved(controls, device)
-    op, logits_BV = op_of(provider, "draw", device), logits_BV.to(device)
+    op, logits_BV = draw_of(provider, device), logits_BV.to(device)
     expected_3B = op(logits_BV, logits_BV, controls, kind).cpu()
     for columns in (slice(None),) if bad == -math.inf else (slice(2999, None), slice(None)):
         spoilt_BV = logits_BV.clone()
@@ -189,3 +203,14 @@ def test_a_spoilt_row_is_known_by_its_normalizer(provider: str, device: str, kin
 @every_place
 def test_no_rows_are_no_tokens(provider: str, device: str) -> None:
     assert check(provider, device, torch.empty(0, 50), controls_of(0)).tolist() == []
+
+
+@every_place
+@pytest.mark.parametrize("kind", [DrawKind.GREEDY, DrawKind.FILTERED])
+def test_logits_may_lie_apart(provider: str, device: str, kind: DrawKind) -> None:
+    """Rows, and the logits of a row."""
+    controls = controls_of(3, temperature=(0.0,) if kind is DrawKind.GREEDY else (0.0, 1.0), top_k=(40,))
+    wide_BV = draw(3, 1400)
+    for logits_BV in (wide_BV[:, :700], wide_BV[:, ::2], wide_BV.mT.contiguous().mT):
+        tokens_B = check(provider, device, logits_BV, controls, kind)
+        assert tokens_B.tolist() == check(provider, device, logits_BV.clone(), controls, kind).tolist()

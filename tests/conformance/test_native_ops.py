@@ -29,6 +29,7 @@ OTHER_DTYPES: dict[str, Any] = {
     "heads_in": lambda dtype: (draw(4, 2, 48).to(dtype), draw(2, 48, 128).to(dtype)),
     "heads_out": lambda dtype: (draw(4, 2, 48).to(dtype), draw(2, 16, 48).to(dtype)),
     "combine_rows": lambda dtype: (draw(4, 48).to(dtype), torch.tensor([[0, 3], [2, 1]]), draw(2, 2).to(dtype)),
+    "gather_rows": lambda dtype: (draw(4, 48).to(dtype), torch.tensor([0, 3, 3])),
 }
 
 
@@ -69,6 +70,13 @@ def test_native_ops_read_strided_rows(name: str) -> None:
     apart = torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
     got = op(apart, *rest)
     assert torch.equal(got, op(x, *rest)) or torch.equal(got, getattr(torch_ops, name)(apart, *rest))
+
+
+@pytest.mark.parametrize("row", [-1, 3, 2**40])
+def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+    op = op_of("native", "gather_rows", "cpu", torch.bfloat16)
+    with pytest.raises(PDInferError, match=r"1 of the rows \[2, -?\d+\] are not among 3"):
+        op(draw(3, 8).bfloat16(), torch.tensor([2, row]))
 
 
 @pytest.mark.parametrize("slot", [-1, 12, 2**40])

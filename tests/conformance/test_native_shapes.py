@@ -9,11 +9,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
 from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
@@ -171,6 +173,12 @@ def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots
     return pages
 
 
+def drawn(logits: Tensor, changed: Tensor) -> Tensor:
+    """The controls of greedy draws are not read."""
+    nothing = {field.name: torch.empty(0) for field in attrs.fields(Controls)}
+    return native.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
+
+
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 CASES: dict[str, Case] = (
     {
@@ -186,6 +194,8 @@ CASES: dict[str, Case] = (
         ),
         "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
         "gated_silu": (native.gated_silu, (whole(5, 46),)),
+        "gather_rows": (native.gather_rows, (whole(7, 43), torch.tensor([6, 0, 3, 6]))),
+        "draw": (drawn, (draw(5, 1043), draw(5, 1043, seed=1))),
         "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
         "linear_float": (native.linear, (draw(5, 43), draw(9, 43))),
         "heads_in": (native.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
@@ -282,6 +292,8 @@ def test_nothing_is_an_input_too(body: ctypes.CDLL, threads: None) -> None:
     assert native.heads_out(whole(0, 2, 32), whole(2, 8, 32)).shape == (0, 2, 8)
     assert native.rms_norm(whole(0, 40), whole(40), 1e-6).shape == (0, 40)
     assert native.gated_silu(whole(0, 40)).shape == (0, 20)
+    assert native.gather_rows(whole(0, 40), torch.empty(0, dtype=torch.int64)).shape == (0, 40)
+    assert drawn(draw(0, 9), draw(0, 9)).shape == (3, 0)
     assert native.combine_rows(whole(0, 40), torch.full((2, 3), -1), draw(2, 3)).eq(0).all()
     none = torch.zeros(3, dtype=torch.int64)
     gate_up, down = in_strips(whole(3, 64, 32), 2), in_strips(whole(3, 32, 32))

@@ -174,6 +174,25 @@ def test_rows_of_experts(
 
 
 @for_every_provider
+@pytest.mark.parametrize("width", [1, 37, 512])
+@pytest.mark.parametrize("count", [0, 1, 7, 130])
+def test_rows_are_gathered_by_their_numbers(
+    provider: str, device: str, dtype: torch.dtype, count: int, width: int
+) -> None:
+    """One may come often, and the bits stay as they are."""
+    x_TD, token_S = draw(9, width).to(dtype), torch.arange(count) * 5 % 9
+    x_TD[3] = torch.nan
+    x_TD[4] = -0.0
+    op = op_of(provider, "gather_rows", device, dtype)
+    for given_TD in (x_TD, x_TD.repeat(1, 2)[:, :width], x_TD.mT.contiguous().mT):
+        got = op(given_TD.to(device), token_S.to(device))
+        assert (got.dtype, got.device.type) == (dtype, device)
+        assert got.is_contiguous()
+        assert torch.equal(got.cpu().nan_to_num(7), x_TD[token_S].nan_to_num(7))
+        assert torch.equal(got.cpu().signbit(), x_TD[token_S].signbit())
+
+
+@for_every_provider
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_expert_adds_nothing(provider: str, device: str, dtype: torch.dtype, rows: int) -> None:
     """Neither what stands in rows of others, nor that there are no rows at all."""

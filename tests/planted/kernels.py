@@ -9,6 +9,8 @@ US = "tests/unit/execution/test_sampling.py"
 CR = "src/pdinfer/kernels/native/rows.c"
 N = "src/pdinfer/kernels/native/products.py"
 NR = "src/pdinfer/kernels/native/rows.py"
+CD = "src/pdinfer/kernels/native/draws.c"
+ND = "src/pdinfer/kernels/native/draws.py"
 NO = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
@@ -20,6 +22,7 @@ OPS = "tests/conformance/test_ops.py"
 FUSED = "tests/conformance/test_fused_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
 ATTENTION = "tests/conformance/test_attention_ops.py"
+DRAWS = "tests/conformance/test_draws.py"
 ROUTING = "tests/conformance/test_routing_ops.py"
 NATIVE_OPS = "tests/conformance/test_native_ops.py"
 BAD = "tests/conformance/test_not_finite.py"
@@ -286,6 +289,62 @@ MUTANTS = [
         "(equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1)",
         "(equal_TS.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= room_T1)",
         f"{SPARSE}::test_index_topk_decode",
+    ),
+    Mutant(
+        "native draw takes the last of lines with equal logits",
+        CD,
+        "if (of_line > largest)",
+        "if (of_line >= largest)",
+        f"{DRAWS}::test_equal_logits_are_drawn_alike",
+    ),
+    Mutant(
+        "native draw does not look behind the last whole vector",
+        CD,
+        "for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;",
+        "",
+        f"{DRAWS}::test_the_largest_may_be_anywhere",
+    ),
+    Mutant(
+        "native draw leaves values behind the last whole vector out of a sum",
+        CD,
+        "for (; i < end; i++) total += expf(x[i] - top);",
+        "",
+        f"{DRAWS}::test_tokens_are_those_of_the_reference",
+    ),
+    Mutant(
+        "native draw weighs by changed logits",
+        CD,
+        "const float *x = logits + r * n;",
+        "const float *x = changed + r * n;",
+        f"{DRAWS}::test_changed_logits_are_drawn_from_and_raw_ones_weighed",
+    ),
+    Mutant(
+        "native draw reads logits that lie apart",
+        ND,
+        "if not logits_BV.shape[1] or not dense or not are",
+        "if not logits_BV.shape[1] or not are",
+        f"{DRAWS}::test_logits_may_lie_apart",
+    ),
+    Mutant(
+        "native draw keeps the log-probabilities of greedy tokens",
+        ND,
+        "        words_3B[1] = torch_draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)\n",
+        "",
+        f"{DRAWS}::test_tokens_are_those_of_the_reference",
+    ),
+    Mutant(
+        "native gather_rows takes a row behind the last",
+        CR,
+        "from[r] >= num_rows) outside",
+        "from[r] > num_rows) outside",
+        f"{NATIVE_OPS}::test_a_row_that_is_not_there_is_refused",
+    ),
+    Mutant(
+        "native gather_rows reads rows that lie apart",
+        NR,
+        "    if not x_TD.is_contiguous() or not are(torch.int64, token_S):\n",
+        "    if not are(torch.int64, token_S):\n",
+        f"{OPS}::test_rows_are_gathered_by_their_numbers",
     ),
     Mutant(
         "native combine_rows drops a choice when k > 7",

@@ -291,6 +291,13 @@ class GroupRows(Protocol):
         no row, `row_TK` is -1 there, and the rows that are left over, which come last, name token 0. Syncs nothing."""
 
 
+class GatherRows(Protocol):
+    """Collects the rows that `group_rows` assigns."""
+
+    def __call__(self, x_TD: Tensor, token_S: Tensor) -> Tensor:
+        """Return x[token[s]] -> [S, D] in x's dtype. Tokens are int64. Does not sync the device."""
+
+
 class CombineRows(Protocol):
     """Sums what experts return."""
 
@@ -398,6 +405,7 @@ class Ops:
     mla_sparse: MLASparse
     route: Route
     group_rows: GroupRows
+    gather_rows: GatherRows
     combine_rows: CombineRows
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP

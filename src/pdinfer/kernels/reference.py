@@ -56,8 +56,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    x = _exact(x_TD)
-    x = x - x.mean(-1, keepdim=True)
+    x = _exact(x_TD) - _exact(x_TD).mean(-1, keepdim=True)
     return (x * _inverse_root(x, eps) * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
 
 
@@ -317,8 +316,7 @@ def route(
     # torch's float32 functions round one logit differently in different places of a tensor
     exact = logits_TE.double()
     scores = (exact.sigmoid() if sigmoid else exact.softmax(-1)).float()
-    lost = not_finite(logits_TE)
-    choice = scores
+    choice, lost = scores, not_finite(logits_TE)
     if bias_E is not None:
         choice, lost = scores + bias_E, lost + not_finite(bias_E)
     num_experts = choice.shape[1]
@@ -351,6 +349,10 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     counts = expert_S.new_zeros(none + 1).scatter_add_(0, expert_S, torch.ones_like(expert_S))
     token_of_row_S = (pair_S // ids_TK.shape[1]) * (expert_S < none)
     return counts[:none], token_of_row_S, row_S.where(expert_of_pair_S < none, -1).view(ids_TK.shape)
+
+
+def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
+    return x_TD[token_S]
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -14,23 +14,33 @@ from pdinfer.kernels.draws import Controls, DrawKind
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
-    tokens_B = changed_BV.argmax(-1)
-    if kind is not DrawKind.GREEDY:
-        tokens_B = torch.where(controls.temperature_B > 0, _drawn(changed_BV, controls, kind), tokens_B)
+    tokens_B = drawn_tokens(changed_BV, changed_BV.argmax(-1), controls, kind)
     normalizers_B = logits_BV.logsumexp(-1)
-    logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
+    logprobs_B = logprobs(logits_BV, tokens_B, normalizers_B)
     return torch.stack((tokens_B.int(), logprobs_B.view(torch.int32), normalizers_B.view(torch.int32)))
 
 
-def _drawn(logits_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+def drawn_tokens(changed_BV: Tensor, greedy_B: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    """Return a token per row: that of `greedy_B` where the temperature is 0, elsewhere one that is drawn."""
+    if kind is DrawKind.GREEDY:
+        return greedy_B
+    return torch.where(controls.temperature_B > 0, _drawn(changed_BV, controls, kind), greedy_B)
+
+
+def logprobs(logits_BV: Tensor, tokens_B: Tensor, normalizers_B: Tensor) -> Tensor:
+    """Return the log-probability of each row's token, float32 [B]."""
+    return logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
+
+
+def _drawn(changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
     """Return a token per row, drawn. Rows of temperature 0 get some token."""
     temperature_B = controls.temperature_B
-    divisor_B = torch.where(temperature_B > 0, temperature_B, 1).to(logits_BV.dtype)
-    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
+    divisor_B = torch.where(temperature_B > 0, temperature_B, 1).to(changed_BV.dtype)
+    scaled_BV = (changed_BV - changed_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
     if kind is DrawKind.FILTERED:
         scaled_BV = _keep_top(scaled_BV, controls)
     # min_p is relative to the best token, whose scaled logit is 0
-    scaled_BV = scaled_BV.masked_fill(scaled_BV < controls.min_logit_B.to(logits_BV.dtype)[:, None], -torch.inf)
+    scaled_BV = scaled_BV.masked_fill(scaled_BV < controls.min_logit_B.to(changed_BV.dtype)[:, None], -torch.inf)
     return (scaled_BV + gumbel_noise(controls.seed_B, controls.position_B, scaled_BV.shape[1])).argmax(-1)
 
 

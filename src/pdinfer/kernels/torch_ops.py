@@ -68,6 +68,10 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     return torch.bmm(x_THC.transpose(0, 1), weight_HVC.transpose(1, 2)).transpose(0, 1)
 
 
+def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
+    return x_TD.index_select(0, token_S)
+
+
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device)
     if not len(y_SD):

@@ -127,7 +127,7 @@ class Model:
         """Run the blocks one by one, and yield (layer, hidden [T, D]) once that layer's cache is written. `trace` is
         told which part of the model runs. With two-batch overlap the tokens go through the blocks in two halves."""
         mark(trace, "embed", num_tokens=batch.tokens_T.shape[0])
-        hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
+        hidden_TD = self.resolved.ops.gather_rows(self.embed_VD, batch.tokens_T)
         if self.experts.two_batch_overlap and batch.cp.size == 1:
             halves = batch.halves()
             parts = hidden_TD.tensor_split((len(halves[0].tokens_T),))

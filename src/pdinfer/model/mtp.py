@@ -90,7 +90,7 @@ class MTP:
         """Return y [T, D] of the batch's positions from their states, and write the layer's cache. `batch.tokens_T`
         holds the token *after* each position. `trace` is told which part runs."""
         mark(trace, "embed", num_tokens=len(batch.tokens_T))
-        token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
+        token_TD = self.ops.gather_rows(self.tied.embed_VD, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
         step = Step(batch, view, self.tied.rotary(batch.positions_T), trace, batch.live_T)
         return self.norm(self.block(hidden_TD, step))

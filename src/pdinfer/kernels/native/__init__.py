@@ -4,6 +4,7 @@
     products.py   products with weights in every format, and experts
     rows.py       what lies between products
     fused.py      several of these in one call
+    draws.py      draws of tokens, as far as all of them go the same way
     calls.py      what all calls look at before and behind
     build.py      says what is compiled for this machine on first use, and why it cannot be
     products.c    linear maps; products.h says what the next four share
@@ -16,6 +17,7 @@
     fp8.c         products of few rows with FP8, and its conversions
     room.c        memory that threads keep from call to call
     rows.c        what lies between products: routing, norms, rotations
+    draws.c       the largest logit, and the normalizer
     decode.c      latent attention of few queries, over pages
     decode_tiles.c  the same by AMX; decode.h says what the two share
     prefill.c     latent attention of many queries
@@ -25,6 +27,6 @@
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
-May import: kernels.activations, kernels.compositions, kernels.ops, kernels.spec, kernels.torch_experts,
-kernels.torch_ops, kernels.weight_formats, process, the ground.
+May import: kernels.activations, kernels.compositions, kernels.draws, kernels.ops, kernels.spec,
+kernels.torch_draws, kernels.torch_experts, kernels.torch_ops, kernels.weight_formats, process, the ground.
 """

@@ -33,8 +33,10 @@ SIGNATURES = {
     "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
     "gated_silu": (_P, _N, _N, _P, _I),
     "experts": (_P, _P, _N, _P, _P, _N, _N, _P, _P, _I),
+    "draw_greedy": (_P, _P, _N, _N, _P, _I),
     "route": (_P, _P, _N, _N, _I, _N, _N, _N, _I, _F, _P, _P, _I),
     "group_rows": (_P, _N, _N, _N, _P, _P, _P),
+    "gather_rows": (_P, _N, _N, _P, _N, _P, _I),
     "combine_rows": (_P, _P, _P, _N, _N, _N, _P, _I),
     "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
     "add_rms_norm": (_P, _P, _N, _N, _P, _F, _P, _P, _I),
@@ -65,6 +67,7 @@ NEED_MEMORY = (
 FAILURES = {
     **dict.fromkeys(NEED_MEMORY, "lacks {} bytes of memory"),
     "norm_rotate_store": "was given {} slots that are not among those of the cache",
+    "gather_rows": "was given {} rows that are not there",
 }
 """What it means when these kernels return another number than 0."""
 ANSWERS = {

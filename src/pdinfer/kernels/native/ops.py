@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import torch_ops
-from pdinfer.kernels.native import build, fused, products, rows
+from pdinfer.kernels.native import build, draws, fused, products, rows
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.process.compiled import cpu_flags
@@ -36,8 +36,10 @@ rms_norm = rows.rms_norm
 rotate = rows.rotate
 route = rows.route
 group_rows = rows.group_rows
+gather_rows = rows.gather_rows
 combine_rows = rows.combine_rows
 gated_silu = rows.gated_silu
+draw = draws.draw
 add_rms_norm = fused.add_rms_norm
 norm_rotate_store = fused.norm_rotate_store
 combine_experts = fused.combine_experts

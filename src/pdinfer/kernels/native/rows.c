@@ -85,6 +85,17 @@ EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *coun
     }
 }
 
+/* y[r] = x[from[r]], rows of so many bytes. How many are not among `num_rows`; nothing is written there. */
+EXPORT i64 gather_rows(const char *x, i64 num_rows, i64 bytes, const i64 *from, i64 rows, char *y, int threads) {
+    i64 outside = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64) reduction(+ : outside)
+    for (i64 r = 0; r < rows; r++) {
+        if (from[r] < 0 || from[r] >= num_rows) outside++;
+        else memcpy(y + r * bytes, x + from[r] * bytes, bytes);
+    }
+    return outside;
+}
+
 /* The sum over the k choices of a token of weight * y[row], in float32, from value i on. A row of -1 adds nothing. */
 INLINE floats sum_of_choices(const bf16 *y, const i64 *row, const float *weights, i64 k, i64 width, i64 i) {
     floats sum = {0};

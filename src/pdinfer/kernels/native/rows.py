@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdinfer.errors import PDInferError
 from pdinfer.kernels import torch_ops
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
@@ -99,6 +100,24 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
         row_TK.data_ptr(),
     )
     return counts_E, token_of_row_S, row_TK
+
+
+def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
+    if not x_TD.is_contiguous() or not are(torch.int64, token_S):
+        return torch_ops.gather_rows(x_TD, token_S)
+    token_S, out = token_S.contiguous(), x_TD.new_empty(len(token_S), x_TD.shape[1])
+    outside = build.library().gather_rows(
+        x_TD.data_ptr(),
+        len(x_TD),
+        x_TD.shape[1] * x_TD.itemsize,
+        token_S.data_ptr(),
+        len(token_S),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if outside:
+        raise PDInferError(f"{outside} of the rows {token_S.tolist()[:8]} are not among {len(x_TD)}")
+    return out
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:

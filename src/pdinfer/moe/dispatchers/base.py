@@ -121,10 +121,12 @@ class LocalDispatcher:
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
         counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
-        rows = x_TD.rows if isinstance(x_TD, Rounded) else x_TD
-        return _Sorted(
-            x_SD=rows.index_select(0, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK
-        )
+        return _Sorted(x_SD=self._rows(x_TD, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK)
+
+    def _rows(self, x_TD: Tensor | Rounded, token_of_row_S: Tensor) -> Tensor | FP8Rows:
+        if isinstance(x_TD, Rounded):
+            return x_TD.rows.index_select(0, token_of_row_S)
+        return self.ops.gather_rows(x_TD, token_of_row_S)
 
     def dispatch_end(self, pending: _Sorted) -> _Sorted:
         return pending
