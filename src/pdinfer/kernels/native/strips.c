@@ -134,22 +134,24 @@ static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5,
 /* c[m][0..32) = a panel of M rows times a whole strip, which is read in its order. */
 #define SCAN(M)                                                                                                        \
     static void scan_##M(const float *a, const bf16 *w, i64 steps, float *c) {                                         \
-        floats acc[M][2 * VECTORS];                                                                                    \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < 2 * VECTORS; v++) acc[m][v] = (floats){0};                                             \
-        for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * M)                                                        \
-            for (i64 p = 0; p < 16; p++) {                                                                             \
-                __builtin_prefetch(w + 64 * p + AHEAD, 0, 2);                                                          \
-                __builtin_prefetch(w + 64 * p + AHEAD + 32, 0, 2);                                                     \
-                for (int v = 0; v < 2 * VECTORS; v++) {                                                                \
-                    words pairs = load_pairs(w + STEP / 2 * (v / VECTORS) + 32 * p + 2 * LANES * (v % VECTORS));       \
-                    floats evens = even(pairs), odds = odd(pairs);                                                     \
-                    for (int m = 0; m < M; m++) acc[m][v] += a[2 * p * M + m] * evens;                                 \
-                    for (int m = 0; m < M; m++) acc[m][v] += a[(2 * p + 1) * M + m] * odds;                            \
+        floats acc[2][M][VECTORS];                                                                                     \
+        for (int h = 0; h < 2; h++)                                                                                    \
+            for (int m = 0; m < M; m++)                                                                                \
+                for (int v = 0; v < VECTORS; v++) acc[h][m][v] = (floats){0};                                          \
+        for (i64 k = 0; k < steps; k++, a += 32 * M)                                                                   \
+            for (int h = 0; h < 2; h++, w += STEP / 2)                                                                 \
+                for (i64 p = 0; p < 16; p++) {                                                                         \
+                    __builtin_prefetch(w + 32 * p + AHEAD, 0, 2);                                                      \
+                    for (int v = 0; v < VECTORS; v++) {                                                                \
+                        words pairs = load_pairs(w + 32 * p + 2 * LANES * v);                                          \
+                        floats evens = even(pairs), odds = odd(pairs);                                                 \
+                        for (int m = 0; m < M; m++) acc[h][m][v] += a[2 * p * M + m] * evens;                          \
+                        for (int m = 0; m < M; m++) acc[h][m][v] += a[(2 * p + 1) * M + m] * odds;                     \
+                    }                                                                                                  \
                 }                                                                                                      \
-            }                                                                                                          \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < 2 * VECTORS; v++) store(c + STRIP * m + LANES * v, acc[m][v]);                         \
+        for (int h = 0; h < 2; h++)                                                                                    \
+            for (int m = 0; m < M; m++)                                                                                \
+                for (int v = 0; v < VECTORS; v++) store(c + STRIP * m + 16 * h + LANES * v, acc[h][m][v]);             \
     }
 SCAN(1) SCAN(2) SCAN(3)
 static void (*const scan_of[])(const float *, const bf16 *, i64, float *) = {0, scan_1, scan_2, scan_3};
