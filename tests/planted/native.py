@@ -205,6 +205,13 @@ MUTANTS = [
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(
+        "native INT8 exchanges the rows of weights whose sums are added together",
+        C8,
+        "memcpy((int *)&c + r, &some, sizeof some);",
+        "memcpy((int *)&c + (r ^ 4), &some, sizeof some);",
+        f"{QUANTIZED}::test_linear_int8",
+    ),
+    Mutant(
         "native experts leave panels to no one where a thread lacks memory",
         f"{FOLDER}/experts.c",
         "            if (!own) continue;\n",

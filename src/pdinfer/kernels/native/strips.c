@@ -16,28 +16,22 @@ typedef uint32_t eight __attribute__((vector_size(32)));
 
 i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIX(a, b, ...) __builtin_shuffle(a, b, (eight){__VA_ARGS__})
-#endif
-
 /* Turns 8 x 8 words: rows `from`, which are `ld` bf16 values apart, become columns of `to`, 16 words apart. */
 INLINE void turn(const bf16 *from, i64 ld, bf16 *to) {
     eight r[8], s[8];
     for (int i = 0; i < 8; i++) memcpy(r + i, from + i * ld, 32);
     for (int i = 0; i < 8; i += 2) {
-        s[i] = MIX(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        s[i + 1] = MIX(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+        s[i] = MIX(eight, r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        s[i + 1] = MIX(eight, r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
     }
     for (int i = 0; i < 8; i += 4)
         for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = MIX(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            r[i + 2 * j + 1] = MIX(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+            r[i + 2 * j] = MIX(eight, s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            r[i + 2 * j + 1] = MIX(eight, s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
         }
     for (int i = 0; i < 4; i++) {
-        s[i] = MIX(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        s[i + 4] = MIX(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        s[i] = MIX(eight, r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        s[i + 4] = MIX(eight, r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
     for (int i = 0; i < 8; i++) memcpy(to + 32 * i, s + i, 32);
 }

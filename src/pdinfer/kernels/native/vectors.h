@@ -33,6 +33,13 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
+/* A vector of this type of words, of integers, with the values at these places in a and then b. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIX(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
+
 INLINE floats all_of(float x) { return x - (floats){0}; }
 
 /* Where a lane of `mask` is set that of `a`, elsewhere that of `b`. */
