@@ -97,9 +97,9 @@ def cache_for(num_sequences: int, num_tokens: int) -> pd.CacheConfig:
 class PDInfer:
     """One loaded model, and engines made for each case."""
 
-    def __init__(self, folder: str, dtype: str, threads: int) -> None:
+    def __init__(self, folder: str, dtype: str, threads: int, weights: str = "auto") -> None:
         torch.set_num_threads(threads)
-        self.model = pd.load_model(folder, dtype=getattr(torch, dtype))
+        self.model = pd.load_model(folder, dtype=getattr(torch, dtype), weights=weights)
         self.vocab_size = self.model.config.vocab_size
         self.tag: dict[str, object] = {"engine": "pdinfer", "dtype": dtype, "threads": threads}
         self.outside: list[tuple[float, float]] = []
