@@ -303,12 +303,12 @@ V32_IN_INT8 = attrs.evolve(V3_ON_H800, weight_formats={"w8a8", "w8a8_dynamic"}, 
 
 @pytest.mark.parametrize("spec", [V3_ON_H800, V32_IN_INT8], ids=["v3-fp8", "v32-int8"])
 def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
-    """Plain products of floats are torch's, which calls cuBLAS. Strips are for CPUs."""
+    """Plain products of floats are torch's, which calls cuBLAS, and so is `index_select`. Strips are for CPUs."""
     pytest.importorskip("triton")
     lines = explain_backends(spec).splitlines()
     by_op = dict(line.split(None, 1) for line in lines if line.split()[0] in OP_NAMES)
     assert by_op.keys() == {*OP_NAMES}
-    others = dict.fromkeys(("linear", "heads_in", "heads_out"), "torch")
+    others = dict.fromkeys(("linear", "heads_in", "heads_out", "gather_rows"), "torch")
     others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips")), "composition")
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)
