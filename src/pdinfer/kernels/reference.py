@@ -56,7 +56,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    x = _exact(x_TD) - _exact(x_TD).mean(-1, keepdim=True)
+    x = _exact(x_TD)
+    x = x - x.mean(-1, keepdim=True)
     return (x * _inverse_root(x, eps) * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
 
 
@@ -335,8 +336,7 @@ def route(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Return the ids of the largest in each row, best first. Among equals the lowest id is first; `topk` leaves their
-    order open."""
+    """Return the ids of the largest in each row, best first. Equals come in order of ids, which `topk` leaves open."""
     return values.sort(descending=True, stable=True).indices[:, :count]
 
 
