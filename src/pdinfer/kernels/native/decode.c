@@ -71,56 +71,96 @@ INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count
 
 #else
 
-typedef float value; /* of a query, as decode reads it */
+typedef float value; /* of a query, as decode reads it: of 2 * LANES values the even ones, then the odd ones */
 
-INLINE void to_values(const bf16 *p, i64 n, value *to) { to_floats(p, n, to); }
+INLINE void to_values(const bf16 *p, i64 n, value *to) {
+    for (i64 i = 0; i < n; i += 2 * LANES) {
+        words pairs = load_pairs(p + i);
+        store(to + i, even(pairs)), store(to + i + LANES, odd(pairs));
+    }
+}
+
+/* Two vectors of sums, of the even values and of the odd ones, in the order of the values: the first half, the last. */
+#if LANES == 16
+#define FIRST_OF(a, b) MIX(ints, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define LAST_OF(a, b) MIX(ints, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#else
+#define FIRST_OF(a, b) MIX(ints, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define LAST_OF(a, b) MIX(ints, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#endif
+
+#define HEADS 6 /* at once: 6 x 2 sums are 12 of 16 registers */
+
+/* scores[h][t] = q[h] . token[t] for `some` <= HEADS heads, to a multiple of 2 tokens. */
+INLINE void score_heads(int some, const value *q, const bf16 *const *token, i64 count, int ask, i64 width, float *scores) {
+    for (i64 t = 0; t < count; t += 2) {
+        floats acc[HEADS][2];
+        for (int a = 0; a < some; a++) acc[a][0] = acc[a][1] = all_of(0);
+        for (i64 i = 0; i < width; i += 2 * LANES) {
+            if (ask && i % 32 == 0)
+                for (int b = 0; b < 2; b++) __builtin_prefetch(token[t + b + SOON] + i, 0, 2);
+            const bf16 *one = token[t] + i, *other = token[t + 1] + i;
+            floats left = even(load_pairs(one)), right = even(load_pairs(other));
+            for (int a = 0; a < some; a++) {
+                floats x = load(q + a * width + i);
+                acc[a][0] += x * left;
+                acc[a][1] += x * right;
+            }
+            __asm__("" : "+r"(one), "+r"(other)); /* read again: there are too few registers to keep both */
+            left = odd(load_pairs(one)), right = odd(load_pairs(other));
+            for (int a = 0; a < some; a++) {
+                floats x = load(q + a * width + i + LANES);
+                acc[a][0] += x * left;
+                acc[a][1] += x * right;
+            }
+        }
+        for (int a = 0; a < some; a++)
+            for (int b = 0; b < 2; b++) scores[a * TOKENS + t + b] = sum_of(acc[a][b]);
+    }
+}
+
+/* o[h][0..2 * LANES) += those values of each token, weighed, for `some` <= HEADS heads. */
+INLINE void value_heads(int some, const unit *weights, const bf16 *const *token, i64 i, i64 count, i64 rank, float *o) {
+    floats acc[HEADS][2];
+    for (int a = 0; a < some; a++) acc[a][0] = acc[a][1] = all_of(0);
+    for (i64 t = 0; t < count; t++) {
+        words pairs = load_pairs(token[t] + i);
+        floats left = even(pairs), right = odd(pairs);
+        for (int a = 0; a < some; a++) {
+            float weight = weight_at(weights + a * (TOKENS / PER), t);
+            acc[a][0] += weight * left;
+            acc[a][1] += weight * right;
+        }
+    }
+    for (int a = 0; a < some; a++) {
+        float *to = o + a * rank + i;
+        store(to, load(to) + FIRST_OF(acc[a][0], acc[a][1]));
+        store(to + LANES, load(to + LANES) + LAST_OF(acc[a][0], acc[a][1]));
+    }
+}
+
+/* The call with a number of heads that the compiler knows, from HEADS down to 1. */
+#define BY_HEADS(some, call, ...)                                                                                      \
+    switch (some) {                                                                                                    \
+    case 6: call(6, __VA_ARGS__); break;                                                                               \
+    case 5: call(5, __VA_ARGS__); break;                                                                               \
+    case 4: call(4, __VA_ARGS__); break;                                                                               \
+    case 3: call(3, __VA_ARGS__); break;                                                                               \
+    case 2: call(2, __VA_ARGS__); break;                                                                               \
+    default: call(1, __VA_ARGS__);                                                                                     \
+    }
 
 /* scores[h][t] = q[h] . token[t], to a multiple of 2 tokens: [heads, TOKENS]. */
 INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64 heads, i64 width, float *scores) {
-    for (i64 h = 0; h < heads; h += 4) {
-        i64 some = MIN(4, heads - h);
-        const float *qs[4];
-        for (int a = 0; a < 4; a++) qs[a] = q + (h + MIN(a, some - 1)) * width;
-        for (i64 t = 0; t < count; t += 2) {
-            floats acc[4][2];
-            for (int a = 0; a < 4; a++) acc[a][0] = acc[a][1] = all_of(0);
-            for (i64 i = 0; i < width; i += LANES) {
-                floats one = load_bf16(token[t] + i), other = load_bf16(token[t + 1] + i);
-                if (!h && i % 32 == 0)
-                    for (int b = 0; b < 2; b++) __builtin_prefetch(token[t + b + SOON] + i, 0, 2);
-                for (int a = 0; a < 4; a++) {
-                    acc[a][0] += load(qs[a] + i) * one;
-                    acc[a][1] += load(qs[a] + i) * other;
-                }
-            }
-            for (int a = 0; a < some; a++)
-                for (int b = 0; b < 2; b++) scores[(h + a) * TOKENS + t + b] = sum_of(acc[a][b]);
-        }
-    }
+    for (i64 h = 0; h < heads; h += HEADS)
+        BY_HEADS(MIN(HEADS, heads - h), score_heads, q + h * width, token, count, !h, width, scores + h * TOKENS)
 }
 
 /* o[h] += the first `rank` values of each token, weighed. */
 INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count, i64 heads, i64 rank, float *o) {
-    for (i64 h = 0; h < heads; h += 4) {
-        i64 some = MIN(4, heads - h);
-        for (i64 i = 0; i < rank; i += 2 * LANES) {
-            floats acc[4][2];
-            for (int a = 0; a < 4; a++) acc[a][0] = acc[a][1] = all_of(0);
-            for (i64 t = 0; t < count; t++) {
-                floats left = load_bf16(token[t] + i), right = load_bf16(token[t] + i + LANES);
-                for (int a = 0; a < 4; a++) {
-                    float weight = weight_at(weights + (h + MIN(a, some - 1)) * (TOKENS / PER), t);
-                    acc[a][0] += weight * left;
-                    acc[a][1] += weight * right;
-                }
-            }
-            for (int a = 0; a < some; a++)
-                for (int k = 0; k < 2; k++) {
-                    float *to = o + (h + a) * rank + i + k * LANES;
-                    store(to, load(to) + acc[a][k]);
-                }
-        }
-    }
+    for (i64 i = 0; i < rank; i += 2 * LANES)
+        for (i64 h = 0; h < heads; h += HEADS)
+            BY_HEADS(MIN(HEADS, heads - h), value_heads, weights + h * (TOKENS / PER), token, i, count, rank, o + h * rank)
 }
 
 #endif
