@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import FP8Rows, OpSpec, Rounded
-from pdinfer.kernels.weight_formats import FP8Blocks
+from pdinfer.kernels.weight_formats import FP8_MAX, FP8Blocks
 
 PAGE_SIZE = 64
 LATENT, ROPE = 512, 64
@@ -120,12 +120,14 @@ def draw(device: torch.device, seed: int, *shape: int) -> Tensor:
 
 
 def draw_fp8(device: torch.device, seed: int, *shape: int) -> Tensor:
-    """Return random e4m3 numbers, made in parts so that the floats take little memory."""
+    """Return random e4m3 numbers, made in parts so that the floats take little memory. Some versions of torch make NaN
+    of those beyond the largest."""
     numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     chance = generator(device, seed)
     flat = numbers.view(-1)
     for part in flat.split(1 << 28):
-        part.copy_(torch.randn(part.shape, generator=chance, device=device, dtype=torch.bfloat16).mul_(100))
+        drawn = torch.randn(part.shape, generator=chance, device=device, dtype=torch.bfloat16).mul_(100)
+        part.copy_(drawn.clamp_(-FP8_MAX, FP8_MAX))
     return numbers
 
 

@@ -133,3 +133,49 @@ def test_what_a_kernel_loads_and_multiplies_is_counted(tmp_path: Any, monkeypatc
     assert one.wgmma > 0 < one.cp_async
     (one,) = aot.measure(aot.Specimen("made", product(16, num_stages=3)))
     assert one.mma > 0 == one.wgmma
+
+
+def narrow_decode(dtype: torch.dtype, latent: int, *, packed: bool = False) -> None:
+    """Decode with rotary keys that are narrower than a product of tensor cores."""
+    from pdinfer.kernels.triton.mla_decode import mla_decode
+
+    row = latent + latent // 128 * 4 + 16 if packed else latent + 8
+    pages = empty(9, 16, row, dtype=torch.uint8 if packed else dtype)
+    table, lens = empty(2, 4, dtype=torch.int32), empty(2, dtype=torch.int64)
+    mla_decode(empty(2, 1, 4, latent, dtype=dtype), empty(2, 1, 4, 8, dtype=dtype), pages, table, lens, scale=0.1)
+
+
+def one_row_chosen() -> None:
+    """An argument of 1 is a constant of the kernel."""
+    from pdinfer.kernels.triton.index_topk import index_topk_decode
+
+    pages, table = empty(1, 3, 20, dtype=torch.uint8), empty(1, 1, dtype=torch.int32)
+    index_topk_decode(empty(1, 1, 1, 16), empty(1, 1, 1, dtype=torch.float32), pages, table, empty(1), top_k=1)
+
+
+def float32_of_fp8(rows: int) -> None:
+    from pdinfer.kernels.triton.products import linear_fp8
+    from tests.unit.kernels.specimens.products import fp8
+
+    linear_fp8(empty(rows, 512, dtype=torch.float32), fp8(384, 512))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: narrow_decode(torch.bfloat16, 16), id="decode"),
+        pytest.param(lambda: narrow_decode(torch.bfloat16, 8), id="decode, few latents"),
+        pytest.param(lambda: narrow_decode(torch.float32, 16), id="decode in float32"),
+        pytest.param(lambda: narrow_decode(torch.bfloat16, 128, packed=True), id="decode, packed"),
+        pytest.param(one_row_chosen, id="one row chosen"),
+        pytest.param(lambda: float32_of_fp8(5), id="float32 of FP8"),
+        pytest.param(lambda: float32_of_fp8(500), id="float32 of FP8, many rows"),
+    ],
+)
+def test_what_no_real_model_asks_for_compiles_too(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
+) -> None:
+    """The interpreter runs these, and a compiler refuses what tensor cores cannot do."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    for kernel, arguments, constants in aot.launches(call):
+        aot.compiled(kernel, arguments, constants)

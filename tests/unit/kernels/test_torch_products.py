@@ -45,7 +45,7 @@ class BlockwiseProducts:
         assert (scale_a.shape, scale_b.shape) == ((rows, blocks), (padded, math.ceil(outs / 128)))
         assert rows == 0 or scale_a.stride() == (1, rows)
         assert scale_b.stride() == (1, padded)
-        assert output_dtype in (torch.bfloat16, torch.float32)
+        assert output_dtype == torch.bfloat16  # sums have 14 bits
         y = torch.zeros(rows, outs, device=a.device)
         for block in range(blocks):
             columns = slice(block * 128, (block + 1) * 128)
@@ -62,24 +62,23 @@ def products(monkeypatch: pytest.MonkeyPatch) -> BlockwiseProducts:
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 4, 7])
 @pytest.mark.parametrize(
     ("sizes", "parts"), [((576, 512), 1), ((128, 384), 2), ((48, 128), 1), ((16, 640), 1), ((144, 128), 1)]
 )
 @pytest.mark.parametrize("rounded", [False, True])
 def test_fp8_blocks_are_multiplied_as_cublas_wants_them(
-    products: BlockwiseProducts, dtype: torch.dtype, rows: int, sizes: tuple[int, int], parts: int, rounded: bool
+    products: BlockwiseProducts, rows: int, sizes: tuple[int, int], parts: int, rounded: bool
 ) -> None:
     """Where a number of blocks is no multiple of 4 or of rows either, there is padding."""
-    x, weight = draw(rows, sizes[1]).to(dtype), fp8_weight(*sizes, parts=parts)
+    x, weight = draw(rows, sizes[1]).bfloat16(), fp8_weight(*sizes, parts=parts)
     x[1:2] = torch.nan
     given = reference.quantize_fp8(x, ue8m0=False) if rounded else x
     got = torch_products.linear_fp8(given, weight)
     assert products.calls == 1
-    assert got.dtype == dtype
+    assert got.dtype == torch.bfloat16
     # sums of another number of rows may be added up in another order
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(got, reference.linear_fp8(x, weight), rtol=2 * eps, atol=64 * eps, equal_nan=True)
     assert got[1:2].isnan().all()
 
@@ -91,6 +90,7 @@ def test_fp8_blocks_are_multiplied_as_cublas_wants_them(
         ((129, 128), 1, torch.bfloat16),
         ((128, 200), 1, torch.bfloat16),
         ((128, 128), 1, torch.float16),
+        ((128, 128), 1, torch.float32),
     ],
     ids=str,
 )

@@ -184,7 +184,7 @@ def _turn(
     tl.store(out_at, high, (row < num_rows)[:, None])
     if PARTS == 2:
         low = (turned - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
-        tl.store(out_at + num_rows.to(tl.int64) * WIDTH, low, (row < num_rows)[:, None])
+        tl.store(out_at + tl.cast(num_rows, tl.int64) * WIDTH, low, (row < num_rows)[:, None])
 
 
 @triton.jit

@@ -176,12 +176,21 @@ def _launch(
         PER_PART=x.per_part,
         DTYPE=TRITON_DTYPES[x.dtype],
         HAS_TMA=has_tma,
-        UPCAST=INTERPRETED[kind] if x.numbers.device.type == "cpu" else None,
+        UPCAST=_upcast(kind, x),
         EXPERTS=triton.next_power_of_2(weight.experts),
         GATED=gated,
         UE8M0=ue8m0,
         **config.constants,
     )
+
+
+def _upcast(kind: str, x: Rows) -> tl.dtype | None:
+    """Return what numbers are multiplied as, or None for what they are. Tensor cores keep 14 bits of a sum of FP8
+    products (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2): enough for results in 16 bits, and for those in
+    float32 the same numbers are multiplied as bfloat16."""
+    if x.numbers.device.type == "cpu":
+        return INTERPRETED[kind]
+    return tl.bfloat16 if kind == "fp8" and x.dtype == torch.float32 else None
 
 
 def _blocks(x: Rows, weight: Matrices, config: Config, *, gated: bool) -> int:
