@@ -10,6 +10,7 @@ types, strides and constants that it gives. Specimens are data: a module of `spe
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -76,11 +77,12 @@ def specimens() -> list[Specimen]:
 
 @contextmanager
 def replaced(start: Callable[..., None]) -> Iterator[None]:
-    """Give every module of the room `start` in place of `launch`."""
+    """Give every module of the room `start` in place of `launch`. One that was imported meanwhile would keep it."""
+    from pdinfer.kernels import triton as room
     from pdinfer.kernels.triton.launch import launch
 
-    names = [name for name in sys.modules if name.startswith("pdinfer.kernels.triton.")]
-    users = [sys.modules[name] for name in names if getattr(sys.modules[name], "launch", None) is launch]
+    modules = [importlib.import_module(f"{room.__name__}.{each.name}") for each in pkgutil.iter_modules(room.__path__)]
+    users = [module for module in modules if getattr(module, "launch", None) is launch]
     try:
         for user in users:
             user.launch = start  # type: ignore[attr-defined]
