@@ -1,5 +1,6 @@
 """A stand-in for the library deep_gemm on host tensors: its checks of dtypes, shapes, strides and alignment on a Hopper
-card, and the reference's products. Rows that the real kernels do not write become NaN."""
+card, and the reference's products. Rows that the real kernels do not write become NaN, and so do those of another
+expert that they write over."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def m_grouped_fp8_gemm_nt_masked(a: Pair, b: Pair, d: Tensor, masked_m: Tensor, 
     assert a[1].dtype == torch.float32
     check_block_scales(b[1], outputs, inputs, groups)
     d.fill_(torch.nan)
-    for group, count in enumerate(masked_m.tolist()):
+    for group, count in reversed([*enumerate(masked_m.tolist())]):  # in any order
+        first = group * room
+        d.flatten(0, 1)[first + count : first + -(-count // TILE) * TILE] = torch.nan
         d[group, :count] = product((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
 
 

@@ -176,10 +176,10 @@ def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> I
 @attrs.frozen
 class Rows:
     """A form in which rows reach experts: sorted by expert with `behind` rows of NaN behind the last one, or in room
-    for N rows per expert, of which the rest are NaN. Counts are int64 or int32."""
+    for N rows per expert, a multiple of `room`, of which the rest are NaN. Counts are int64 or int32."""
 
     behind: int = 0
-    room: bool = False
+    room: int = 0
     dtype: torch.dtype = torch.int64
 
     def run(self, op: Callable[[Tensor, Tensor], Tensor], x_SD: Tensor, counts: Sequence[int]) -> Tensor:
@@ -188,7 +188,8 @@ class Rows:
         if not self.room:
             behind_SD = x_SD.new_full((self.behind, x_SD.shape[1]), torch.nan)
             return op(torch.cat((x_SD, behind_SD)), counts_E)[: len(x_SD)]
-        x_END = x_SD.new_full((len(counts), max(counts) + 2, x_SD.shape[1]), torch.nan)
+        room = -(-(max(counts) + 2) // self.room) * self.room
+        x_END = x_SD.new_full((len(counts), room, x_SD.shape[1]), torch.nan)
         for room_ND, rows in zip(x_END, x_SD.split(list(counts)), strict=True):
             room_ND[: len(rows)] = rows
         y_END = op(x_END, counts_E)
@@ -199,7 +200,7 @@ class Rows:
 ROWS = [
     pytest.param(Rows(), id="rows"),
     pytest.param(Rows(behind=3, dtype=torch.int32), id="rows-and-more"),
-    pytest.param(Rows(room=True, dtype=torch.int32), id="room"),
+    pytest.param(Rows(room=1, dtype=torch.int32), id="room"),
 ]
 
 

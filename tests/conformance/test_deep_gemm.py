@@ -11,7 +11,6 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, explain_backends, reference, resolve_ops, torch_ops
@@ -55,7 +54,7 @@ def op_of(device: str) -> Any:
     return resolve_ops(OpSpec(device=device), forced=forced).ops.grouped_mlp_fp8
 
 
-@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("form", [*ROWS[:2], pytest.param(Rows(room=adapter.ROOM_STEP, dtype=torch.int32), id="room")])
 @pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0), (128, 0, 129, 1)], ids=str)
 def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x_SD = draw(sum(counts), 256).to(torch.bfloat16).to(device)
@@ -81,11 +80,8 @@ def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> No
 
 
 def scales_together(rows: FP8Rows) -> FP8Rows:
-    """Return the same room with the scales of a group of channels side by side, as DeepEP delivers them: it has room
-    for a multiple of 4 rows, and what only looks so is read wrongly."""
-    num_rows = rows.shape[1]
-    scales_EGN = F.pad(rows.scales_TN.mT, (0, -num_rows % 4), value=torch.nan)
-    return attrs.evolve(rows, scales_TN=scales_EGN.mT[:, :num_rows], layout="mn-major-tma")
+    """Return the same room with the scales of a group of channels side by side, as DeepEP delivers them."""
+    return attrs.evolve(rows, scales_TN=rows.scales_TN.mT.contiguous().mT, layout="mn-major-tma")
 
 
 def test_shapes_follow_from_shapes_alone() -> None:
@@ -97,7 +93,7 @@ def test_shapes_follow_from_shapes_alone() -> None:
     meta = [map_tensors(stack, lambda tensor: tensor.to("meta")) for stack in experts(3, "cpu")]
     with installed(adapter, library):
         op = resolve_ops(OpSpec(device="meta"), forced=dict.fromkeys(OPS, "deep_gemm")).ops.grouped_mlp_fp8
-        for shape in ((7, 256), (3, 5, 256)):
+        for shape in ((7, 256), (3, 128, 256)):
             x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             assert op(x, torch.empty(3, dtype=torch.int32, device="meta"), *meta).shape == shape
 
@@ -123,6 +119,21 @@ def test_what_the_kernels_do_not_take_goes_to_the_next_provider(
         assert (choice.provider, choice.others) == ("deep_gemm", ("torch",))
         with pytest.raises(BackendUnavailable, match=f"op linear_fp8: .*{told}"):
             resolve_ops(BF16, forced={"linear_fp8": "deep_gemm"}).ops.linear_fp8(x, weight)
+
+
+@pytest.mark.parametrize("room", [5, 64, 192])
+def test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider(room: int) -> None:
+    """Through the library, the rows of the next expert would be lost."""
+    gate_up, down = experts(3, "cpu")
+    x, counts_E = draw(3, room, 256).to(torch.bfloat16), torch.tensor([2, 5, 1], dtype=torch.int32)
+    expected = torch_ops.grouped_mlp_fp8(x, counts_E, gate_up, down)
+    with installed(adapter, fake_deep_gemm.build("mainline")):
+        got = resolve_ops(BF16).ops.grouped_mlp_fp8(x, counts_E, gate_up, down)
+        forced = resolve_ops(BF16, forced={"grouped_mlp_fp8": "deep_gemm"}).ops.grouped_mlp_fp8
+        with pytest.raises(BackendUnavailable, match=f"room for a multiple of 128, not {room}"):
+            forced(x, counts_E, gate_up, down)
+    for expert, count in enumerate(counts_E.tolist()):
+        assert torch.equal(got[expert, :count], expected[expert, :count])
 
 
 def test_it_is_told_what_the_library_serves() -> None:

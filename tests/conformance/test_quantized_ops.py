@@ -223,8 +223,8 @@ def test_grouped_mlp_of_quantized_experts(
     [
         (Rows(), (0, 20, 3, 40)),
         (Rows(behind=5), (2, 131)),
-        (Rows(room=True), (40, 0, 7)),
-        (Rows(room=True), (130, 3)),
+        (Rows(room=1), (40, 0, 7)),
+        (Rows(room=1), (130, 3)),
     ],
     ids=str,
 )

@@ -46,6 +46,13 @@ MUTANTS = [
         f"{QUANTIZED}::test_linear_fp8",
     ),
     Mutant(
+        "torch sums FP8 products of float32 models in the 14 bits of a card",
+        TP,
+        "if x_TI.dtype == torch.bfloat16 and why_no_fp8(",
+        "if x_TI.dtype != torch.float16 and why_no_fp8(",
+        f"{PRODUCTS}::test_what_cublas_does_not_take_goes_through_floats",
+    ),
+    Mutant(
         "a composition goes on calling the op that was swapped",
         "src/pdinfer/kernels/ops.py",
         "Composed(composed.func, self)",

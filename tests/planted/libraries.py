@@ -50,6 +50,13 @@ MUTANTS = [
         "tests/conformance/test_deep_gemm.py::test_it_is_told_what_the_library_serves",
     ),
     Mutant(
+        "the last tile of a room is written over the next one",
+        DEEP_GEMM,
+        "if x.ndim == 3 and x.shape[1] % ROOM_STEP:",
+        "if False:",
+        "tests/conformance/test_deep_gemm.py::test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider",
+    ),
+    Mutant(
         "a part that ends within a block of scales is multiplied",
         DEEP_GEMM,
         "if weight.parts > 1 and outputs // weight.parts % BLOCK:",

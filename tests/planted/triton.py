@@ -24,9 +24,39 @@ INDEX = "src/pdinfer/kernels/triton/index_topk.py"
 SELECT = "src/pdinfer/kernels/triton/select.py"
 DECODE = "src/pdinfer/kernels/triton/mla_decode.py"
 PARTS = "src/pdinfer/kernels/triton/latent_parts.py"
+PRODUCTS = "src/pdinfer/kernels/triton/tile_products.py"
+COMPILED = "tests/unit/kernels/test_aot.py::test_what_no_real_model_asks_for_compiles_too"
 INTERPRETED = "tests/conformance/test_triton_interpreter.py::test_kernels_do_what_the_reference_does"
 
 MUTANTS = [
+    Mutant(
+        "a Triton decode multiplies rotary keys that are narrower than tensor cores take",
+        PARTS,
+        "    R: tl.constexpr = triton.next_power_of_2(S.rope) if S.rope > SMALLEST_BLOCK else SMALLEST_BLOCK\n    if",
+        "    R: tl.constexpr = triton.next_power_of_2(S.rope)\n    if",
+        COMPILED,
+    ),
+    Mutant(
+        "a Triton decode takes latents that are narrower than tensor cores take",
+        PARTS,
+        "    C: tl.constexpr = triton.next_power_of_2(S.latent) if S.latent > SMALLEST_BLOCK else SMALLEST_BLOCK",
+        "    C: tl.constexpr = triton.next_power_of_2(S.latent)",
+        COMPILED,
+    ),
+    Mutant(
+        "a Triton kernel asks a constant for another type",
+        INDEX,
+        "tl.cast(num_rows, tl.int64)",
+        "num_rows.to(tl.int64)",
+        COMPILED,
+    ),
+    Mutant(
+        "Triton sums FP8 products of float32 models in the 14 bits of a card",
+        PRODUCTS,
+        'if kind == "fp8" and x.dtype == torch.float32 else None',
+        "if False else None",
+        "tests/unit/kernels/test_aot.py::test_products_of_fp8_for_float32_keep_it",
+    ),
     Mutant(
         "a Triton norm divides by the padded width",
         NORMS,

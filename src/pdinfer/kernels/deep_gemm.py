@@ -30,6 +30,10 @@ ALIGNMENT = ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_cont
 """Functions of the library, each under the names that builds have for it."""
 
 OUTPUTS_STEP = 64
+ROOM_STEP = 128
+"""The rows of the largest tile of a room. The library writes whole tiles (csrc/jit_kernels/heuristics/sm90.hpp and
+sm90_fp8_gemm_1d2d.cuh: its TMA knows all rooms as one matrix): the last one of an expert may not reach into the next
+room. It does not check that, and on an H200 results of the next expert were lost."""
 EXPECTED_SHARE = 32
 """The part of an expert's room that is expected to be filled: DeepSeek-V3 sends a token to 8 of 256 experts. The
 library chooses its tiles by the number of rows that is expected; results do not depend on it."""
@@ -159,6 +163,8 @@ def _declines_linear(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> str | None:
 
 
 def _declines_experts(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> str | None:
+    if x.ndim == 3 and x.shape[1] % ROOM_STEP:
+        return f"writes over the rows of the next expert, but in room for a multiple of {ROOM_STEP}, not {x.shape[1]}"
     return _declines(x, gate_up, down)
 
 
