@@ -55,6 +55,18 @@ def test_the_trained_model(dtype: str, num_draft_tokens: int, transport: str) ->
     check(asked, serve(pairing, asked), expected, exact, TIE["exact" if dtype == "float32" else dtype])
 
 
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_captured_steps(num_draft_tokens: int) -> None:
+    exact, asked = exact_model(CHECKPOINT), trained_requests()
+    expected = serve(joined(exact), asked, times=1)
+    model = pd.load_model(CHECKPOINT, device=DEVICE, dtype="float32", mtp=num_draft_tokens > 0)
+    pairing = joined(model, "loopback", num_draft_tokens=num_draft_tokens)
+    (decode,) = (port for port in pairing.ports if isinstance(port, pd.DecodeEngine))
+    decode.warm_up()
+    check(asked, serve(pairing, asked), expected, exact, TIE["exact"])
+    assert int(pd.explain_graphs(decode).partition("steps that ran captured: ")[2].split()[0]) > 10
+
+
 def test_drafts_are_accepted() -> None:
     """Drafts that were always wrong would change no token."""
     model = pd.load_model(CHECKPOINT, device=DEVICE, mtp=True)
