@@ -1,7 +1,8 @@
-"""The suites of all providers on a card, each in a process of its own: a fault of a kernel ends a process."""
+"""The suites of all providers on a card, each in processes of its own: a fault of a kernel ends one."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,8 @@ SUITES = sorted(
     if "for_every_provider" in path.read_text() or "every_place" in path.read_text()
 )
 MINUTES = 9
+WORKERS = str(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
+"""Processes of a suite. The largest has 2100 tests, of a quarter of a second each on an H200: most of it compiles."""
 NO_TESTS = 5
 """What pytest returns when it found none."""
 
@@ -34,7 +37,7 @@ def pytest_in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("suite", SUITES)
 def test_ops_of_every_provider(suite: str) -> None:
-    done = pytest_in_a_process(suite)
+    done = pytest_in_a_process("-n", WORKERS, "--dist", "worksteal", suite)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
