@@ -31,16 +31,16 @@ INTERPRETED = "tests/conformance/test_triton_interpreter.py::test_kernels_do_wha
 MUTANTS = [
     Mutant(
         "a Triton decode multiplies rotary keys that are narrower than tensor cores take",
-        PARTS,
-        "    R: tl.constexpr = triton.next_power_of_2(S.rope) if S.rope > SMALLEST_BLOCK else SMALLEST_BLOCK\n    if",
-        "    R: tl.constexpr = triton.next_power_of_2(S.rope)\n    if",
+        DECODE,
+        "padded(latent), padded(rope),",
+        "padded(latent), triton.next_power_of_2(rope),",
         COMPILED,
     ),
     Mutant(
         "a Triton decode takes latents that are narrower than tensor cores take",
-        PARTS,
-        "    C: tl.constexpr = triton.next_power_of_2(S.latent) if S.latent > SMALLEST_BLOCK else SMALLEST_BLOCK",
-        "    C: tl.constexpr = triton.next_power_of_2(S.latent)",
+        DECODE,
+        "padded(latent), padded(rope),",
+        "triton.next_power_of_2(latent), padded(rope),",
         COMPILED,
     ),
     Mutant(

@@ -12,18 +12,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-SMALLEST_BLOCK = tl.constexpr(16)
-"""The fewest numbers along an axis that tensor cores multiply at once. TMA fills narrower rows with zeros."""
-
 
 class Shape(NamedTuple):
-    """Sizes of decode attention that a kernel is compiled for. `rows` are queries times heads of a sequence. With
-    `upcast` products are those of float32 numbers."""
+    """Sizes of decode attention that a kernel is compiled for. `rows` are queries times heads of a sequence. Latents
+    and rotary keys are loaded in blocks that TMA fills up with zeros. With `upcast` products are those of float32
+    numbers."""
 
     rows: int
     heads: int
     latent: int
     rope: int
+    latent_block: int
+    rope_block: int
     page_size: int
     packed: bool
     upcast: bool
@@ -35,7 +35,7 @@ def attend_in_shared_memory(
 ):
     """Attend to whole blocks that every row sees: latents stay where TMA puts them. With fewer than 64 rows the tokens
     are on the M side of a product, of which wgmma wants 64, if there are as many: scores are [N, M], sums [C, M]."""
-    C: tl.constexpr = triton.next_power_of_2(S.latent) if S.latent > SMALLEST_BLOCK else SMALLEST_BLOCK
+    C: tl.constexpr = S.latent_block
     TURNED: tl.constexpr = M < 64 and N >= 64
     TOKENS: tl.constexpr = 0 if TURNED else 1  # the axis
     latents, keys, _ = _views(cache, S, N, C)
@@ -62,8 +62,7 @@ def attend_through_registers(
     """Attend to packed tokens, or to the newest, which only some rows see and some of which may hold NaN. There is room
     for 128 channels at a time beside the sums."""
     GROUPS: tl.constexpr = S.latent // 128 if S.latent % 128 == 0 else 1
-    WIDTH: tl.constexpr = S.latent // GROUPS
-    C: tl.constexpr = triton.next_power_of_2(WIDTH) if WIDTH > SMALLEST_BLOCK else SMALLEST_BLOCK
+    C: tl.constexpr = 128 if S.latent % 128 == 0 else S.latent_block
     dtype: tl.constexpr = q[0].dtype.element_ty
     latents, keys, scale_ptr = _views(cache, S, N, C)
     q_latents, q_rope = _queries(q, first_row, S, M, C)
@@ -104,7 +103,7 @@ def attend_through_registers(
 def _views(cache, S: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
     """Return descriptors of the latents and the keys of all slots, and the address of the first slot's scales."""
     pages_ptr, _, num_slots = cache
-    R: tl.constexpr = triton.next_power_of_2(S.rope) if S.rope > SMALLEST_BLOCK else SMALLEST_BLOCK
+    R: tl.constexpr = S.rope_block
     if S.packed:
         BYTES: tl.constexpr = S.latent + S.latent // 128 * 4 + S.rope * 2
         latent_ptr = pages_ptr.to(tl.pointer_type(tl.float8e4nv))
@@ -131,7 +130,7 @@ def _scales(scale_ptr, slot, S: tl.constexpr, N: tl.constexpr):
 def _queries(q, first_row, S: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
     """Return a descriptor of the latent part of the queries, and the tile of the rotary part."""
     q_latent_ptr, q_rope_ptr = q
-    R: tl.constexpr = triton.next_power_of_2(S.rope) if S.rope > SMALLEST_BLOCK else SMALLEST_BLOCK
+    R: tl.constexpr = S.rope_block
     q_latents = tl.make_tensor_descriptor(q_latent_ptr, [S.rows, S.latent], [S.latent, 1], [M, C])
     q_ropes = tl.make_tensor_descriptor(q_rope_ptr, [S.rows, S.rope], [S.rope, 1], [M, R])
     return q_latents, q_ropes.load([first_row, 0])

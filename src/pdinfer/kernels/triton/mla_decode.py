@@ -19,17 +19,14 @@ from pdinfer.kernels import torch_attention
 from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton import configs
-from pdinfer.kernels.triton.latent_parts import (
-    SMALLEST_BLOCK,
-    Shape,
-    attend_in_shared_memory,
-    attend_through_registers,
-    weigh,
-)
+from pdinfer.kernels.triton.latent_parts import Shape, attend_in_shared_memory, attend_through_registers, weigh
 from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.tiles import padded
 
 WIDEST_LATENT = 512
 WIDEST_ROPE = 128
+SMALLEST_BLOCK = 16
+"""Tokens: the fewest that tensor cores multiply at once."""
 
 
 def refuses(op: str, spec: OpSpec) -> str | None:
@@ -43,8 +40,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
 
 def _misfit(latent: int, rope: int, page_size: int, pages: torch.dtype) -> str | None:
     """Return a sentence about pages of that dtype that the kernel cannot read, and None for others."""
-    if page_size % SMALLEST_BLOCK.value:
-        return f"reads pages of a multiple of {SMALLEST_BLOCK.value} tokens, these have {page_size}"
+    if page_size % SMALLEST_BLOCK:
+        return f"reads pages of a multiple of {SMALLEST_BLOCK} tokens, these have {page_size}"
     if latent > WIDEST_LATENT or rope > WIDEST_ROPE:
         return f"reads up to {WIDEST_LATENT} + {WIDEST_ROPE} elements of a row, these have {latent} + {rope}"
     if pages != PACKED:
@@ -99,7 +96,7 @@ def mla_decode(
         scale * math.log2(math.e),
         pages_PGW.shape[0] * page_size,
         page_table_BM.stride(0),
-        S=Shape(rows, heads, latent, rope, page_size, packed, upcast),
+        S=Shape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, packed, upcast),
         **cut.config.constants | tokens,
     )
     if lse is not None:
