@@ -1,7 +1,8 @@
-"""Settings that hold for every test: one thread, no network, and no test skipped in silence."""
+"""Settings that hold for every test: one thread, no network, and no test that is skipped or hangs in silence."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import time
@@ -14,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -34,11 +35,15 @@ NO_CUDA = "needs a CUDA device"
 NO_TIME = "no time left"
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
+STDERR = pytest.StashKey[int]()
+LONGEST_S = 300.0
+"""What ends a run that hangs. On two quiet cores no test takes a fifth of it, but for those that say how long they are."""
 T = TypeVar("T")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pdinfer")
+    group.addoption("--longest", type=float, default=LONGEST_S, help="end a test that hangs for so many seconds")
     group.addoption("--minutes", type=float, help="begin no test after so many; what did not run is counted at the end")
     group.addoption(
         "--turn", type=int, default=0, help="begin with other tests than at the turn before, so that all get theirs"
@@ -48,14 +53,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     minutes = config.getoption("--minutes")
     config.stash[DEADLINE] = None if minutes is None else time.monotonic() + 60 * minutes
+    config.stash[STDERR] = os.dup(2)  # a test's own is captured, and lost with its process
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
+
+
+def needed_s(item: pytest.Item) -> float:
+    """Return what a long test says that it needs."""
+    full = item.get_closest_marker("full")
+    return 60.0 * full.kwargs.get("minutes", 0) if full else 0.0
+
+
+def watch(item: pytest.Item) -> None:
+    """End the process where the test hangs, and print the stacks of its threads: xdist then names the test, counts it as
+    failed, and goes on."""
+    limit_s = item.config.getoption("--longest") + 3 * needed_s(item)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    watch(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     deadline = item.config.stash[DEADLINE]
-    full = item.get_closest_marker("full")
-    needed_s = 60 * full.kwargs.get("minutes", 0) if full else 0
-    if deadline is not None and time.monotonic() + needed_s > deadline:
+    if deadline is not None and time.monotonic() + needed_s(item) > deadline:
         pytest.skip(NO_TIME)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    watch(item)  # once more, since pytest cancels it when a test fails
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,8 @@ DEADLINE_S = 900.0
 """Seconds, longer than any job on a busy machine; a test that reaches them fails."""
 COLLECTIVE_S = 300.0
 """The time that a rank waits for the others."""
+END_S = 60.0
+"""The time that a process has to end when it is to run no more jobs."""
 PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
 
 
@@ -155,11 +157,20 @@ class Ranks:
                 try:
                     outcomes[rank] = msgspec.msgpack.decode(workers[rank].connection.recv_bytes(), type=Outcome)
                     if outcomes[rank].alone:
-                        workers[rank].process.join()
+                        _await_end(workers[rank])
                 except (EOFError, ConnectionResetError):
-                    workers[rank].process.join()
+                    _await_end(workers[rank])
                     outcomes[rank] = Outcome(error="Died", message=f"exit code {workers[rank].process.exitcode}")
         return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _await_end(worker: _Worker) -> None:
+    """Wait for a process that said its last word. Fails when it does not end in `END_S`."""
+    worker.process.join(END_S)
+    if worker.process.is_alive():
+        stack = _stack(worker)
+        worker.end()
+        raise AssertionError(f"a rank did not end in {END_S} s behind its last job\n{stack}")
 
 
 def _stack(worker: _Worker) -> str:

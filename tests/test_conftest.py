@@ -1,4 +1,4 @@
-"""No test is skipped in silence: pytest's last lines name what was missing."""
+"""No test is skipped or hangs in silence: pytest's last lines name what was missing, and what did not end."""
 
 from __future__ import annotations
 
@@ -69,6 +69,38 @@ def test_what_no_time_was_left_for_is_counted(tmp_path: Path) -> None:
     assert 1 <= len(numbers) < 4
     assert "too late" not in said
     assert f"{11 - len(numbers)} tests did not run for lack of time" in said
+
+
+HANGS = """
+import pytest
+import threading
+
+@pytest.fixture
+def never_torn_down():
+    yield
+    threading.Event().wait()
+
+def test_hangs():
+    threading.Event().wait()
+
+def test_fails_and_then_hangs(never_torn_down):
+    assert not "an error"
+
+def test_goes_on():
+    pass
+"""
+
+
+@pytest.mark.full
+def test_what_hangs_is_ended_and_named(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-n", "1"]
+    result = subprocess.run([*command, "--longest", "1"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    named = re.findall(r"worker '\w+' crashed while running 'test_hangs.py::(\w+)'", result.stdout)
+    assert {*named} == {"test_hangs", "test_fails_and_then_hangs"}
+    assert "1 passed" in result.stdout
+    assert re.search(r'test_hangs.py", line \d+ in test_hangs', result.stderr), "its stack"
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
