@@ -37,7 +37,7 @@ GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
 LONGEST_S = 300.0
-"""What ends a run that hangs. On two quiet cores no test takes a fifth of it, but for those that say how long they are."""
+"""After it a test hangs. On two quiet cores none takes a fifth of it, but for those that say how long they are."""
 T = TypeVar("T")
 
 
@@ -67,8 +67,8 @@ def needed_s(item: pytest.Item) -> float:
 
 
 def watch(item: pytest.Item) -> None:
-    """End the process where the test hangs, and print the stacks of its threads: xdist then names the test, counts it as
-    failed, and goes on."""
+    """End the process where the test hangs, and print the stacks of its threads: xdist then names the test, counts it
+    as failed, and goes on."""
     limit_s = item.config.getoption("--longest") + 3 * needed_s(item)
     faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[STDERR])
 

@@ -26,6 +26,7 @@ from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from tests.backends import ROOT, child_environment, need_mooncake
 from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
 from tests.conformance.transport_suite import TransportSuite
+from tests.forks import check_ended, fork
 from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
 
 SLOT_BYTES = 1 << 20
@@ -254,15 +255,15 @@ def test_a_forked_child_is_refused_and_can_end(engines: tuple[MooncakeEngine, Mo
     link, _ = left.connect(right)
     left.transport.write(link, b"w", [(0, 64)])
     right.receiver.wait("placed")
-    child = os.fork()
-    if not child:
-        num_refused = left.num_refused(link, right)
+
+    def is_refused() -> None:
+        assert left.num_refused(link, right) == 4
         left.transport.close()
         signal.alarm(5)  # what joins threads that this process does not have never returns
         for engine in engines:
             engine.close()
-        os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+    check_ended(fork(is_refused))
     left.transport.write(link, b"w", [(0, 64)])
     right.receiver.wait("placed", 2)
     for end in (left, right):

@@ -30,6 +30,7 @@ from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_
 from pdinfer.kv.transports.socket import SocketTransport
 from tests.conformance.shm_ends import MIB, num_descriptors, num_maps, opened_ends
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished, wait_until
+from tests.forks import check_ended, fork
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -345,11 +346,11 @@ def test_a_forked_child_is_refused(open_end: Callable[..., End]) -> None:
     left, right = open_end(), open_end()
     link, _ = left.connect(right)
     finished(left.transport.write(link, b"w", [(0, 8)]))
-    child = os.fork()
-    if not child:
-        num_refused = left.num_refused(link, right)
+
+    def is_refused() -> None:
+        assert left.num_refused(link, right) == 4
         left.transport.close()
-        os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+    check_ended(fork(is_refused))
     assert finished(left.transport.write(link, b"w", [(0, 8)])).error is None
     assert Path(left.endpoints[0].removeprefix(SCHEME)).exists()

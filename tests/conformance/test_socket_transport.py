@@ -29,6 +29,7 @@ from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished, wait_until
+from tests.forks import check_ended, fork
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -431,13 +432,13 @@ def test_close_from_inside_a_callback(open_end: Callable[..., End]) -> None:
 def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path) -> None:
     left, right = open_end(), open_end(SocketTransport(path=tmp_path / "end.sock"))
     link, _ = left.connect(right)
-    child = os.fork()
-    if not child:
-        num_refused = left.num_refused(link, right)
+
+    def is_refused() -> None:
+        assert left.num_refused(link, right) == 4
         left.transport.close()
         right.transport.close()
-        os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+    check_ended(fork(is_refused))
     left.transport.send(link, b"the parent goes on")
     right.receiver.wait("received")
     assert (tmp_path / "end.sock").exists()

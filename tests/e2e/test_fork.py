@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import Pipe
@@ -34,40 +30,10 @@ from tests.e2e.setups import (
     tokens_of,
     wait_until,
 )
+from tests.forks import check_ended, fork
 from tests.slices import one_in
 
 RIGHT = list(reference("v3", PROMPT, 5).tokens)
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child; the exit code of the child is 0 when it went well."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        gc.collect()
-        code = 0
-    except BaseException:  # noqa: BLE001 - the exit code tells
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def check_ended(child: int) -> None:
-    """The child ended well, and soon."""
-    codes: list[int] = []
-
-    def ended() -> bool:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            codes.append(os.waitstatus_to_exitcode(status))
-        return bool(pid)
-
-    wait_until(ended, 60.0)
-    assert codes == [0]
 
 
 def check_serves(pairing: pd.Pairing, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -14,17 +13,18 @@ from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.transports.shm.transport import listen_shm
 from pdinfer.process import scratch
 from pdinfer.process.scratch import LOCK, ScratchFolder
+from tests.forks import check_ended, fork
 
 
 def in_child(work: Callable[[], object], *, killed: bool = True) -> None:
     """Run `work` in a forked child, which is then killed, or ends without any cleanup."""
-    pid = os.fork()
-    if not pid:
+
+    def work_and_end() -> None:
         work()
         if killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
-    os.waitpid(pid, 0)
+
+    check_ended(fork(work_and_end), code=-signal.SIGKILL if killed else 0)
 
 
 def test_it_is_there_until_it_is_closed(tmp_path: Path) -> None:
@@ -101,13 +101,7 @@ def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkey
 def test_many_processes_may_clean_up_at_once(tmp_path: Path) -> None:
     for _ in range(5):
         in_child(lambda: ScratchFolder(tmp_path))
-    cleaners = [
-        multiprocessing.get_context("fork").Process(target=lambda: ScratchFolder(tmp_path).close()) for _ in range(4)
-    ]
-    for cleaner in cleaners:
-        cleaner.start()
-    for cleaner in cleaners:
-        cleaner.join()
-    assert [cleaner.exitcode for cleaner in cleaners] == [0] * 4
+    for cleaner in [fork(lambda: ScratchFolder(tmp_path).close()) for _ in range(4)]:
+        check_ended(cleaner)
     ScratchFolder(tmp_path).close()
     assert not list(tmp_path.iterdir())
