@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -49,10 +50,12 @@ def together(work: Callable[[int], None], meanwhile: Callable[[], object] = lamb
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(NUM_THREADS)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + TIMEOUT_S
     while any(thread.is_alive() for thread in threads):
+        assert time.monotonic() < end, "a thread does not end"
         meanwhile()
     if errors:
         raise errors[0]

@@ -19,6 +19,8 @@ SECRET_BYTES = 8
 DATAGRAM = struct.Struct(f"<{SECRET_BYTES}sq")
 """The secret of the rank that is woken, and a number."""
 LOOPBACK = "127.0.0.1"
+LOOK_S = 0.5
+"""How often the thread looks whether it was closed: the datagram that tells it so may be lost as any other."""
 ANYWHERE = ("10.255.255.255", 9)
 """A socket connected to this address shows which address the host has in its network. Nothing is sent."""
 
@@ -42,6 +44,7 @@ class Wakeup(OfOneProcess):
         hosts = {int(host) for host in world.all_gather(torch.tensor([[_number(own)]])).flatten()}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((LOOPBACK if len(hosts) == 1 else own, 0))
+        self._socket.settimeout(LOOK_S)
         self.address: tuple[str, int] = self._socket.getsockname()
         host, port = self.address
         ours = [[_number(host), port, int.from_bytes(self._secret, "little", signed=True)]]
@@ -64,13 +67,14 @@ class Wakeup(OfOneProcess):
         """End the thread. A second call does nothing."""
         if not self._closing:
             self._closing = True
-            self._socket.sendto(b"", self.address)
+            with contextlib.suppress(OSError):  # or else the thread looks by itself
+                self._socket.sendto(b"", self.address)
             self._thread.join()
             self._socket.close()
 
     def _listen(self) -> None:
         while not self._closing:
-            with contextlib.suppress(OSError):  # the system reports a peer's closed port here
+            with contextlib.suppress(OSError):  # no datagram came in time, or the system reports a peer's closed port
                 data = self._socket.recv(64)
                 if len(data) == DATAGRAM.size:
                     secret, number = DATAGRAM.unpack(data)

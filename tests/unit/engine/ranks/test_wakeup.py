@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -86,3 +88,21 @@ def test_every_rank_has_a_secret_of_its_own() -> None:
         made[2].notify(8)
         assert heard[1].get(timeout=TIMEOUT_S) < 3  # its own, and no other
         assert heard[1].get(timeout=TIMEOUT_S) == 8
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOBUFS, "no memory")])
+def test_it_closes_where_the_datagram_that_says_so_is_lost(
+    error: OSError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lossy(socket.socket):
+        def sendto(self, data: bytes, *_: object) -> int:  # type: ignore[override]
+            if error is not None:
+                raise error
+            return len(data)
+
+    monkeypatch.setattr(socket, "socket", Lossy)
+    with wakeups(groups_of(dp_size=2)) as (made, _):
+        closing = threading.Thread(target=made[0].close, daemon=True)
+        closing.start()
+        closing.join(TIMEOUT_S)
+        assert not closing.is_alive()
