@@ -13,7 +13,7 @@ import torch
 import pdinfer as pd
 from pdinfer.process import memory
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
-from tests.e2e.setups import join, prompt_of
+from tests.e2e.setups import join, prompt_of, step_until
 from tests.simulated import order
 from tests.simulated.device import DEVICE, set_up
 from tests.simulated.watch import Watch
@@ -77,10 +77,7 @@ def count(step: Step) -> dict[str, Watch]:
         for seed in range(NUM_SEQUENCES):
             sampling = pd.SamplingParams(max_new_tokens=40, ignore_eos=True, seed=seed, **dict(step.sampling))
             setup.pairing.submit(pd.Request(prompt=prompt_of(20, seed=seed), sampling=sampling))
-        while decode.load().num_running_requests < NUM_SEQUENCES:
-            for event in setup.pairing.step():
-                if event.error is not None:
-                    raise event.error
+        step_until(setup.pairing, lambda _: decode.load().num_running_requests == NUM_SEQUENCES)
         for _ in range(NUM_STEPS):
             with Watch() as watch:
                 decode.step()

@@ -24,7 +24,7 @@ from pdinfer.testing import FAMILIES
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
 from tests.e2e.drafts import Streams, check_equal
-from tests.e2e.setups import by_request, join, prompt_of
+from tests.e2e.setups import by_request, join, prompt_of, step_until
 from tests.each_time import others_in_full
 from tests.simulated.device import DEVICE
 from tests.simulated.watch import Watch
@@ -135,8 +135,7 @@ def test_a_captured_step_is_one_launch_and_one_wait(way: int, num_drafts: int) -
                 **{"max_new_tokens": 30, "ignore_eos": True, "seed": seed, **WAYS[way], "logprobs": 0}
             )
             setup.pairing.submit(pd.Request(prompt=prompt_of(18, seed=seed), sampling=sampling))
-        while decode.load().num_running_requests < 6:
-            setup.pairing.step()
+        step_until(setup.pairing, lambda _: decode.load().num_running_requests == 6)
         decode.step()  # the last one that joined is on the device behind it
         for _ in range(4):
             with Watch() as watch:
@@ -159,8 +158,7 @@ def test_what_comes_while_a_step_runs_is_scheduled_meanwhile(graph_batch_sizes: 
         sampling = pd.SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
         for name in ("ends", "stays"):
             setup.pairing.submit(pd.Request(request_id=name, prompt=prompt_of(9), sampling=sampling))
-        while decode.load().num_running_requests < 2:
-            setup.pairing.step()
+        step_until(setup.pairing, lambda _: decode.load().num_running_requests == 2)
         resident: Any = decode._model_runner.resident
         schedule, writers = resident.while_waiting, (setup.prefills[0].address,)
 

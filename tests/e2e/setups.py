@@ -192,6 +192,24 @@ def check_wakes_in(pairing: pd.Pairing, seconds: float) -> None:
     assert pairing.wait(seconds)
 
 
+def step_until(
+    pairing: pd.Pairing, condition: Callable[[list[pd.TokenEvent]], object], *, timeout_s: float = TIMEOUT_S
+) -> list[pd.TokenEvent]:
+    """Steps until it comes true of the events, which are returned. Fails when it does not, and at once when no request
+    is left that could make it true."""
+    events: list[pd.TokenEvent] = []
+    end = time.monotonic() + timeout_s
+    while not condition(events):
+        assert time.monotonic() < end, f"it did not happen in {timeout_s} s; what came is {events}"
+        is_over = not pairing.num_unfinished
+        pairing.wait(0.05)
+        events += pairing.step()
+        assert not is_over or condition(events), (
+            f"all requests have ended, and it did not happen; what came is {events}"
+        )
+    return events
+
+
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
     """Steps until every request has ended; fails rather than waits for ever."""
     events: list[pd.TokenEvent] = []

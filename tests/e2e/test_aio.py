@@ -18,6 +18,7 @@ import pdinfer as pd
 from pdinfer import aio
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     Setup,
     by_request,
     join,
@@ -64,8 +65,9 @@ async def read(stream: AsyncIterator[pd.TokenEvent]) -> list[pd.TokenEvent]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - it comes true in other threads
-        await asyncio.sleep(0.002)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - it comes true in other threads
+            await asyncio.sleep(0.002)
 
 
 class Scripted:

@@ -31,6 +31,7 @@ from tests.e2e.setups import (
     recover,
     reference,
     request,
+    step_until,
     tokens_of,
     wait_until,
     watch,
@@ -135,9 +136,7 @@ def test_a_sequence_waits_for_the_pages_of_a_room_that_is_given_up_instead_of_lo
         prefill, decode = setup.prefills[0], setup.decodes[0]
         seen = watch(decode)
         setup.pairing.submit(request(count=16))
-        events = setup.pairing.step()
-        while not decode.load().num_running_requests:
-            events += setup.pairing.step()
+        events = step_until(setup.pairing, lambda _: decode.load().num_running_requests)
         hang(prefill)
         setup.pairing.submit(request("b", cache_salt=b"another"))
         events += setup.pairing.step()

@@ -23,6 +23,7 @@ from tests.e2e.setups import (
     recover,
     reference,
     request,
+    step_until,
     tokens_of,
     wait_until,
     watch,
@@ -112,9 +113,7 @@ def test_a_request_whose_prefill_lost_its_decode_goes_to_another_one() -> None:
 def test_a_running_request_is_given_another_prefill_before_it_needs_one() -> None:
     with several(2, 1, policy=pd.policy.round_robin) as setup:
         setup.pairing.submit(request("a", 50))
-        events: list[pd.TokenEvent] = []
-        while not events:
-            events = setup.pairing.step()
+        events = step_until(setup.pairing, len)
         mend = cut(setup.prefills[0], setup.decodes[0])
         events += setup.pairing.step() + setup.pairing.step()
         (sequence,) = setup.decodes[0].snapshot().running

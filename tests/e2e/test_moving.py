@@ -22,6 +22,7 @@ from tests.e2e.setups import (
     prompt_of,
     reference,
     request,
+    step_until,
     tokens_of,
     wait_until,
 )
@@ -57,10 +58,7 @@ UNHARMED = unharmed()
 
 def until_tokens(setup: Setup, count: int) -> list[pd.TokenEvent]:
     """Step until this many tokens have come, and no further."""
-    events: list[pd.TokenEvent] = []
-    while sum(event.token is not None for event in events) < count:
-        events += setup.pairing.step()
-    return events
+    return step_until(setup.pairing, lambda events: sum(event.token is not None for event in events) >= count)
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])

@@ -31,6 +31,7 @@ from tests.e2e.setups import (
     recover,
     reference,
     request,
+    step_until,
     tokens_of,
     wait_until,
     watch,
@@ -398,9 +399,7 @@ def test_a_prefill_that_breaks_is_closed_and_its_requests_go_to_another(transpor
 def test_when_the_only_prefill_breaks_its_requests_fail(transport: str) -> None:
     with several(1, 1, transport) as setup:
         setup.pairing.submit(request("running", 12))
-        events: list[pd.TokenEvent] = []
-        while not events:
-            events = setup.pairing.step()
+        events = step_until(setup.pairing, len)
         hang(setup.prefills[0])
         setup.pairing.submit(request("waiting"))
         events += setup.pairing.step()
@@ -418,9 +417,7 @@ def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(tra
     with several(1, 2, transport, policy=pd.policy.round_robin, config=config) as setup:
         for number in range(4):
             setup.pairing.submit(request(str(number), 12))
-        events: list[pd.TokenEvent] = []
-        while {event.request_id for event in events} != set("0123"):
-            events += setup.pairing.step()
+        events = step_until(setup.pairing, lambda events: {event.request_id for event in events} == set("0123"))
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         events += collect(setup.pairing)
         check_failed(events, "0", "2")
@@ -452,8 +449,7 @@ def test_an_id_is_free_again_only_when_decode_is_done_with_its_last_request() ->
         setup.pairing.submit(request())
         events = setup.pairing.step()
         setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
-        while not events:
-            events = setup.pairing.step()
+        events += step_until(setup.pairing, len)
         check_failed(events, "a")
         setup.pairing.add(spare)
         setup.pairing.submit(request())
@@ -524,9 +520,7 @@ def test_an_id_used_again_after_a_late_end_gets_its_own_answer() -> None:
         assert setup.pairing.step() == []
         assert setup.pairing.step() == []
         setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
-        events: list[pd.TokenEvent] = []
-        while not events:
-            events = setup.pairing.step()
+        step_until(setup.pairing, len)
         again = attrs.evolve(request(count=5), prompt=prompt_of(9, seed=1))
         setup.pairing.submit(again)
         expected = list(reference("v3", again.prompt, 5).tokens)

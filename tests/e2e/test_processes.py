@@ -26,6 +26,7 @@ from tests.e2e.setups import (
     prompt_of,
     reference,
     request,
+    step_until,
     tokens_of,
     wait_until,
 )
@@ -70,11 +71,9 @@ class Fleet:
 
     def step_until_ended(self, name: str) -> list[pd.TokenEvent]:
         """Steps until that request has ended."""
-        events: list[pd.TokenEvent] = []
-        while not any(event.request_id == name and event.finish_reason for event in events):
-            self.pairing.wait(5.0)
-            events += self.pairing.step()
-        return events
+        return step_until(
+            self.pairing, lambda events: any(event.request_id == name and event.finish_reason for event in events)
+        )
 
 
 @contextmanager

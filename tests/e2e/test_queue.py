@@ -25,6 +25,7 @@ from tests.e2e.setups import (
     recover,
     reference,
     request,
+    step_until,
     tokens_of,
     watch,
 )
@@ -242,9 +243,7 @@ def test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill() -> N
         with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], **more) as setup:
             for name in "ab":  # they do not fit together: one is retracted
                 setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
-            events: list[pd.TokenEvent] = []
-            while len(by_request(events)) < 2:
-                events += setup.pairing.step()
+            events = step_until(setup.pairing, lambda events: len(by_request(events)) == 2)
             place = 1
             for number in range(backlog):
                 setup.pairing.submit(request(f"new {number}", 2, prompt=prompt_of(80, seed=number)))

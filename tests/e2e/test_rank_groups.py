@@ -14,7 +14,18 @@ import torch
 import pdinfer as pd
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.view import KVView
-from tests.e2e.setups import by_request, collect, greedy, model_of, pool_of, prompt_of, reference, tokens_of, wait_until
+from tests.e2e.setups import (
+    by_request,
+    collect,
+    greedy,
+    model_of,
+    pool_of,
+    prompt_of,
+    reference,
+    step_until,
+    tokens_of,
+    wait_until,
+)
 from tests.unit.parallel.thread_groups import TIMEOUT_S, groups_of, on_ranks
 
 PROMPT = prompt_of(9)
@@ -129,10 +140,10 @@ def test_cancelled_and_retracted_requests_leave_nothing_behind() -> None:
         for number in range(6):
             made.pairing.submit(request(f"r{number}", 20, prompt_of(9, seed=number)))
         made.pairing.submit(request("unwanted", 40))
-        events = []
-        while not any(event.request_id == "unwanted" and event.token is not None for event in events):
-            events += made.pairing.step()
-            made.pairing.wait(0.05)
+        events = step_until(
+            made.pairing,
+            lambda events: any(event.request_id == "unwanted" and event.token is not None for event in events),
+        )
         made.pairing.cancel("unwanted")
         streams = by_request([*events, *collect(made.pairing)])
         assert streams.pop("unwanted")[-1].finish_reason is pd.FinishReason.CANCELLED

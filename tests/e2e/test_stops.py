@@ -28,6 +28,7 @@ from tests.e2e.setups import (
     pool_of,
     reference,
     request,
+    step_until,
     tokens_of,
     watch,
 )
@@ -243,8 +244,7 @@ def test_a_request_that_goes_on_at_another_decode_stops_where_it_would_have(afte
         for stop in ((SEQUENCE,), matcher):
             setup.pairing.submit(request("a", COUNT, stop=stop))
             events = setup.pairing.step()
-            while len(tokens_of(events)) < after:
-                events += setup.pairing.step()
+            events += step_until(setup.pairing, lambda more: len(tokens_of(events + more)) >= after)  # noqa: B023 - now
             serving = next(decode for decode in setup.decodes if decode.request_ids)
             setup.pairing.remove(serving, drain_s=0)
             check_stopped(events + collect(setup.pairing))
@@ -254,9 +254,8 @@ def test_a_request_that_goes_on_at_another_decode_stops_where_it_would_have(afte
 
 def until_it_waits(setup: Setup) -> list[pd.TokenEvent]:
     """Step until the stop was found and decode was asked to end the request, and no further."""
-    events: list[pd.TokenEvent] = []
-    while not any(tracked.ending for tracked in setup.pairing._broker.requests.values()):
-        events += setup.pairing.step()
+    requests = setup.pairing._broker.requests
+    events = step_until(setup.pairing, lambda _: any(tracked.ending for tracked in requests.values()))
     assert len(events) == 6
     return events
 

@@ -19,6 +19,7 @@ from tests.e2e.setups import (
     pool_of,
     prompt_of,
     reference,
+    step_until,
     tokens_of,
     watch,
 )
@@ -89,9 +90,7 @@ def test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote() -> Non
         seen = watch(decode)
         sampling = greedy(30, ignore_eos=True)
         setup.pairing.submit(pd.Request(request_id="a", prompt=COMMON, sampling=sampling, priority=-1))
-        events = []
-        while not decode.load().num_running_requests:
-            events += setup.pairing.step()
+        events = step_until(setup.pairing, lambda _: decode.load().num_running_requests)
         setup.pairing.remove(setup.prefills[0], drain_s=0.0)
         assert decode.snapshot().running[0].writers == (setup.prefills[1].address,)
         setup.pairing.submit(pd.Request(request_id="b", prompt=prompt_of(20), sampling=sampling))
