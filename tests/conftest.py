@@ -36,8 +36,9 @@ NO_TIME = "no time left"
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
-LONGEST_S = 300.0
-"""After it a test hangs. On two quiet cores none takes a fifth of it, but for those that say how long they are."""
+LONGEST_S = 400.0
+"""After it a test hangs: longer than limits of their own that tests have, which say more. On two quiet cores none takes
+a fifth of it but those that are `full`: these have twice the time, and more where they say how long they are."""
 T = TypeVar("T")
 
 
@@ -69,7 +70,7 @@ def needed_s(item: pytest.Item) -> float:
 def watch(item: pytest.Item) -> None:
     """End the process where the test hangs, and print the stacks of its threads: xdist then names the test, counts it
     as failed, and goes on."""
-    limit_s = item.config.getoption("--longest") + 3 * needed_s(item)
+    limit_s = item.config.getoption("--longest") * (2 if item.get_closest_marker("full") else 1) + 3 * needed_s(item)
     faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[STDERR])
 
 

@@ -30,9 +30,10 @@ from typing import Any
 import attrs
 import msgspec
 
-DEADLINE_S = 900.0
-"""Seconds, longer than any job on a busy machine; a test that reaches them fails."""
-COLLECTIVE_S = 300.0
+DEADLINE_S = 300.0
+"""Seconds, longer than any job on a busy machine; a test that reaches them fails, and says where each rank is. Shorter
+than what ends a test that hangs (`tests.conftest.LONGEST_S`), which cannot say that."""
+COLLECTIVE_S = 180.0
 """The time that a rank waits for the others."""
 END_S = 60.0
 """The time that a process has to end when it is to run no more jobs."""
