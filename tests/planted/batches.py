@@ -13,6 +13,13 @@ URECORDING = "tests/unit/process/test_recording.py"
 
 MUTANTS = [
     Mutant(
+        "the first recorded step imports torch's compiler",
+        RECORDING,
+        "        return False\n\n    def __torch_dispatch__",
+        "        return True\n\n    def __torch_dispatch__",
+        f"{RECORDED}::test_torchs_compiler_is_not_imported_for_them",
+    ),
+    Mutant(
         "a page that was given back and taken again is not sent",
         ROWS,
         "if first != seat.first or tail != seat.tail:",

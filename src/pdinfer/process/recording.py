@@ -123,6 +123,12 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave torch's compiler alone: to hide this mode from it torch would import all of it, for seconds in the
+        middle of an answer."""
+        return False
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         self._recording.ran(op, args, kwargs or {}, result)
