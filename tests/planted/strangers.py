@@ -27,13 +27,6 @@ MUTANTS = [
         "tests/unit/kv/transports/test_door.py::test_who_has_just_come_has_time",
     ),
     Mutant(
-        "who was let in keeps a place at the door",
-        "src/pdinfer/kv/transports/stream/acceptor.py",
-        "        self._door.look()  # once for all of them, since it goes through all links\n",
-        "",
-        "tests/conformance/test_socket_transport.py::test_a_newcomer_takes_the_place_of_who_has_waited_longest",
-    ),
-    Mutant(
         "a full door turns newcomers away",
         "src/pdinfer/kv/transports/stream/acceptor.py",
         "                self._io.pause_listening(now + wait_s)\n                return\n",

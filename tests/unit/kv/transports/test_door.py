@@ -61,7 +61,6 @@ def test_who_has_just_come_has_time() -> None:
     assert door.room_in_s(1.2) == pytest.approx(0.3)
     assert door.room_in_s(1.5) == 0.0
     first.link.trusted = True
-    door.look()
     assert door.room_in_s(1.2) == 0.0
 
 
@@ -73,7 +72,6 @@ def test_a_source_that_comes_too_often_is_turned_away_alone() -> None:
     assert not door.turns_away("hostile", 1.5)
     assert not door.turns_away("honest", 1.4)
     first.closed = True
-    door.look()
     assert not door.turns_away("hostile", 1.4)
 
 

@@ -45,7 +45,6 @@ class Acceptor:
     def accept(self) -> None:
         """Let newcomers in; a link that waits without being trusted gives way to them. A newcomer that cannot come in
         yet waits in the backlog."""
-        self._door.look()  # once for all of them, since it goes through all links
         for _ in range(ACCEPTS):
             now = self._clock()
             if (wait_s := self._door.room_in_s(now)) > 0:

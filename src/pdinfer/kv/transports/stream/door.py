@@ -8,7 +8,6 @@ has no limit of its own.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import math
 import resource
@@ -55,8 +54,8 @@ class Strangers:
 
 
 class Door:
-    """The links of one listening socket that are not trusted yet, in the order in which they came. Those that are
-    trusted or gone keep their places until `look`. Belongs to the I/O thread."""
+    """The links of one listening socket that are not trusted yet, in the order in which they came. Belongs to the I/O
+    thread."""
 
     def __init__(self, strangers: Strangers) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,6 +75,8 @@ class Door:
 
     def room_in_s(self, now: float) -> float:
         """Return how long a newcomer has to wait outside: 0 when there is room for it, or a link that can give way."""
+        if len(self) >= self._max_links:
+            self.look()
         if len(self) < self._max_links:
             return 0.0
         source, oldest = self._oldest()
@@ -87,6 +88,8 @@ class Door:
 
     def turns_away(self, source: Hashable, now: float) -> bool:
         """Whether a newcomer of that source must leave because the links before it have just come."""
+        if len(self._waiting.get(source, {})) >= self._limit(source):
+            self.look()
         own = self._waiting.get(source, {})
         return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
 
@@ -135,13 +138,7 @@ def source_of(sock: socket.socket, address: Any) -> Hashable:
             return LOOPBACK
         pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         return uid, pid
-    return _network_of(address[0])
-
-
-@functools.lru_cache(maxsize=1024)
-def _network_of(address: str) -> Hashable:
-    """Return the part of the network that one customer gets. Strangers come again and again, often from one place."""
-    host = ipaddress.ip_address(address.partition("%")[0])
+    host = ipaddress.ip_address(address[0].partition("%")[0])
     host = getattr(host, "ipv4_mapped", None) or host
     if host.is_loopback:
         return LOOPBACK
