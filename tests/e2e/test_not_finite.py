@@ -13,7 +13,7 @@ import torch
 import pdinfer as pd
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.testing import random_model, tiny_config
-from tests.e2e.setups import Setup, by_request, collect, greedy, join, pool_of, prompt_of, step_until, tokens_of
+from tests.e2e.setups import Setup, by_request, collect, greedy, join, pool_of, prompt_of, tokens_of
 from tests.slices import one_in
 
 COUNT = 8
@@ -50,10 +50,12 @@ def run(
     """Their events. `while_they_run` is called with the pages of each as soon as all of them decode."""
     for one in asked:
         setup.pairing.submit(one)
-    events: list[pd.TokenEvent] = []
+    events = []
     if while_they_run is not None:
         decode = setup.decodes[0]
-        events += step_until(setup.pairing, lambda _: decode.load().num_running_requests == len(asked))
+        while decode.load().num_running_requests < len(asked):
+            assert setup.pairing.num_unfinished == len(asked), "one has ended before the last one runs"
+            events += setup.pairing.step()
         while_they_run({sequence.request_id: sequence.pages for sequence in decode.snapshot().running})
     events += collect(setup.pairing)
     setup.check_idle()

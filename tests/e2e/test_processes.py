@@ -61,13 +61,7 @@ class Fleet:
 
     def step_until(self, num_events: int, timeout_s: float = 30.0) -> list[pd.TokenEvent]:
         """Steps until there are that many events."""
-        events: list[pd.TokenEvent] = []
-        end = time.monotonic() + timeout_s
-        while len(events) < num_events:
-            assert time.monotonic() < end, f"only {len(events)} events came"
-            events += self.pairing.step()
-            self.pairing.wait(0.05)
-        return events
+        return step_until(self.pairing, lambda events: len(events) >= num_events, timeout_s=timeout_s)
 
     def step_until_ended(self, name: str) -> list[pd.TokenEvent]:
         """Steps until that request has ended."""
