@@ -257,8 +257,8 @@ class ResidentDecode:
     def capture(self, sizes: Sequence[int], most_rows: int, *, num_drafts: int = 0) -> Iterator[int]:
         """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps
         will have at most `most_rows`, and draft at most `num_drafts` tokens. Yields nothing where steps cannot be
-        captured."""
-        if self.graphs.refusal is not None:
+        captured, and on a CPU, which records them when they come."""
+        if self.graphs.refusal is not None or self._model.device.type == "cpu":
             return
         mark(self._trace, "capture")
         self._num_drafts = num_drafts

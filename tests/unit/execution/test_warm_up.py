@@ -15,6 +15,7 @@ import pdinfer as pd
 from pdinfer.execution.warm_up import WarmUp, batch_sizes
 from pdinfer.model.batch import Batch
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
+from tests.backends import ROOT
 
 MODEL = random_model()
 DRAFTING = random_model(tiny_config("v3"), mtp=True)
@@ -79,6 +80,15 @@ def test_the_report_says_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.clear()
         assert ran(decode.warm_up()) == [("decode", 1), ("decode", 2), ("decode", 4), ("decode", 6)]
         assert seen == [6, 1, 2, 4, 6]  # first what the six have in their pages
+
+
+@pytest.mark.parametrize("providers", [None, "torch"])
+def test_models_whose_steps_are_recorded_are_warmed_too(providers: str | None) -> None:
+    """The kernels in C serve bfloat16 alone, and a CPU records their steps instead of capturing them."""
+    model = pd.load_model(ROOT / "examples" / "tiny", providers=providers)
+    with engines(model, max_running_requests=4) as (_, decode, pairing):
+        assert ran(decode.warm_up()) == [("decode", 1), ("decode", 2), ("decode", 4)]
+        assert len(serve(pairing)[0]) == 5
 
 
 def test_drafts_are_warmed_too(monkeypatch: pytest.MonkeyPatch) -> None:

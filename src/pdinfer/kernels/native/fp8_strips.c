@@ -15,7 +15,8 @@
 /* A number in the place of a float's exponent and mantissa is 2^120 times too small, and a denormal below 2^-6. AMD's CPUs
  * multiply denormals as fast as others, so there that is all. LIFT on the other side keeps products normal. On CPUs for
  * which a denormal is an exception, float16's conversion makes numbers that are 2^8 times too small. */
-#if (defined(__znver1__) || defined(__znver2__) || defined(__znver3__)) && defined(__AVX2__) && !defined(AS_FLOAT16)
+#if (defined(__znver1__) || defined(__znver2__) || defined(__znver3__)) && defined(__AVX2__) && !defined(__AVX512F__) \
+    && !defined(AS_FLOAT16)
 #define DENORMAL
 #define LIFT 0x1p112f
 #else
