@@ -43,6 +43,8 @@ COPIED = (
     "benchmarks",
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "pyproject.toml",
     "Makefile",
     ".ci",

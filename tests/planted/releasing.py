@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 PUBLIC = "test_public.py::"
-CHANGED = PUBLIC + "test_what_breaks_old_code_is_a_change"
+CHANGED = PUBLIC + "test_what_breaks_old_code_is_a_change_and_what_it_does_not_notice_is_none"
 
 MUTANTS = [
     Mutant(
