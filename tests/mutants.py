@@ -50,7 +50,7 @@ COPIED = (
     ".ci",
 )
 LIMIT_S = 600
-"""Ten times what the tests of a mutant take: a busy machine does not make them hang."""
+"""More than the tests of a mutant take beside much other work: a busy machine does not make them hang."""
 SEEN, HANGS, NOT_SEEN, NO_TEST_RAN = "seen", "hangs", "not seen", "no test ran"
 FOUND = (SEEN, HANGS)
 
