@@ -88,9 +88,15 @@ MUTANTS = [
         where="capture.py",
     ),
     Mutant(
+        "garbage is collected in a capture",
+        "with _no_collection(), module.graph(",
+        "with module.graph(",
+        "test_graphs.py::test_the_garbage_of_an_engine_that_is_gone_breaks_no_capture",
+    ),
+    Mutant(
         "a recording may wait for the device",
-        'return sorted(self.counts["syncs"] + self.counts["pageable"])',
-        'return sorted(self.counts["pageable"])',
+        'sorted(self.counts["syncs"] + self.counts["pageable"] + ',
+        'sorted(self.counts["pageable"] + ',
         T + "test_a_length_that_was_baked_in_shows",
         where="capture.py",
     ),
