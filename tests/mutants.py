@@ -129,10 +129,12 @@ def pytest_command(mutant: Mutant) -> list[str]:
 
 
 def outcome_of(code: int, said: str) -> str:
-    """Return what pytest's exit status says: 1 when a test failed, 0 when none did; below 0 the bug killed it."""
-    if code in (0, 1) or code < 0:
-        return NOT_SEEN if code == 0 else SEEN
-    return f"{NO_TEST_RAN}: {(said.strip().splitlines() or [f'exit status {code}'])[-1][:200]}"
+    """Return what pytest's exit status says: 1 when a test failed, 0 when none did, which is also so where all were
+    skipped; below 0 the bug killed it."""
+    last = (said.strip().splitlines() or [f"exit status {code}"])[-1][:200]
+    if code == 1 or code < 0:
+        return SEEN
+    return NOT_SEEN if code == 0 and " passed" in last else f"{NO_TEST_RAN}: {last}"
 
 
 def copied(folder: Path) -> Path:

@@ -173,3 +173,4 @@ def test_bugs_are_judged_by_their_tests(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert hangs.outcome == mutants.HANGS
     assert mutants.outcome_of(-11, "") == mutants.SEEN
     assert mutants.outcome_of(4, "first\nno match\n") == f"{mutants.NO_TEST_RAN}: no match"
+    assert mutants.outcome_of(0, "2 skipped in 0.1s") == f"{mutants.NO_TEST_RAN}: 2 skipped in 0.1s"

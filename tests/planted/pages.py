@@ -163,6 +163,13 @@ MUTANTS = [
         where="tests/mutants.py",
     ),
     Mutant(
+        "bugs whose tests were skipped are not seen",
+        ' and " passed" in last',
+        "",
+        JUDGED,
+        where="tests/mutants.py",
+    ),
+    Mutant(
         "bugs stay planted after their verdict",
         '        self._path.write_text(self._text, "utf-8")\n',
         "",
