@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "native experts hide that a thread lacks memory",
-        f"{FOLDER}/experts.c",
+        f"{FOLDER}/parts.c",
         "        if (!able) lacking = own ? of_strip : all;\n",
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
@@ -213,7 +213,7 @@ MUTANTS = [
     ),
     Mutant(
         "native experts leave panels to no one where a thread lacks memory",
-        f"{FOLDER}/experts.c",
+        f"{FOLDER}/parts.c",
         "            if (!own) continue;\n",
         "            if (!able) continue;\n",
         f"{MEMORY}::test_every_allocation_may_fail",
@@ -290,10 +290,17 @@ MUTANTS = [
     ),
     Mutant(
         "tiles of AMX are used without permission",
-        f"{FOLDER}/tiles.c",
+        f"{FOLDER}/tiles.h",
         "    if (!allowed()) return 0;\n",
         "",
         f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
+    ),
+    Mutant(
+        "sources ask for 8 lanes where vectors have 16",
+        f"{FOLDER}/sets.h",
+        "#if LANES == 8 && defined(__AVX2__)",
+        "#if defined(__AVX2__)",
+        f"{BODIES}::test_every_x86_cpu_with_a_compiler_has_native_ops {BODIES}::test_experts",
     ),
     Mutant(
         "tiles of AMX stay configured",
@@ -375,7 +382,7 @@ MUTANTS = [
     Mutant(
         "decode by tiles asks for no permission",
         CT,
-        "return by_tiles_or_null() ? &by_tiles : NULL;",
+        "return found ? &by_tiles : NULL;",
         "return &by_tiles;",
         f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 EXPERTS = "src/pdinfer/kernels/native/experts.c"
+PARTS = "src/pdinfer/kernels/native/parts.c"
 FLOATS = "src/pdinfer/kernels/native/floats.c"
 PRODUCTS = "src/pdinfer/kernels/native/products.c"
 STRIPS = "src/pdinfer/kernels/native/strips.c"
@@ -47,14 +48,14 @@ MUTANTS = [
     ),
     Mutant(
         "native experts keep what a strip has beyond the hidden values",
-        EXPERTS,
+        PARTS,
         "for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;",
         "for (i64 i = MAX(0, there); i < 16; i++) row[i] = NAN;",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "native experts of many rows all read the first expert's weights",
-        EXPERTS,
+        PARTS,
         "        to_next(&gate_up);\n        to_next(&down);\n",
         "",
         f"{BODIES}::test_experts",
@@ -96,14 +97,14 @@ MUTANTS = [
     ),
     Mutant(
         "experts with FP8 in strips multiply hidden values that were not rounded",
-        EXPERTS,
+        PARTS,
         "            if (way->finish) way->finish(part->rows, inner, part->hidden);\n",
         "            if (way->finish) way->finish(0, inner, part->hidden);\n",
         f"{BODIES}::test_experts_with_fp8_in_strips",
     ),
     Mutant(
         "threads that share experts have one panel for all of them",
-        EXPERTS,
+        PARTS,
         "whole ? own : shared + all * p",
         "whole ? own : shared",
         f"{SHAPES}::test_experts",
