@@ -42,9 +42,39 @@ MUTANTS = [
     ),
     Mutant(
         "a cached library is loaded unchecked",
-        'return path.stem.rpartition("-")[2] == _digest(file.read())',
-        "return True",
+        'path.stem.rpartition("-")[2] == digest(content)',
+        "True",
         BUILD + "test_what_is_not_whole_is_built_anew",
+    ),
+    Mutant(
+        "a header that changed makes no other library",
+        """left += re.findall(r'^#include "([\\w./]+)"',""",
+        """left += [] and re.findall(r'^#include "([\\w./]+)"',""",
+        BUILD + "test_a_source_that_changes_makes_other_libraries_of_what_it_is_part_of",
+    ),
+    Mutant(
+        "a library is loaded by a CPU that lacks its instructions",
+        "(path for path in sets if not sets[path] & ~has)",
+        "sets",
+        BUILD + "test_without_a_compiler_one_that_was_built_for_this_cpu_will_do",
+    ),
+    Mutant(
+        "a compiler without memory is remembered as one that refuses the source",
+        "if done.returncode == 1 and _OF_CODE.search(words) and",
+        "if",
+        BUILD + "test_a_failure_that_may_pass_is_not_remembered",
+    ),
+    Mutant(
+        "a source that does not compile is compiled again in each process",
+        "        os.replace(words, folder / words.name)\n",
+        "",
+        BUILD + "test_what_does_not_compile_is_not_compiled_in_vain",
+    ),
+    Mutant(
+        "one family that does not compile costs all",
+        "return kernels if kernels.libraries else",
+        "return kernels if not kernels.reasons else",
+        BUILD + "test_a_source_that_does_not_compile_costs_its_own_family",
     ),
     Mutant(
         "code is loaded from where others can write",

@@ -9,6 +9,7 @@ QUANTIZED = "test_quantized_ops.py"
 BAD = "conformance/test_not_finite.py"
 MEMORY = "test_native_memory.py"
 BODIES = "test_native_bodies.py"
+COMPILES = "test_native_compiles.py"
 SHAPES = "test_native_shapes.py"
 
 MUTANTS = [
@@ -247,6 +248,38 @@ MUTANTS = [
         f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
     ),
     Mutant(
+        "sources ask for 8 lanes where vectors have 16",
+        "#if LANES == 8 && defined(__AVX2__)",
+        "#if defined(__AVX2__)",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "an instruction of AVX-512 BF16 is used wherever vectors have 16 lanes",
+        "#ifdef HAVE_BF16\nINLINE bf16 to_bf16",
+        "#if LANES == 16\nINLINE bf16 to_bf16",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "attention by tiles asks the library of products whether there are tiles",
+        "return found ? &by_tiles : NULL;",
+        "const void *by_tiles_or_null(void);\n    return by_tiles_or_null() ? &by_tiles : NULL;",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+        "decode_tiles.c",
+    ),
+    Mutant(
+        "the library of FP8 lacks a source that it calls",
+        '("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "room.c")',
+        '("fp8.c", "fp8_strips.c", "parts.c", "room.c")',
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "FP8 in strips reads half of its numbers twice with AVX2",
+        "_mm256_extracti128_si256(bits, 1)",
+        "_mm256_extracti128_si256(bits, 0)",
+        f"{SHAPES}::test_every_body_that_this_cpu_can_run_gives_what_its_own_gives",
+        "fp8_strips.c",
+    ),
+    Mutant(
         "tiles of AMX stay configured",
         "    else _tile_release();\n",
         "",
@@ -311,13 +344,14 @@ MUTANTS = [
         "    end(&before);\n",
         "",
         f"{BODIES}::test_tiles_are_left_as_they_were_configured",
-        where="decode_tiles.c",
+        "decode_tiles.c",
     ),
     Mutant(
         "decode by tiles asks for no permission",
-        "return by_tiles_or_null() ? &by_tiles : NULL;",
+        "return found ? &by_tiles : NULL;",
         "return &by_tiles;",
         f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
+        "decode_tiles.c",
     ),
     Mutant(
         "decode by tiles has room for the rows that are there, and writes whole tiles",
