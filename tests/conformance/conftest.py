@@ -12,7 +12,8 @@ import pytest
 from pdinfer.kernels.ops import OP_NAMES
 from tests.conformance.interpreter import as_a_gpu
 from tests.conformance.native_builds import BODIES, as_native, built_with
-from tests.simulated.device import set_up, why_not
+from tests.joined import FEW, spread
+from tests.simulated.device import set_up
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,27 +25,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not (most := config.getoption("--most-cases")):
         return
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    alike: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         params = (
             item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         )
         ops = [value for value in params if isinstance(value, str) and value in OP_NAMES]
-        cases[" ".join((item.nodeid.partition("[")[0], *ops))].append(item)
+        alike[" ".join((item.nodeid.partition("[")[0], *ops))].append(item)
     kept: set[pytest.Item] = set()
-    for all_ in cases.values():  # the last ones are the largest
-        count = min(most, len(all_))
-        kept |= {all_[-1 - at * len(all_) // count] for at in range(count)}
+    for all_ in alike.values():
+        some = spread(all_, most)
+        for at, item in enumerate(some):
+            item.stash[FEW] = (-(-most // len(some)), at)
+        kept |= {*some}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
 def simulated(request: pytest.FixtureRequest) -> None:
-    """Where a test's `device` is "gpusim", let torch know that name, or skip the test."""
+    """Where a test's `device` is "gpusim", let torch know that name."""
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("device") == "gpusim":
-        if reason := why_not():
-            pytest.skip(reason)
         set_up()
 
 
