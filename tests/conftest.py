@@ -85,6 +85,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave out of `make test` what tests/tiers.py says, unless it was asked for by name."""
+    if item.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    from tests.tiers import is_run_each_time
+
+    if not is_run_each_time(item.nodeid):
+        item.add_marker(pytest.mark.full)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     deadline = item.config.stash[DEADLINE]
     if deadline is not None and time.monotonic() + needed_s(item) > deadline:
