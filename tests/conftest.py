@@ -35,8 +35,8 @@ NO_TIME = "no time left"
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
-MISSING = pytest.StashKey[Counter[str]]()
-"""How many tests are not run for want of a device, of those that were asked for."""
+MISSING = pytest.StashKey[Counter[tuple[str, str]]]()
+"""How many tests or files are not collected for want of something, of those that were asked for."""
 LONGEST_S = 400.0
 """After it a test hangs: longer than limits of their own that tests have, which say more. On two quiet cores none takes
 a fifth of it but those that are `full`: these have twice the time, and more where they say how long they are."""
@@ -139,20 +139,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available():
         return
     on_a_card = [item for item in items if item.get_closest_marker("gpu")]
-    config.stash[MISSING]["CUDA"] += len(on_a_card)
+    config.stash[MISSING]["CUDA", "test"] += len(on_a_card)
     config.hook.pytest_deselected(items=on_a_card)
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["missing"] = dict(session.config.stash[MISSING])
+        session.config.workeroutput["missing"] = [*session.config.stash[MISSING].elements()]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     # each worker of xdist collects all tests
-    node.config.stash[MISSING] |= Counter(getattr(node, "workeroutput", {}).get("missing", {}))
+    node.config.stash[MISSING] |= Counter(map(tuple, getattr(node, "workeroutput", {}).get("missing", ())))
 
 
 def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> list[str]:
@@ -167,6 +167,10 @@ def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> 
         unit = "module" if isinstance(report, pytest.CollectReport) else "test"
         if missing := re.search(r"could not import '(\w+)", reason):
             counts[missing[1], unit] += 1
+    return in_words(counts)
+
+
+def in_words(counts: Counter[tuple[str, str]]) -> list[str]:
     return [f"{name} ({count} {unit}{'s' * (count > 1)})" for (name, unit), count in sorted(counts.items())]
 
 
@@ -181,6 +185,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(late)} tests did not run for lack of time; another turn begins elsewhere")
     if libraries := skipped_for(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(f"skipped for a missing library: {', '.join(libraries)}")
-    for device, count in sorted(terminalreporter.config.stash[MISSING].items()):
-        if count:
-            terminalreporter.write_line(f"not collected for a missing device: {device} ({count} tests at least)")
+    if missing := in_words(+terminalreporter.config.stash[MISSING]):
+        terminalreporter.write_line(f"not collected for want of {', '.join(missing)}")

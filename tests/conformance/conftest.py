@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
 import pytest
 
 from pdinfer.kernels.ops import OP_NAMES
 from tests.conformance.interpreter import as_a_gpu
-from tests.conformance.native_builds import BODIES, as_native, built_with
+from tests.conformance.native_builds import BODIES, as_native, built_with, why_no_native
+from tests.conftest import MISSING
 from tests.joined import FEW, spread
 from tests.simulated.device import set_up
 
@@ -23,8 +24,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not (most := config.getoption("--most-cases")):
-        return
+    """Leave out the files about kernels in C where there can be none, and what `--most-cases` says."""
+    kept = {*items}
+    if lacking := why_no_native():
+        kept -= (in_c := {item for item in items if item.path.name.startswith("test_native_")})
+        config.stash[MISSING][lacking, "test"] += len(in_c)
+    if most := config.getoption("--most-cases"):
+        kept &= few(items, most)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def few(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+    """Return so many cases of each test and op, and let joined ones run as many of theirs as are missing."""
     alike: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         params = (
@@ -38,8 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for at, item in enumerate(some):
             item.stash[FEW] = (-(-most // len(some)), at)
         kept |= {*some}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    return kept
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,19 @@ BODIES = {
     "AMX in C": (*IN_C, "-DLIKE=3"),
 }
 """How the library is compiled to have the bodies that it has for such CPUs."""
+
+
+def why_no_native() -> str | None:
+    """Return what this machine lacks to have kernels in C, or None. Where it lacks nothing they must be there."""
+    if not compiled.cpu_flags():
+        return "an x86-64 CPU"
+    if any(map(shutil.which, compiled.COMPILERS)):
+        return None
+    try:
+        build.library()  # which somebody compiled before
+    except BackendUnavailable:
+        return "a C compiler"
+    return None
 
 
 @functools.cache
