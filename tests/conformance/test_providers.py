@@ -23,8 +23,6 @@ HERE = {
 """The dtypes of models that each is for, on this CPU."""
 STRIPS = {"linear_strips", "grouped_mlp_strips", "linear_fp8_strips", "grouped_mlp_fp8_strips"}
 BY_CPU = {"native": {"mla_prefill", *STRIPS}}
-    "native": {"mla_prefill", "linear_strips", "grouped_mlp_strips", "linear_fp8_strips", "grouped_mlp_fp8_strips"}
-}
 """What a provider refuses where something else is faster on a CPU. Whatever else it lacks was lost."""
 
 
