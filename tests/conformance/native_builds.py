@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,19 @@ NEEDS = {
 """What a CPU needs to run these bodies. Without it the first two are what it has as it is."""
 BODIES_HERE = tuple(name for name in BODIES if NEEDS.get(name, frozenset()) <= compiled.cpu_flags())
 """Those that the CPU at hand can run."""
+
+
+def why_no_native() -> str | None:
+    """Return what this machine lacks to have kernels in C, or None. Where it lacks nothing they must be there."""
+    if not compiled.cpu_flags():
+        return "an x86-64 CPU"
+    if any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return None
+    try:
+        build.library()  # which somebody compiled before
+    except BackendUnavailable:
+        return "a C compiler"
+    return None
 
 
 @functools.cache
