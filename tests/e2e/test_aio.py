@@ -32,7 +32,7 @@ from tests.e2e.setups import (
     wait_until,
 )
 
-SOON_S = 30.0
+SOON_S = 180.0
 FINAL = pd.FinishReason
 
 

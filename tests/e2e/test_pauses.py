@@ -22,7 +22,9 @@ from pdinfer.config.options import HUNG_S, hung_after_s
 from pdinfer.remote import messages
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     by_request,
+    check_ends,
     collect,
     hang,
     local,
@@ -37,7 +39,6 @@ from tests.e2e.test_processes import Fleet, check_streams, fleet
 from tests.e2e.worker import Workers
 
 PATH = os.pathsep.join(filter(None, sys.path))
-SOON_S = 5.0
 LENGTH = 60
 QUICK = pd.RemoteConfig(silent_s=1.0)
 """Silence that is found within less than two seconds."""
@@ -48,14 +49,6 @@ def workers() -> Iterator[Workers]:
     pool = Workers(2)
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """Engines that are told of this file take 20 ms for a token."""
-    path = tmp_path / "slow"
-    path.touch()
-    return path
 
 
 def hold_the_interpreter(seconds: float) -> None:
@@ -90,9 +83,7 @@ def test_a_host_that_pauses_loses_nothing(
         events = processes.step_until(3)
         pause(seconds)
         processes.pairing.submit(request("after"))
-        started = time.monotonic()
         events += collect(processes.pairing)
-        assert time.monotonic() - started < SOON_S
         check_streams(events, *"abc", count=LENGTH)
         check_streams(events, "after")
         assert processes.pairing.stats.num_ports_lost == 0
@@ -100,22 +91,14 @@ def test_a_host_that_pauses_loses_nothing(
 
 
 def step_until_lost(processes: Fleet) -> list[pd.TokenEvent]:
-    events: list[pd.TokenEvent] = []
-    end = time.monotonic() + 30.0
-    while not processes.pairing.stats.num_ports_lost:
-        assert time.monotonic() < end
-        processes.pairing.wait(0.05)
-        events += processes.pairing.step()
+    pairing, events = processes.pairing, list[pd.TokenEvent]()
+    wait_until(lambda: bool(events.extend(pairing.step()) or pairing.stats.num_ports_lost))
     return events
 
 
 def step_until_back(processes: Fleet) -> list[pd.TokenEvent]:
-    events: list[pd.TokenEvent] = []
-    end = time.monotonic() + 30.0
-    while not all(lost.is_back for lost in processes.pairing.stats.ports_lost):
-        assert time.monotonic() < end
-        processes.pairing.wait(0.05)
-        events += processes.pairing.step()
+    pairing, events = processes.pairing, list[pd.TokenEvent]()
+    wait_until(lambda: bool(events.extend(pairing.step()) or all(lost.is_back for lost in pairing.stats.ports_lost)))
     return events
 
 
@@ -128,19 +111,18 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
         events = processes.step_until(2)
         while {event.request_id for event in events} != {"a", "b"}:
             events += processes.step_until(1)
+        started = time.monotonic()
         with worker.frozen():
             events += step_until_lost(processes)
             (lost,) = processes.pairing.stats.ports_lost
             port = processes.ports[role == "decode"]
             assert (lost.address, lost.role, lost.is_back) == (port.address, role, False)
             assert "was silent for 1 s" in lost.reason
-            assert lost.age_s < SOON_S
+            assert 0.0 <= lost.age_s < time.monotonic() - started
         events += step_until_back(processes)
-        started = time.monotonic()
         for name in ("after", "a2"):
             processes.pairing.submit(request(name))
         events += collect(processes.pairing)
-        assert time.monotonic() - started < SOON_S
         check_streams(events, "after", "a2")
         streams = by_request(events)
         for name in "ab":
@@ -170,8 +152,7 @@ def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
         assert thread.is_alive()
         assert not decode.closed
         ours.close()
-        thread.join(10.0)
-        assert not thread.is_alive()
+        check_ends(thread)
 
 
 # -- connections that end -------------------------------------------------------------------------------------------
@@ -217,8 +198,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             assert decode.load().num_tokens == 0  # it was ended, and did not run to its end
             hang(setup.prefills[0])
         client.close()
-        thread.join(10.0)
-        assert not thread.is_alive()
+        check_ends(thread)
 
 
 @pytest.mark.parametrize("is_served", [True, False])
@@ -235,8 +215,7 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
         assert client.step() == []
         if is_served:
             connection.close()
-            thread.join(10.0)
-            assert not thread.is_alive()
+            check_ends(thread)
         else:
             setup.decodes[0].close()
         with pytest.raises(pd.TransferError, match="is gone"):
@@ -252,11 +231,11 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
 def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
     """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
     free for it since decode closes its link to the one that hangs."""
-    limits = pd.RemoteConfig(hung_s=0.5)
     with several(2, 1, "tcp") as setup:
         threads, ports = [], []
         for engine in setup.engines:
             ours, theirs = Pipe()
+            limits = pd.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
             threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
             threads[-1].start()
             ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
@@ -265,7 +244,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
             decode.disconnect = lambda peer: parted.append(peer) or disconnect(peer)  # type: ignore[method-assign,func-returns-value]
             step = hung.step
-            hung.step = lambda: goes_on.wait(30.0) and step()  # type: ignore[method-assign,assignment,return-value]
+            hung.step = lambda: goes_on.wait(TIMEOUT_S) and step()  # type: ignore[method-assign,assignment,return-value]
             for name in "abcd":
                 pairing.submit(request(name))
             check_streams(collect(pairing), *"abcd")
@@ -279,7 +258,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
             assert pairing.stats.ports_away == ()
             wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
-            for _ in range(10):  # where a step takes half a second, the port may be gone again for a while
+            for _ in range(10):  # where a step takes two seconds, the port may be gone again for a while
                 for name in "abcd":
                     pairing.submit(request(name))
                 check_streams(collect(pairing), *"abcd")
@@ -287,8 +266,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
                     break
             assert hung.load().num_tokens > 0
         for thread in threads:
-            thread.join(10.0)
-            assert not thread.is_alive()
+            check_ends(thread)
 
 
 def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
@@ -304,7 +282,7 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         client = pd.remote.DecodeClient(ours)
         assert client.hung_s == 80.0
         client.close()
-        thread.join(10.0)
+        check_ends(thread)
 
 
 @pytest.mark.parametrize("end", ["dies", "closes"])
@@ -318,7 +296,7 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     if end == "dies":
         worker.connection.close()
     client.close()
-    worker.process.join(60.0)
+    worker.process.join(TIMEOUT_S)
     assert worker.process.exitcode == 1
 
 
@@ -351,7 +329,7 @@ def test_a_process_whose_step_hangs_ends_when_its_host_is_killed(tmp_path: Path,
         time.sleep(1.0)
         os.kill(pid, 0)
         host.kill()
-    wait_until(lambda: not is_alive(pid), 120.0)
+    wait_until(lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:

@@ -26,7 +26,7 @@ from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_k
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
 NUM_PAGES = 24
-TIMEOUT_S = 10.0
+TIMEOUT_S = 180.0
 rooms = itertools.count(1)
 
 
