@@ -20,6 +20,7 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    check_ends,
     collect,
     join,
     local,
@@ -194,8 +195,7 @@ def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
                 pass
             other = threading.Thread(target=setup.pairing.submit, args=(request(f"other/{at}"),), daemon=True)
             other.start()
-            other.join(10)
-            assert not other.is_alive()
+            check_ends(other)
             streams = by_request(collect(setup.pairing))
             assert tokens_of(streams[f"other/{at}"]) == list(reference("v3", PROMPT, 5).tokens)
 

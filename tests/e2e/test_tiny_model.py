@@ -26,7 +26,7 @@ sys.path.insert(0, str(CHECKPOINT.parent))
 from tiny_tasks import calc_prompt, copy_prompt, recall_everywhere, recall_prompt, text_prompt  # noqa: E402
 
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted  # noqa: E402
-from tests.e2e.setups import by_request, wait_until  # noqa: E402
+from tests.e2e.setups import TIMEOUT_S, by_request, wait_until  # noqa: E402
 
 RECALL_FLOOR = 0.95
 NEAR_TIE = 1e-4
@@ -65,7 +65,7 @@ def two_processes(num_draft_tokens: int) -> Iterator[pd.Pairing]:
     with pd.Pairing(pd.remote.PrefillClient(ends[0]), pd.remote.DecodeClient(ends[1])) as made:
         yield made
     for process in processes:
-        process.join(20)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
 
 
