@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
+from tests.e2e.worker import context
 from tests.unit.kv.channel.channels import LAYERS, link_to, pool_of
 
 MIB = 1 << 20
@@ -106,9 +106,8 @@ class Victim:
     """The process, and an honest prefill here that hands rooms over to it."""
 
     def __init__(self, kind: str, folder: Path, *, keyed: bool = False) -> None:
-        context = get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self.process = context.Process(target=suffer, args=(theirs, kind, folder, keyed), daemon=True)
+        self._control, theirs = context().Pipe()
+        self.process = context().Process(target=suffer, args=(theirs, kind, folder, keyed), daemon=True)
         self.process.start()
         theirs.close()
         assert self._control.poll(FAR_S), "the victim did not start"

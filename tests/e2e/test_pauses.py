@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +36,8 @@ from tests.e2e.setups import (
 )
 from tests.e2e.test_ports import several
 from tests.e2e.test_processes import Fleet, check_streams, fleet
-from tests.e2e.worker import Workers
+from tests.e2e.worker import Order, Workers, context, work
 
-PATH = os.pathsep.join(filter(None, sys.path))
 LENGTH = 60
 QUICK = pd.RemoteConfig(silent_s=1.0)
 """Silence that is found within less than two seconds."""
@@ -300,35 +299,45 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     assert worker.process.exitcode == 1
 
 
-HOST = """
-import multiprocessing, sys, time
-from pathlib import Path
-from tests.e2e import worker as module
-import pdinfer as pd
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    module.context = lambda: multiprocessing.get_context("spawn")  # whose parent is this process
-    worker = module.Worker(folder)
-    client = worker.serve("decode", hung_while=folder / "hung", holds_gil=sys.argv[2] == "held",
-                          remote=pd.RemoteConfig(exit_s=0.5))
-    print(worker.process.pid, flush=True)
-    (folder / "hung").touch()
-    time.sleep(600)
-"""
+def host(control: Connection, folder: Path, *, holds_gil: bool) -> None:
+    """In a process of its own: forks another one, which hosts an engine, and names it once a step hangs there."""
+    ours, theirs = Pipe()
+    if not (child := os.fork()):
+        try:
+            for connection in (ours, control):
+                connection.close()
+            work(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    assert ours.recv() == "ready"
+    mine, there = Pipe()
+    hung = folder / "hung"
+    limits = pd.RemoteConfig(exit_s=0.5)
+    ours.send((Order(role="decode", folder=folder, hung_while=hung, holds_gil=holds_gil, remote=limits), there))
+    client = pd.remote.DecodeClient(mine)
+    hung.touch()
+    if holds_gil:
+        time.sleep(1.0)  # no sign of life comes any more
+    else:
+        wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
+    control.send(child)
+    signal.pause()
 
 
 @pytest.mark.parametrize("interpreter", ["free", pytest.param("held", marks=pytest.mark.full)])
 def test_a_process_whose_step_hangs_ends_when_its_host_is_killed(tmp_path: Path, interpreter: str) -> None:
     """Though the step should hold the interpreter; there the kernel does it, and takes longer."""
-    (tmp_path / "host.py").write_text(HOST)
-    command = [sys.executable, str(tmp_path / "host.py"), str(tmp_path), interpreter]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PATH}) as host:
-        assert host.stdout is not None
-        pid = int(host.stdout.readline())
-        time.sleep(1.0)
-        os.kill(pid, 0)
-        host.kill()
+    ours, theirs = Pipe()
+    more = {"holds_gil": interpreter == "held"}
+    parent = context().Process(target=host, args=(theirs, tmp_path), kwargs=more)
+    parent.start()
+    theirs.close()
+    assert ours.poll(TIMEOUT_S), "the host did not say which process it is"
+    pid = ours.recv()
+    os.kill(pid, 0)
+    parent.kill()
+    parent.join()
     wait_until(lambda: not is_alive(pid))
 
 

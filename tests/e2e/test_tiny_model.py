@@ -6,7 +6,6 @@ The answers can be checked, so a wrong page shows as a wrong word. Prompts are d
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from tiny_tasks import calc_prompt, copy_prompt, recall_everywhere, recall_promp
 
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted  # noqa: E402
 from tests.e2e.setups import TIMEOUT_S, by_request, wait_until  # noqa: E402
+from tests.e2e.worker import context  # noqa: E402
 
 RECALL_FLOOR = 0.95
 NEAR_TIE = 1e-4
@@ -55,11 +55,10 @@ def pairing() -> Iterator[pd.Pairing]:
 
 @contextmanager
 def two_processes(num_draft_tokens: int) -> Iterator[pd.Pairing]:
-    context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for role in ("prefill", "decode"):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=host, args=(role, num_draft_tokens, theirs), daemon=True))
+        ours, theirs = context().Pipe()
+        processes.append(context().Process(target=host, args=(role, num_draft_tokens, theirs), daemon=True))
         processes[-1].start()
         ends.append(ours)
     with pd.Pairing(pd.remote.PrefillClient(ends[0]), pd.remote.DecodeClient(ends[1])) as made:

@@ -173,6 +173,25 @@ def context() -> Any:
     return made
 
 
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of its own, which has imported what is needed for that and no more."""
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_say, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(FAR_S), f"{function} did not end in {FAR_S} s"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _say(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    connection.send(function(*arguments))
+
+
 class Worker:
     """One such process, seen from the test. Its sockets are in `folder`. `connection` is our end of the pipe to the
     engine that it serves."""
