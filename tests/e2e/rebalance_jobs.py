@@ -119,7 +119,7 @@ def count_agreements() -> list[bool]:
 
 def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
     """Stage placements until `count` have come into use. A dropped one is staged again."""
-    while not ended.wait(0.002):
+    while not ended.wait(0.02):
         load = engine.load()
         if load.placement_epoch >= count:
             return

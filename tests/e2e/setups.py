@@ -278,6 +278,15 @@ def _known(family: str, prompt: tuple[int, ...]) -> list[tuple[int, float, float
     return []
 
 
+def judged(family: str, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
+    """The greedy tokens in the place of each of `tokens`, which continue the prompt, by one call of `Model.logits`.
+    They are those of `reference` up to the first that differs."""
+    rows = model_of(family).logits([*prompt, *tokens])[len(prompt) - 1 : -1].double()
+    best, second = rows.topk(2).values.unbind(-1)
+    logprobs = best - rows.logsumexp(-1)
+    return Reference(*(tuple(each.tolist()) for each in (rows.argmax(-1), logprobs, best - second)))
+
+
 def plain_reference(
     model: pd.Model,
     request: pd.Request,
