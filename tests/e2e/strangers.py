@@ -24,12 +24,10 @@ from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
-from tests.e2e.worker import context
+from tests.forks import FAR_S, context
 from tests.unit.kv.channel.channels import LAYERS, link_to, pool_of
 
 MIB = 1 << 20
-FAR_S = 180.0
-"""Longer than anything takes on a busy machine; a test that reaches it fails."""
 KEY = b"k" * 32
 TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
     "tcp": lambda folder: pd.kv.SocketTransport(),

@@ -14,7 +14,9 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.engine import sequence
 from pdinfer.inbox import Inbox
+from pdinfer.pairing import broker
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
     PROMPT,
@@ -31,6 +33,14 @@ from tests.e2e.setups import (
     tokens_of,
     wait_until,
 )
+
+
+@pytest.fixture(autouse=True)
+def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request waits for nothing of those before it: that would take longer than a test may."""
+    monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)
+    monkeypatch.setattr(broker, "LINK_WAIT_S", 3600.0)
+
 
 KINDS = ("shared", "loopback", "tcp")
 POOL = "own grant adopt release generations chain find num_unused share is_kept keep forget rebuild"

@@ -33,7 +33,8 @@ from tests.e2e.setups import (
 )
 from tests.e2e.test_ports import several
 from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
-from tests.e2e.worker import Order, Workers, context, work
+from tests.e2e.worker import Order, Workers, work
+from tests.forks import context
 
 LENGTH = 60
 QUICK = pd.RemoteConfig(silent_s=1.0)

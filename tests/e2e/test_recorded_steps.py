@@ -21,7 +21,7 @@ from pdinfer.process.recording import Recording
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance.native_builds import BODIES, as_native, built_with
 from tests.e2e.setups import by_request, join, pool_of, prompt_of
-from tests.e2e.worker import apart
+from tests.forks import apart
 
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 WAYS: tuple[dict[str, Any], ...] = (

@@ -18,7 +18,8 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import MAX_GUESTS
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus
-from tests.e2e.strangers import FAR_S, MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
+from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
+from tests.forks import FAR_S
 
 GROWTH = 64 * MIB
 KINDS = list(TRANSPORTS)

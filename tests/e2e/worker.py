@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ import torch
 import pdinfer as pd
 from pdinfer.execution.sampling import LogitsProcessor
 from pdinfer.testing import random_model, tiny_config
-
-FAR_S = 180.0
-"""Longer than anything takes on a busy machine; a test that reaches it fails."""
+from tests.forks import FAR_S, context
 
 KEY = b"the host's"
 """For connections that clients make themselves."""
@@ -164,32 +161,6 @@ def work(control: Connection) -> None:
             signal.signal(signal.SIGUSR1, cut_links)
         pd.remote.serve(engine, connection, config=wanted.remote)
         control.send((engine.num_unfinished, pool.num_pages - pool.num_available))
-
-
-def context() -> Any:
-    """Processes forked off one that has imported everything: a new one is there at once."""
-    made = get_context("forkserver")
-    made.set_forkserver_preload(["torch", "pdinfer", "pdinfer.testing"])
-    return made
-
-
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of its own, which has imported what is needed for that and no more."""
-    ours, theirs = context().Pipe()
-    process = context().Process(target=_say, args=(theirs, function, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(FAR_S), f"{function} did not end in {FAR_S} s"
-        return ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
-def _say(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    torch.set_num_threads(1)
-    connection.send(function(*arguments))
 
 
 class Worker:

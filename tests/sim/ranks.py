@@ -15,13 +15,12 @@ from torch import Tensor
 from pdinfer.errors import RankLost
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.testing import Simulation
+from tests.forks import FAR_S
 from tests.sim.fakes import Violation
 
 T = TypeVar("T")
 DEADLINE_S = 4.0
 """How long a collective waits for a rank that does not come because it is frozen or its host hangs."""
-FAR_S = 180.0
-"""The only time here that is real: longer than work takes between two waits, on a busy machine."""
 FLIGHT_S = (0.0001, 0.001)
 LOST_RINGS = 0.1
 

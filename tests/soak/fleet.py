@@ -19,7 +19,8 @@ from typing import Any
 import attrs
 
 import pdinfer as pd
-from tests.e2e.worker import FAR_S, Worker, context
+from tests.e2e.worker import Worker
+from tests.forks import FAR_S, context
 from tests.soak import hostile
 from tests.soak.book import not_whole
 from tests.soak.timetable import MORTAL, SEATS, Fault

@@ -14,7 +14,8 @@ import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Piece
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
-from tests.unit.adapters.fake_vllm import FAR_S, LAYERS, FakeEngine, FakeRequest, Status
+from tests.forks import FAR_S
+from tests.unit.adapters.fake_vllm import LAYERS, FakeEngine, FakeRequest, Status
 
 Tokens = tuple[int, ...]
 

@@ -23,6 +23,7 @@ import xxhash
 
 from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
+from tests.forks import FAR_S
 
 POISON = 0x7F
 LAYERS, WIDTH = 4, 96  # of examples/tiny
@@ -416,8 +417,6 @@ def run_at_random(rng: random.Random, prefill: FakeEngine, decode: FakeEngine, r
             engine.check_free_blocks()
 
 
-FAR_S = 180.0
-"""Longer than anything takes on a busy machine; a test that reaches it fails."""
 LISTEN = "tcp://127.0.0.1:0"
 Pair = tuple[FakeEngine, FakeEngine]
 

@@ -23,8 +23,8 @@ from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transfer
+from tests.forks import FAR_S
 from tests.unit.adapters.fake_vllm import (
-    FAR_S,
     LAYERS,
     LISTEN,
     WIDTH,

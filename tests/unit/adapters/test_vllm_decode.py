@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pdinfer as pd
+from tests.forks import FAR_S
 from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
-from tests.unit.adapters.fake_vllm import FAR_S
 
 
 def prefill_of(model: pd.Model, *, takes_offers: bool = True) -> pd.PrefillEngine:

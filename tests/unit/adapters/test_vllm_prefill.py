@@ -13,8 +13,8 @@ import torch
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.probe import Probe
+from tests.forks import FAR_S
 from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
-from tests.unit.adapters.fake_vllm import FAR_S
 
 
 def decode_of(model: pd.Model, **cache: Any) -> pd.DecodeEngine:

@@ -13,7 +13,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
-from tests.unit.adapters.fake_vllm import FAR_S
+from tests.forks import FAR_S
 
 
 def body(request: pd.Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.backends import ROOT
-from tests.unit.adapters.fake_vllm import FAR_S
+from tests.forks import FAR_S
 
 
 class Backend(BaseHTTPRequestHandler):

@@ -19,9 +19,8 @@ from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages, session
 from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
 from pdinfer.remote.session import Session
+from tests.forks import FAR_S
 
-FAR_S = 180.0
-"""Longer than anything takes on a busy machine: what waits for the other end waits for longer."""
 BEAT = messages.encode(Beat())
 
 

@@ -22,10 +22,9 @@ import pdinfer as pd
 from pdinfer.remote import child, orders, spawning
 from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.forks import FAR_S
 from tests.unit.remote.processors import allow_all
 
-FAR_S = 180.0
-"""Longer than anything takes on a busy machine; a test that reaches it fails."""
 CHILD = """
 import os, sys, time
 from multiprocessing.connection import Connection
