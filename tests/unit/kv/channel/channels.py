@@ -62,6 +62,17 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
+def refusal(connect: Callable[..., object]) -> str:
+    """Return why a connection is refused, again and again: the first answer may take its time."""
+    for timeout_s in (0.2, 2.0, 20.0, TIMEOUT_S):
+        try:
+            connect(timeout_s=timeout_s)
+        except TransferError as error:
+            if "did not answer" not in str(error):
+                return str(error)
+    raise AssertionError("it is not refused")
+
+
 @attrs.define
 class Case:
     """Ends that can reach each other: makes them, fills their pages, and knows which bytes must arrive where."""
