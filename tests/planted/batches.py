@@ -41,6 +41,13 @@ MUTANTS = [
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
+        "room for rows is believed in before it is made",
+        ROWS,
+        "        self._capacity = self._width = 0  # there",
+        "        self._capacity, self._width = capacity, width  # there",
+        f"{UROWS}::test_an_interrupt_in_any_line_while_room_is_made_leaves_it_to_the_next_step",
+    ),
+    Mutant(
         "padding rows write where they stand",
         "slots_A=slots_T if live_T is None else slots_T.where(live_T, self._scratch_slot),",
         "slots_A=slots_T,",
