@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import apart
+
 ROOT = Path(__file__).parents[1]
-TRY_MOONCAKE = "import pdinfer as pd; pd.kv.MooncakeEngine().close()"
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -26,18 +25,24 @@ def child_environment(**more: str) -> dict[str, str]:
 def why_no_mooncake() -> str | None:
     """Return why a Mooncake engine cannot be made here, or None where it can. Another process tries it: the package may
     be there while a library that it loads is not, and the resulting crash must not hit this process."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRY_MOONCAKE],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=120,
-        check=False,
-    )
-    if done.returncode == 0:
-        return None
-    return (done.stderr.strip().splitlines() or ["no message"])[-1] + f" (exit status {done.returncode})"
+    try:
+        why: str | None = apart(_try_mooncake)
+    except EOFError:
+        why = "the process that tried it died"
+    return why
+
+
+def _try_mooncake() -> str | None:
+    import pdinfer as pd
+
+    with open(os.devnull, "wb") as nowhere:  # where its library says so much
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        pd.kv.MooncakeEngine().close()
+    except (pd.PDInferError, ImportError, OSError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def need_mooncake() -> None:

@@ -1,4 +1,5 @@
-"""Forked children that end, whatever happens in them: a copy of a pytest worker would go on with its tests."""
+"""Children of tests: copies of a pytest worker, which end whatever happens, since they would go on with its tests, and
+processes that are there at once, forked off a server that has imported the library and no test."""
 
 from __future__ import annotations
 
@@ -9,10 +10,45 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
-HANGS_S = 60
+HANGS_S = 120
 """After so many seconds a child prints where it is, and ends."""
+FAR_S = 180.0
+"""Longer than anything takes on a busy machine; a test that reaches it fails."""
+PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
+
+
+def context() -> Any:
+    """Return what makes processes off the server, which is started once for all tests of a pytest worker and has no
+    thread."""
+    made = get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    return made
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function` returns in such a process."""
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_say, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(FAR_S), f"{function} did not end in {FAR_S} s"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _say(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    connection.send(function(*arguments))
 
 
 def fork(work: Callable[[], object]) -> int:

@@ -21,7 +21,6 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +29,8 @@ from typing import Any
 import attrs
 import msgspec
 
+from tests.forks import context
+
 DEADLINE_S = 300.0
 """Seconds, longer than any job on a busy machine; a test that reaches them fails, and says where each rank is. Shorter
 than what ends a test that hangs (`tests.conftest.LONGEST_S`), which cannot say that."""
@@ -37,7 +38,6 @@ COLLECTIVE_S = 180.0
 """The time that a rank waits for the others."""
 END_S = 60.0
 """The time that a process has to end when it is to run no more jobs."""
-PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
@@ -82,9 +82,6 @@ class Ranks:
     """As many processes as the largest world so far needed; a world of n ranks is made from the first n."""
 
     def __init__(self) -> None:
-        # Forked from a process that has imported torch once and started no thread.
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pd-ranks-")
         self._numbers = itertools.count()
         self.workers: list[_Worker] = []
@@ -135,9 +132,9 @@ class Ranks:
                 worker.end()
         self.workers = alive
         while len(self.workers) < count:
-            ours, theirs = self._context.Pipe()
+            ours, theirs = context().Pipe()
             stacks = Path(self._folder.name) / f"stacks-{next(self._numbers)}"
-            process = self._context.Process(target=serve, args=(theirs, str(stacks)), daemon=True)
+            process = context().Process(target=serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()
             self.workers.append(_Worker(process, ours, stacks))

@@ -13,7 +13,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.shapes import AxisOrder
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PeerAddress
-from tests.unit.kv.channel.channels import handoff, settled
+from tests.unit.kv.channel.channels import TIMEOUT_S, handoff, settled
 from tests.unit.kv.channel.heads import NUM_HEADS, check_landed, compute, grant_to, pool_of
 
 TOKENS = range(8, 27)
@@ -56,7 +56,7 @@ def _one_room(channel: KVChannel, num_prefills: int, is_prefill: bool) -> list[s
         pages = compute(channel, TOKENS.stop)
         channel.push(grant, layers=channel.pool.layout.layers, tokens=TOKENS, pages=pages)
         channel.finish(grant, handoff(grant, channel))
-        assert channel.drain(10.0)
+        assert channel.drain(TIMEOUT_S)
     elif grant is not None:
         statuses = [landed.status.value for landed in settled(channel, num_prefills)]
         check_landed(channel, grant)

@@ -19,9 +19,9 @@ from pdinfer.moe.balance import SolverProcess
 from pdinfer.moe.migration import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
+from tests.e2e.setups import TIMEOUT_S
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
-WAIT_S = 40.0
 TWO = {"dp_size": 2, "ep_size": 2}
 
 
@@ -119,7 +119,7 @@ def count_agreements() -> list[bool]:
 
 def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
     """Stage placements until `count` have come into use. A dropped one is staged again."""
-    while not ended.wait(0.002):
+    while not ended.wait(0.02):
         load = engine.load()
         if load.placement_epoch >= count:
             return
@@ -160,7 +160,7 @@ def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: A
 
 def step_until(engine: Engine, done: Callable[[], bool]) -> None:
     """Step and wait as a host does."""
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + TIMEOUT_S
     while not done():
         assert time.monotonic() < end, engine.load()
         assert engine.step() == []

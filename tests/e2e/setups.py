@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -178,12 +179,25 @@ def recover(engine: Any) -> None:
     vars(engine).pop("wait", None)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Polls; fails when it does not come true."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"it did not happen in {TIMEOUT_S} s"
         time.sleep(0.005)
+
+
+def check_ends(thread: threading.Thread) -> None:
+    """It ends by itself."""
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive(), f"a thread did not end in {TIMEOUT_S} s"
+
+
+def check_returns(call: Callable[[], object]) -> None:
+    """It waits for nothing that does not happen here: no call may take for ever."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    check_ends(thread)
 
 
 def check_wakes_in(pairing: pd.Pairing, seconds: float) -> None:
@@ -247,17 +261,30 @@ class Reference:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-@functools.cache
 def reference(family: str, prompt: tuple[int, ...], count: int) -> Reference:
     """`count` greedy tokens, one call of `Model.logits` each: no engine, no pages, no cache."""
-    tokens, logprobs, margins = list(prompt), [], []
-    for _ in range(count):
-        row = model_of(family).logits(tokens)[-1].double()
+    known = _known(family, prompt)
+    while len(known) < count:
+        row = model_of(family).logits([*prompt, *(token for token, _, _ in known)])[-1].double()
         best, second = row.topk(2).values.tolist()
-        tokens.append(int(row.argmax()))
-        logprobs.append(best - float(row.logsumexp(-1)))
-        margins.append(best - second)
-    return Reference(tuple(tokens[len(prompt) :]), tuple(logprobs), tuple(margins))
+        known.append((int(row.argmax()), best - float(row.logsumexp(-1)), best - second))
+    tokens, logprobs, margins = zip(*known[:count], strict=True) if count else ((), (), ())
+    return Reference(tokens, logprobs, margins)
+
+
+@functools.cache
+def _known(family: str, prompt: tuple[int, ...]) -> list[tuple[int, float, float]]:
+    """Token, log-probability and margin of each step that was computed so far: tests ask for prefixes of each other."""
+    return []
+
+
+def judged(family: str, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
+    """The greedy tokens in the place of each of `tokens`, which continue the prompt, by one call of `Model.logits`.
+    They are those of `reference` up to the first that differs."""
+    rows = model_of(family).logits([*prompt, *tokens])[len(prompt) - 1 : -1].double()
+    best, second = rows.topk(2).values.unbind(-1)
+    logprobs = best - rows.logsumexp(-1)
+    return Reference(*(tuple(each.tolist()) for each in (rows.argmax(-1), logprobs, best - second)))
 
 
 def plain_reference(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
+from tests.forks import FAR_S, context
 from tests.unit.kv.channel.channels import LAYERS, link_to, pool_of
 
 MIB = 1 << 20
-START_S = 120.0
-ROOM_S = 30.0
 KEY = b"k" * 32
 TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
     "tcp": lambda folder: pd.kv.SocketTransport(),
@@ -79,7 +77,7 @@ def _granted(pool: pd.PagePool, channel: KVChannel, writer: PeerAddress, number:
 
 
 def _settled(pool: pd.PagePool, channel: KVChannel, grant: PageGrant) -> tuple[HandoffStatus, bytes]:
-    end = time.monotonic() + ROOM_S
+    end = time.monotonic() + FAR_S
     while time.monotonic() < end:
         channel.wait(1.0)
         for word in channel.poll():
@@ -106,12 +104,11 @@ class Victim:
     """The process, and an honest prefill here that hands rooms over to it."""
 
     def __init__(self, kind: str, folder: Path, *, keyed: bool = False) -> None:
-        context = get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self.process = context.Process(target=suffer, args=(theirs, kind, folder, keyed), daemon=True)
+        self._control, theirs = context().Pipe()
+        self.process = context().Process(target=suffer, args=(theirs, kind, folder, keyed), daemon=True)
         self.process.start()
         theirs.close()
-        assert self._control.poll(START_S), "the victim did not start"
+        assert self._control.poll(FAR_S), "the victim did not start"
         self.address: PeerAddress = self._control.recv()
         self.layout = pool_of().layout
         self.honest = KVChannel(pool_of(), DIALLING[kind](), key=KEY if keyed else None)
@@ -120,7 +117,7 @@ class Victim:
 
     def ask(self, question: str) -> Any:
         self._control.send(question)
-        assert self._control.poll(ROOM_S), "the victim does not answer"
+        assert self._control.poll(FAR_S), "the victim does not answer"
         return self._control.recv()
 
     def hand_over(self, seed: int) -> float:
@@ -137,7 +134,7 @@ class Victim:
         self.honest.push(grant, layers=LAYERS, tokens=grant.tokens, pages=self.pages)
         word = Handoff(room=grant.room, writer=self.honest.address, status=HandoffStatus.LANDED, token=seed)
         self.honest.finish(grant, word)
-        assert self._control.poll(2 * ROOM_S), "the victim does not answer"
+        assert self._control.poll(FAR_S), "the victim does not answer"
         status, digest = self._control.recv()
         assert (status, digest) == (HandoffStatus.LANDED, _digest(pool, self.pages))
         return time.monotonic() - began
@@ -148,7 +145,7 @@ class Victim:
         began = time.monotonic()
         self.honest.transport.fence(link)
         while not self.honest.connected(self.address):
-            assert time.monotonic() < began + ROOM_S, "the honest link did not come back"
+            assert time.monotonic() < began + FAR_S, "the honest link did not come back"
             time.sleep(0.005)
         return time.monotonic() - began
 
@@ -156,7 +153,7 @@ class Victim:
         self.honest.close()
         with contextlib.suppress(OSError):
             self._control.send(None)
-        self.process.join(10.0)
+        self.process.join(FAR_S)
         self.process.kill()
 
 

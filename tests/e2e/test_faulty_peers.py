@@ -19,8 +19,10 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import Usage
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     Setup,
     by_request,
+    check_ends,
     collect,
     greedy,
     hang,
@@ -210,7 +212,7 @@ def test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody(values: dict[
         setup.pairing.submit(request())
         assert setup.pairing.step() == []
         setup.decodes[0].step = lambda: [attrs.evolve(EVENT, **values)]  # type: ignore[method-assign]
-        (last,) = collect(setup.pairing, timeout_s=15.0)
+        (last,) = collect(setup.pairing)
         assert (last.finish_reason, last.token, last.index) == (pd.FinishReason.FAILED, None, 0)
         assert isinstance(last.error, pd.TransferError)
         assert said in str(last.error)
@@ -389,8 +391,7 @@ def test_a_served_engine_tells_how_many_submits_it_has_seen(setup: Setup, role: 
             num_seen = report.num_seen if isinstance(report, Stepped) else 0
         assert num_seen == number + 1
     send(ours, messages.Close())
-    thread.join(30.0)
-    assert not thread.is_alive()
+    check_ends(thread)
     ours.close()
 
 
@@ -416,11 +417,10 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
     thread.start()
     if refused:
         with pytest.raises(pd.TransferError, match="not this one"):
-            other.client.connect(asked, timeout_s=30.0)
+            other.client.connect(asked, timeout_s=TIMEOUT_S)
     else:
-        other.client.connect(asked, timeout_s=30.0)
-    thread.join(30.0)
-    assert not thread.is_alive()
+        other.client.connect(asked, timeout_s=TIMEOUT_S)
+    check_ends(thread)
 
 
 def test_a_hostile_command_stops_a_served_engine_by_name(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,8 +429,7 @@ def test_a_hostile_command_stops_a_served_engine_by_name(setup: Setup, caplog: p
     thread.start()
     with caplog.at_level("INFO", "pdinfer"):
         send(ours, messages.Connect(setup.prefills[0].address, float("nan")))
-        thread.join(30.0)
-    assert not thread.is_alive()
+        check_ends(thread)
     assert any("timeout_s" in record.getMessage() for record in caplog.records)
     ours.close()
 

@@ -18,8 +18,10 @@ from pdinfer.moe.balance.process import SolverProcess
 from pdinfer.process.forked import OfOneProcess
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     Setup,
     by_request,
+    check_ends,
     collect,
     join,
     local,
@@ -122,7 +124,7 @@ def test_a_child_that_leaves_by_sys_exit_takes_nothing_along(tmp_path: Path) -> 
         check_serves(pairing, "before")
         script_ended = multiprocessing.get_context("fork").Process(target=refuses_all, args=(things,))
         script_ended.start()
-        script_ended.join(60)
+        script_ended.join(TIMEOUT_S)
         assert script_ended.exitcode == 0
         check_serves(pairing, "after")
 
@@ -183,7 +185,7 @@ def test_clients_refuse_and_their_engines_stay() -> None:
         check_serves(pairing, "after")
         pairing.close()
         for thread in threads:
-            thread.join(10)
+            check_ends(thread)
 
 
 def test_a_solver_stays_its_parents() -> None:
@@ -199,7 +201,7 @@ def test_a_solver_stays_its_parents() -> None:
         pid = solver.pid
         check_ended(fork(lambda: refuses_all([solver])))
         answers: list[bytes] = []
-        wait_until(lambda: bool(answers.append(solver.poll()) or answers[-1]), 60.0)
+        wait_until(lambda: bool(answers.append(solver.poll()) or answers[-1]))
         assert solver.pid == pid
     finally:
         solver.close()

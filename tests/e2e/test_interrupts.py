@@ -14,12 +14,15 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.engine import sequence
 from pdinfer.inbox import Inbox
+from pdinfer.pairing import broker
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    check_ends,
     collect,
     join,
     local,
@@ -30,6 +33,14 @@ from tests.e2e.setups import (
     tokens_of,
     wait_until,
 )
+
+
+@pytest.fixture(autouse=True)
+def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request waits for nothing of those before it: that would take longer than a test may."""
+    monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)
+    monkeypatch.setattr(broker, "LINK_WAIT_S", 3600.0)
+
 
 KINDS = ("shared", "loopback", "tcp")
 POOL = "own grant adopt release generations chain find num_unused share is_kept keep forget rebuild"
@@ -194,8 +205,7 @@ def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
                 pass
             other = threading.Thread(target=setup.pairing.submit, args=(request(f"other/{at}"),), daemon=True)
             other.start()
-            other.join(10)
-            assert not other.is_alive()
+            check_ends(other)
             streams = by_request(collect(setup.pairing))
             assert tokens_of(streams[f"other/{at}"]) == list(reference("v3", PROMPT, 5).tokens)
 

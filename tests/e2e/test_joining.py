@@ -20,6 +20,7 @@ from pdinfer.pairing.joining import FIRST_TRY_S, link
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     Setup,
     by_request,
     collect,
@@ -54,7 +55,7 @@ class Held:
 
         def wait(peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
             self.asked.set()
-            assert self.go.wait(60.0)
+            assert self.go.wait(TIMEOUT_S)
             connect(peer, timeout_s=timeout_s)
 
         port.connect = wait
@@ -78,7 +79,7 @@ def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, l
     thread = threading.Thread(target=add)
     thread.start()
     yield thread, errors
-    thread.join(60.0)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
 
 
@@ -108,7 +109,7 @@ def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
     with several(1, 1) as setup, newcomer(role) as port:
         held = Held(port if role is pd.PrefillEngine else setup.prefills[0])
         with adding(setup.pairing, port) as (thread, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             setup.pairing.submit(request("a", 12))
             setup.pairing.submit(request("b", 12))
             setup.pairing.cancel("b")
@@ -142,7 +143,7 @@ def test_the_worst_gap_of_a_stream_grows_by_a_tenth_of_a_second_at_most(role: ty
             with newcomer(role) as port:
                 held = Held(port if role is pd.PrefillEngine else setup.prefills[0])
                 with adding(setup.pairing, port) as (thread, errors):
-                    assert held.asked.wait(60.0)
+                    assert held.asked.wait(TIMEOUT_S)
                     beside.append(worst_gap_s(setup.pairing, f"beside {turn}"))
                     assert thread.is_alive()
                     held.go.set()
@@ -217,7 +218,7 @@ def test_of_two_calls_that_add_one_port_one_does() -> None:
     with several(1, 1) as setup, newcomer() as port:
         held = Held(port)
         with adding(setup.pairing, port) as (_, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             with pytest.raises(pd.ConfigError, match="is a port of this pairing already"):
                 setup.pairing.add(port)
             held.go.set()
@@ -229,7 +230,7 @@ def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> Non
     with several(1, 1) as setup, newcomer() as prefill, newcomer(pd.DecodeEngine) as decode:
         held = Held(prefill)
         with adding(setup.pairing, prefill) as (_, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             setup.pairing.add(decode)
             held.go.set()
         assert errors == []
@@ -241,7 +242,7 @@ def test_a_port_whose_pairing_is_closed_meanwhile_stays_open() -> None:
     with several(1, 1) as setup, newcomer() as port:
         held = Held(port)
         with adding(setup.pairing, port) as (_, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             setup.pairing.close()
             held.go.set()
         (error,) = errors
@@ -255,7 +256,7 @@ def test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later() 
     with several(1, 1) as setup, newcomer() as port:
         held = Held(port)
         with adding(setup.pairing, port) as (_, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             setup.pairing.remove(port, drain_s=0.0)
             held.go.set()
         (error,) = errors
@@ -270,7 +271,7 @@ def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one
         unplug(port, setup.decodes[0].address)
         held = Held(port)
         with adding(setup.pairing, port) as (_, errors):
-            assert held.asked.wait(60.0)
+            assert held.asked.wait(TIMEOUT_S)
             for decode in setup.decodes:
                 setup.pairing.remove(decode, drain_s=0.0)
             held.go.set()
@@ -300,16 +301,16 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
         peer = other.prefills[0].address
         asking = threading.Thread(target=client.connect, args=(peer,))
         asking.start()
-        assert held.asked.wait(60.0)
+        assert held.asked.wait(TIMEOUT_S)
         client.submit(request(None), writers=[])
         events: list[pd.types.Event] = []
         while not events:
             client.wait(0.1)
             events = client.step()
         held.go.set()
-        asking.join(60.0)
+        asking.join(TIMEOUT_S)
         assert not asking.is_alive()
         assert takers == {threading.current_thread(), serving}  # which takes what comes to the engine itself
         assert decode.channel.connected(peer)
         client.close()
-        serving.join(10.0)
+        serving.join(TIMEOUT_S)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 import pdinfer as pd
-from pdinfer.engine.sequence import WRITER_GRACE_S
+from pdinfer.engine import sequence
 from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
@@ -94,15 +96,14 @@ def test_a_pair_without_a_link_is_not_chosen_until_it_is_back() -> None:
 # -- what was under way -------------------------------------------------------------------------------------------
 
 
-def test_a_request_whose_prefill_lost_its_decode_goes_to_another_one() -> None:
+def test_a_request_whose_prefill_lost_its_decode_goes_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)  # so that nothing waits for the one that was lost
     with several(2, 1, policy=pd.policy.round_robin) as setup:
         hang(setup.prefills[0])
         setup.pairing.submit(request("a", 12))
         setup.pairing.step()
         mend = cut(setup.prefills[0], setup.decodes[0])
-        started = time.monotonic()
         events = collect(setup.pairing)
-        assert time.monotonic() - started < WRITER_GRACE_S / 2
         assert tokens_of(events) == list(reference("v3", PROMPT, 12).tokens)
         assert (setup.pairing.stats.num_reroutes, setup.pairing.stats.num_retries) == (1, 1)
         recover(setup.prefills[0])

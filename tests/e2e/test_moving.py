@@ -117,7 +117,7 @@ def test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not
             assert setup.pairing.step() + setup.pairing.step() == []
             (busy,) = (one for one in setup.decodes if one.load().num_granted_requests)
             busy.step = broken  # type: ignore[method-assign,assignment]
-        (end,) = collect(setup.pairing, timeout_s=30.0)
+        (end,) = collect(setup.pairing)
         assert end.finish_reason is pd.FinishReason.FAILED
         assert [port.role for port in setup.pairing.ports].count("decode") == 1
 

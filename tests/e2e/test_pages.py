@@ -10,7 +10,7 @@ from torch import Tensor
 import pdinfer as pd
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
-from tests.e2e.setups import TRANSPORTS, Setup, greedy, join, model_of, pool_of, prompt_of
+from tests.e2e.setups import TRANSPORTS, Setup, greedy, join, model_of, pool_of, prompt_of, step_until
 from tests.slices import one_in
 
 PAGE_SIZES = ((1, 1), (16, 16), (64, 64), (1, 16), (16, 5), (5, 64))
@@ -92,13 +92,7 @@ def hand_off(transport: str, page_sizes: tuple[int, int], chunk_size: int) -> Ha
     prompts = {str(length): prompt_of(length) for length in LENGTHS}
     for name, prompt in prompts.items():
         setup.pairing.submit(pd.Request(request_id=name, prompt=prompt, sampling=greedy(400, ignore_eos=True)))
-    landed: set[str] = set()
-    for _ in range(300):
-        if landed == set(prompts):
-            break
-        landed |= {event.request_id for event in setup.pairing.step()}
-        setup.pairing.wait(0.1)
-    assert landed == set(prompts)
+    step_until(setup.pairing, lambda events: {event.request_id for event in events} == set(prompts))
     channel = setup.prefills[0].channel
     assert isinstance(channel, WatchedChannel)
     return HandedOff(setup, prompts, channel.sent, channel.grants)

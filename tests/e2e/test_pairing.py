@@ -18,7 +18,9 @@ from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.setups import (
     PROMPT,
+    TIMEOUT_S,
     by_request,
+    check_ends,
     collect,
     greedy,
     hang,
@@ -280,10 +282,10 @@ def test_wait_sleeps_when_idle_and_wakes_for_a_submit() -> None:
     with local() as setup:
         assert setup.pairing.wait(0.01) is False
         timer = threading.Timer(0.1, lambda: setup.pairing.submit(request()))
-        timer.start()
         started = time.monotonic()
-        assert setup.pairing.wait(30.0) is True
-        assert time.monotonic() - started < 10.0
+        timer.start()
+        assert setup.pairing.wait(TIMEOUT_S) is True
+        assert time.monotonic() - started < TIMEOUT_S
         timer.join()
         assert len(tokens_of(collect(setup.pairing))) == 5
         assert setup.pairing.wait(0.01) is False
@@ -310,7 +312,7 @@ def test_drain_keeps_the_events_for_the_next_step() -> None:
     with local() as setup:
         setup.pairing.submit(request())
         assert setup.pairing.drain(0.0) is False
-        assert setup.pairing.drain(30.0) is True
+        assert setup.pairing.drain(TIMEOUT_S) is True
         assert setup.pairing.drain(0.0) is True
         assert tuple(tokens_of(setup.pairing.step())) == reference("v3", PROMPT, 5).tokens
         assert setup.pairing.step() == []
@@ -352,11 +354,10 @@ def test_close_comes_from_another_thread_in_any_phase(num_steps: int) -> None:
         started = time.monotonic()
         while pairing.num_unfinished:  # this thread goes on stepping and sleeping meanwhile
             events += pairing.step()
-            pairing.wait(30.0)
-        assert time.monotonic() - started < 5.0
+            pairing.wait(TIMEOUT_S)
+        assert time.monotonic() - started < TIMEOUT_S
         for closer in closers:
-            closer.join(5.0)
-            assert not closer.is_alive()
+            check_ends(closer)
         streams = by_request(events + pairing.step())
         assert [stream[-1].finish_reason for stream in streams.values()] == [pd.FinishReason.CANCELLED] * 2
         assert setup.pools[0].num_available == setup.pools[0].num_pages
@@ -370,7 +371,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
 
         def long_step() -> list[pd.types.Event]:
             inside.set()
-            assert go_on.wait(10.0)
+            assert go_on.wait(TIMEOUT_S)
             assert not decode.closed
             return step()
 
@@ -378,7 +379,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         setup.pairing.submit(request())
         stepper = threading.Thread(target=setup.pairing.step)
         stepper.start()
-        assert inside.wait(10.0)
+        assert inside.wait(TIMEOUT_S)
         closer = threading.Thread(target=setup.pairing.close)
         closer.start()
         closer.join(0.2)
@@ -386,8 +387,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         assert setup.pairing.num_unfinished == 1
         go_on.set()
         for thread in (stepper, closer):
-            thread.join(10.0)
-            assert not thread.is_alive()
+            check_ends(thread)
         assert decode.closed
         assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
 
@@ -399,8 +399,7 @@ def test_close_ends_a_generate_in_another_thread() -> None:
         reader.start()
         wait_until(lambda: setup.pairing.num_unfinished == 1)
         setup.pairing.close()
-        reader.join(5.0)
-        assert not reader.is_alive()
+        check_ends(reader)
     assert events[-1].finish_reason is pd.FinishReason.CANCELLED
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,23 +21,21 @@ import pdinfer as pd
 from pdinfer.config.options import HUNG_S, hung_after_s
 from pdinfer.remote import messages
 from tests.e2e.setups import (
-    PROMPT,
+    TIMEOUT_S,
     by_request,
+    check_ends,
     collect,
     hang,
     local,
     recover,
-    reference,
     request,
-    tokens_of,
     wait_until,
 )
 from tests.e2e.test_ports import several
-from tests.e2e.test_processes import Fleet, check_streams, fleet
-from tests.e2e.worker import Workers
+from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
+from tests.e2e.worker import Order, Workers, work
+from tests.forks import context
 
-PATH = os.pathsep.join(filter(None, sys.path))
-SOON_S = 5.0
 LENGTH = 60
 QUICK = pd.RemoteConfig(silent_s=1.0)
 """Silence that is found within less than two seconds."""
@@ -48,14 +46,6 @@ def workers() -> Iterator[Workers]:
     pool = Workers(2)
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """Engines that are told of this file take 20 ms for a token."""
-    path = tmp_path / "slow"
-    path.touch()
-    return path
 
 
 def hold_the_interpreter(seconds: float) -> None:
@@ -90,9 +80,7 @@ def test_a_host_that_pauses_loses_nothing(
         events = processes.step_until(3)
         pause(seconds)
         processes.pairing.submit(request("after"))
-        started = time.monotonic()
         events += collect(processes.pairing)
-        assert time.monotonic() - started < SOON_S
         check_streams(events, *"abc", count=LENGTH)
         check_streams(events, "after")
         assert processes.pairing.stats.num_ports_lost == 0
@@ -100,22 +88,14 @@ def test_a_host_that_pauses_loses_nothing(
 
 
 def step_until_lost(processes: Fleet) -> list[pd.TokenEvent]:
-    events: list[pd.TokenEvent] = []
-    end = time.monotonic() + 30.0
-    while not processes.pairing.stats.num_ports_lost:
-        assert time.monotonic() < end
-        processes.pairing.wait(0.05)
-        events += processes.pairing.step()
+    pairing, events = processes.pairing, list[pd.TokenEvent]()
+    wait_until(lambda: bool(events.extend(pairing.step()) or pairing.stats.num_ports_lost))
     return events
 
 
 def step_until_back(processes: Fleet) -> list[pd.TokenEvent]:
-    events: list[pd.TokenEvent] = []
-    end = time.monotonic() + 30.0
-    while not all(lost.is_back for lost in processes.pairing.stats.ports_lost):
-        assert time.monotonic() < end
-        processes.pairing.wait(0.05)
-        events += processes.pairing.step()
+    pairing, events = processes.pairing, list[pd.TokenEvent]()
+    wait_until(lambda: bool(events.extend(pairing.step()) or all(lost.is_back for lost in pairing.stats.ports_lost)))
     return events
 
 
@@ -128,25 +108,23 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
         events = processes.step_until(2)
         while {event.request_id for event in events} != {"a", "b"}:
             events += processes.step_until(1)
+        started = time.monotonic()
         with worker.frozen():
             events += step_until_lost(processes)
             (lost,) = processes.pairing.stats.ports_lost
             port = processes.ports[role == "decode"]
             assert (lost.address, lost.role, lost.is_back) == (port.address, role, False)
             assert "was silent for 1 s" in lost.reason
-            assert lost.age_s < SOON_S
+            assert 0.0 <= lost.age_s < time.monotonic() - started
         events += step_until_back(processes)
-        started = time.monotonic()
         for name in ("after", "a2"):
             processes.pairing.submit(request(name))
         events += collect(processes.pairing)
-        assert time.monotonic() - started < SOON_S
         check_streams(events, "after", "a2")
         streams = by_request(events)
         for name in "ab":
             last = streams[name][-1]
-            tokens = tuple(tokens_of(streams[name]))
-            assert tokens == reference("v3", PROMPT, LENGTH).tokens[: len(tokens)]
+            check_greedy(streams[name])
             assert sum(event.finish_reason is not None for event in streams[name]) == 1
             if role == "decode":
                 assert last.finish_reason is pd.FinishReason.FAILED
@@ -170,8 +148,7 @@ def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
         assert thread.is_alive()
         assert not decode.closed
         ours.close()
-        thread.join(10.0)
-        assert not thread.is_alive()
+        check_ends(thread)
 
 
 # -- connections that end -------------------------------------------------------------------------------------------
@@ -217,8 +194,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             assert decode.load().num_tokens == 0  # it was ended, and did not run to its end
             hang(setup.prefills[0])
         client.close()
-        thread.join(10.0)
-        assert not thread.is_alive()
+        check_ends(thread)
 
 
 @pytest.mark.parametrize("is_served", [True, False])
@@ -235,8 +211,7 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
         assert client.step() == []
         if is_served:
             connection.close()
-            thread.join(10.0)
-            assert not thread.is_alive()
+            check_ends(thread)
         else:
             setup.decodes[0].close()
         with pytest.raises(pd.TransferError, match="is gone"):
@@ -252,11 +227,11 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
 def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
     """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
     free for it since decode closes its link to the one that hangs."""
-    limits = pd.RemoteConfig(hung_s=0.5)
     with several(2, 1, "tcp") as setup:
         threads, ports = [], []
         for engine in setup.engines:
             ours, theirs = Pipe()
+            limits = pd.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
             threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
             threads[-1].start()
             ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
@@ -265,7 +240,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
             decode.disconnect = lambda peer: parted.append(peer) or disconnect(peer)  # type: ignore[method-assign,func-returns-value]
             step = hung.step
-            hung.step = lambda: goes_on.wait(30.0) and step()  # type: ignore[method-assign,assignment,return-value]
+            hung.step = lambda: goes_on.wait(TIMEOUT_S) and step()  # type: ignore[method-assign,assignment,return-value]
             for name in "abcd":
                 pairing.submit(request(name))
             check_streams(collect(pairing), *"abcd")
@@ -279,7 +254,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
             assert pairing.stats.ports_away == ()
             wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
-            for _ in range(10):  # where a step takes half a second, the port may be gone again for a while
+            for _ in range(10):  # where a step takes two seconds, the port may be gone again for a while
                 for name in "abcd":
                     pairing.submit(request(name))
                 check_streams(collect(pairing), *"abcd")
@@ -287,8 +262,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
                     break
             assert hung.load().num_tokens > 0
         for thread in threads:
-            thread.join(10.0)
-            assert not thread.is_alive()
+            check_ends(thread)
 
 
 def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
@@ -304,7 +278,7 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         client = pd.remote.DecodeClient(ours)
         assert client.hung_s == 80.0
         client.close()
-        thread.join(10.0)
+        check_ends(thread)
 
 
 @pytest.mark.parametrize("end", ["dies", "closes"])
@@ -318,40 +292,50 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     if end == "dies":
         worker.connection.close()
     client.close()
-    worker.process.join(60.0)
+    worker.process.join(TIMEOUT_S)
     assert worker.process.exitcode == 1
 
 
-HOST = """
-import multiprocessing, sys, time
-from pathlib import Path
-from tests.e2e import worker as module
-import pdinfer as pd
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    module.context = lambda: multiprocessing.get_context("spawn")  # whose parent is this process
-    worker = module.Worker(folder)
-    client = worker.serve("decode", hung_while=folder / "hung", holds_gil=sys.argv[2] == "held",
-                          remote=pd.RemoteConfig(exit_s=0.5))
-    print(worker.process.pid, flush=True)
-    (folder / "hung").touch()
-    time.sleep(600)
-"""
+def host(control: Connection, folder: Path, *, holds_gil: bool) -> None:
+    """In a process of its own: forks another one, which hosts an engine, and names it once a step hangs there."""
+    ours, theirs = Pipe()
+    if not (child := os.fork()):
+        try:
+            for connection in (ours, control):
+                connection.close()
+            work(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    assert ours.recv() == "ready"
+    mine, there = Pipe()
+    hung = folder / "hung"
+    limits = pd.RemoteConfig(exit_s=0.5)
+    ours.send((Order(role="decode", folder=folder, hung_while=hung, holds_gil=holds_gil, remote=limits), there))
+    client = pd.remote.DecodeClient(mine)
+    hung.touch()
+    if holds_gil:
+        time.sleep(1.0)  # no sign of life comes any more
+    else:
+        wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
+    control.send(child)
+    signal.pause()
 
 
 @pytest.mark.parametrize("interpreter", ["free", pytest.param("held", marks=pytest.mark.full)])
 def test_a_process_whose_step_hangs_ends_when_its_host_is_killed(tmp_path: Path, interpreter: str) -> None:
     """Though the step should hold the interpreter; there the kernel does it, and takes longer."""
-    (tmp_path / "host.py").write_text(HOST)
-    command = [sys.executable, str(tmp_path / "host.py"), str(tmp_path), interpreter]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PATH}) as host:
-        assert host.stdout is not None
-        pid = int(host.stdout.readline())
-        time.sleep(1.0)
-        os.kill(pid, 0)
-        host.kill()
-    wait_until(lambda: not is_alive(pid), 120.0)
+    ours, theirs = Pipe()
+    more = {"holds_gil": interpreter == "held"}
+    parent = context().Process(target=host, args=(theirs, tmp_path), kwargs=more)
+    parent.start()
+    theirs.close()
+    assert ours.poll(TIMEOUT_S), "the host did not say which process it is"
+    pid = ours.recv()
+    os.kill(pid, 0)
+    parent.kill()
+    parent.join()
+    wait_until(lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:

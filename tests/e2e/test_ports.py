@@ -288,7 +288,7 @@ def test_a_request_that_fits_no_port_any_more_fails_and_holds_nobody_up() -> Non
         setup.pairing.submit(request("large", prompt=prompt_of(60), priority=1))
         setup.pairing.submit(request("small"))
         setup.pairing.remove(setup.decodes[1], drain_s=0.0)
-        events = collect(setup.pairing, timeout_s=10.0)
+        events = collect(setup.pairing)
     check_streams(events, "small")
     check_failed(events, "large")
 
@@ -508,7 +508,7 @@ def test_a_request_that_had_ended_when_its_prefill_broke_is_not_run_again() -> N
         events = [event for _ in range(6) for event in setup.pairing.step()]
         check_streams(events, "a", count=1)
         setup.prefills.pop(0)
-        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished, 5.0)
+        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished)
         setup.check_idle()
 
 
@@ -526,7 +526,7 @@ def test_an_id_used_again_after_a_late_end_gets_its_own_answer() -> None:
         expected = list(reference("v3", again.prompt, 5).tokens)
         assert tokens_of(collect(setup.pairing)) == expected
         setup.prefills.pop(0)
-        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished, 5.0)
+        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished)
         setup.check_idle()
 
 

@@ -14,6 +14,7 @@ import pdinfer as pd
 from pdinfer.kv.prefix import PrefixIndex
 from tests.e2e.setups import (
     Reference,
+    Sequence,
     Setup,
     Tally,
     by_request,
@@ -21,13 +22,13 @@ from tests.e2e.setups import (
     greedy,
     hang,
     join,
+    judged,
     local,
     model_of,
     plain_reference,
     pool_of,
     prompt_of,
     recover,
-    reference,
     request,
     tokens_of,
     watch,
@@ -105,8 +106,17 @@ def tally() -> Iterator[Tally]:
     whole.check()
 
 
+def compare(
+    tally: Tally, name: str, events: Sequence[pd.TokenEvent], prompt: tuple[int, ...], count: int = NUM_NEW
+) -> None:
+    """So many greedy tokens came."""
+    tokens = tokens_of(events)
+    assert len(tokens) == count
+    tally.compare(name, events, judged("v3", prompt, tokens))
+
+
 def check_tokens(tally: Tally, seen: Cost, prompt: tuple[int, ...], count: int = NUM_NEW) -> None:
-    tally.compare(f"after {len(prompt)} tokens", seen.events, reference("v3", prompt, count))
+    compare(tally, f"after {len(prompt)} tokens", seen.events, prompt, count)
 
 
 # -- what is sent and what is computed ------------------------------------------------------------------------------
@@ -261,7 +271,7 @@ def test_what_became_known_after_the_grant_is_computed_where_it_was_granted(tall
             setup.pairing.submit(request(name, NUM_NEW, prompt=COMMON))
         streams = by_request(collect(setup.pairing))
         for name in "ab":
-            tally.compare(name, streams[name], reference("v3", COMMON, NUM_NEW))
+            compare(tally, name, streams[name], COMMON)
         assert sum(isinstance(event, pd.Granted) for event in seen) == 2
         setup.check_idle()
 
@@ -286,7 +296,7 @@ def test_a_retracted_request_finds_its_own_pages_again(tally: Tally) -> None:
     resumed = [event.grant.tokens for event in seen if isinstance(event, pd.Granted)][3:]
     assert any(tokens.start > 9 for tokens in resumed), "not one found what it had decoded itself"
     for name, prompt in prompts.items():
-        tally.compare(name, streams[name], reference("v3", prompt, 50))
+        compare(tally, name, streams[name], prompt, 50)
         usage = streams[name][-1].usage
         assert usage is not None
         assert usage.cached_tokens == 0, "its own pages are not what it found when it came"
@@ -387,7 +397,7 @@ def test_a_prefill_lost_on_the_way_costs_another_attempt_and_no_page(tally: Tall
         setup.check_pools()
         setup.pairing.remove(setup.prefills[0], drain_s=0.0)
         events += collect(setup.pairing)
-        tally.compare("a", events, reference("v3", prompt, NUM_NEW))
+        compare(tally, "a", events, prompt)
         setup.check_idle()
 
 
@@ -404,7 +414,7 @@ def test_a_prefix_that_is_gone_when_prefill_begins_is_another_attempt(tally: Tal
         setup.pools[0].forget(sequence.pages)
         recover(setup.prefills[0])
         events = collect(setup.pairing)
-        tally.compare("a", events, reference("v3", prompt, NUM_NEW))
+        compare(tally, "a", events, prompt)
         starts = [event.grant.tokens.start for event in seen if isinstance(event, pd.Granted)]
         assert starts == [whole_pages(len(COMMON), 4), 0]
         setup.check_idle()

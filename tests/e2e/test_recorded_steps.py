@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import subprocess
 import sys
 from typing import Any
 
@@ -20,9 +19,9 @@ from pdinfer.kernels.native import build
 from pdinfer.model.batch import Row
 from pdinfer.process.recording import Recording
 from pdinfer.testing import random_model, tiny_config
-from tests.backends import child_environment
 from tests.conformance.native_builds import BODIES, as_native, built_with
 from tests.e2e.setups import by_request, join, pool_of, prompt_of
+from tests.forks import apart
 
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 WAYS: tuple[dict[str, Any], ...] = (
@@ -101,19 +100,15 @@ def test_they_are_recorded_on_cpus_of_every_kind(body: str) -> None:
         test_they_give_the_tokens_of_steps_that_are_not("v3", 5)
 
 
-COMPILER = """
-import sys
-from tests.e2e.test_recorded_steps import model_of, num_recorded, served
-assert num_recorded(served(model_of(), 0)[1]) > 20
-print(*{"torch._dynamo", "torch._inductor", "sympy"} & {*sys.modules})
-"""
+def compilers_imported() -> list[str]:
+    """Record steps; return which parts of a compiler this process has imported by then."""
+    assert num_recorded(served(model_of(), 0)[1]) > 20
+    return sorted({"torch._dynamo", "torch._inductor", "sympy"} & {*sys.modules})
 
 
 def test_torchs_compiler_is_not_imported_for_them() -> None:
     """It would take seconds of a step, in which a peer gives this engine up, and 120 MB."""
-    command = [sys.executable, "-c", COMPILER]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == []
+    assert apart(compilers_imported) == []
 
 
 def test_only_the_sizes_that_are_asked_for() -> None:

@@ -25,7 +25,7 @@ import pytest
 
 import pdinfer as pd
 from tests.backends import ROOT, child_environment
-from tests.e2e.setups import wait_until
+from tests.e2e.setups import TIMEOUT_S, wait_until
 from tests.e2e.test_spawn import is_there
 
 pytest.importorskip("tokenizers", reason="the example needs the package tokenizers")
@@ -37,7 +37,6 @@ openai = pytest.importorskip("openai", reason="the example is tried with the pac
 EXAMPLE = ROOT / "examples" / "serve_openai"
 TINY = ROOT / "examples" / "tiny"
 MAX_LINES = 150
-END_S = 120.0
 STORY = "One morning Tom found an old key by the river. He "
 SCHEMA = {
     "type": "object",
@@ -87,12 +86,12 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
     thread = threading.Thread(target=running.run)
     thread.start()
     try:
-        wait_until(lambda: running.started or not thread.is_alive(), END_S)
+        wait_until(lambda: running.started or not thread.is_alive())
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
             yield client, pairings[0]
     finally:
         running.should_exit = True
-        thread.join(END_S)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
 
 
@@ -139,11 +138,11 @@ def test_the_client_of_openai_is_answered() -> None:
         busy = refused(lambda: ask(model="tiny", prompt="a", n=40, max_tokens=200, stream=True))
         assert busy.status_code == 429
         assert int(busy.response.headers["retry-after"]) >= 1
-        wait_until(lambda: pairing.num_unfinished == 0, END_S)  # the refused call's other requests have left the queue
+        wait_until(lambda: pairing.num_unfinished == 0)  # the refused call's other requests have left the queue
         long = {"model": "tiny", "prompt": STORY, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
         with ask(**long, stream=True) as stream:
             assert [part.choices[0].index for part in islice(stream, 5)] == [0] * 5  # and then the client goes away
-        wait_until(lambda: pairing.num_unfinished == 0, END_S)
+        wait_until(lambda: pairing.num_unfinished == 0)
         ended = dict(pairing.stats.ended)
         assert ended[pd.FinishReason.CANCELLED] >= 1
         with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:
@@ -172,10 +171,10 @@ class Whole:
             env=child_environment(TMPDIR=str(scratch)),
             stdout=subprocess.DEVNULL,
         )
-        wait_until(lambda: self.engines() or self.process.poll() is not None, END_S)
+        wait_until(lambda: self.engines() or self.process.poll() is not None)
 
     def read(self, path: str) -> str:
-        with urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=END_S) as answer:
+        with urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
 
     def engines(self) -> dict[str, int]:
@@ -237,7 +236,7 @@ async def text_of(client: Any, prompt: str, came: list[int], most: int | None) -
 
 async def all_at_once(port: int, most: list[int | None], came: list[int]) -> list[str]:
     async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=END_S
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
     ) as client:
         streams = [text_of(client, prompt, came, n) for prompt, n in zip(PROMPTS, most, strict=True)]
         return list(await asyncio.gather(*streams))
@@ -250,7 +249,7 @@ FAULTS = [("prefill", signal.SIGKILL), ("prefill", signal.SIGSTOP), ("decode", s
 @pytest.mark.parametrize(("role", "sign"), FAULTS, ids=[f"{role}-{sign.name}" for role, sign in FAULTS])
 def test_streams_end_as_on_a_quiet_day(role: str, sign: signal.Signals, whole: Whole, scratch: Path) -> None:
     quiet = asyncio.run(all_at_once(whole.port, [None] * 16, []))
-    wait_until(whole.is_idle, END_S)
+    wait_until(whole.is_idle)
     before, came = whole.engines(), []
     most = [5 if number % 4 == 3 else None for number in range(16)]
 
@@ -266,14 +265,14 @@ def test_streams_end_as_on_a_quiet_day(role: str, sign: signal.Signals, whole: W
     for texts in asyncio.run(under_load()):
         for text, expected, left in zip(texts, quiet, most, strict=True):
             assert text == expected if left is None else expected.startswith(text)
-    wait_until(lambda: len(whole.engines()) == 2 and whole.engines()[role] != before[role], END_S)
-    wait_until(whole.is_idle, END_S)
+    wait_until(lambda: len(whole.engines()) == 2 and whole.engines()[role] != before[role])
+    wait_until(whole.is_idle)
     assert asyncio.run(all_at_once(whole.port, [None] * 16, [])) == quiet
     pids = {*before.values(), *whole.engines().values()}
     whole.process.terminate()
-    assert whole.process.wait(END_S) == 0
-    wait_until(lambda: not any(map(is_there, pids)), END_S)
-    wait_until(lambda: not list(scratch.iterdir()), END_S)
+    assert whole.process.wait(TIMEOUT_S) == 0
+    wait_until(lambda: not any(map(is_there, pids)))
+    wait_until(lambda: not list(scratch.iterdir()))
 
 
 @pytest.mark.full
@@ -289,8 +288,8 @@ def test_a_server_that_is_told_to_end_finishes_its_streams_first(whole: Whole, s
         return await reading
 
     assert asyncio.run(drained()) == quiet
-    assert whole.process.wait(END_S) == 0
-    wait_until(lambda: not list(scratch.iterdir()), END_S)
+    assert whole.process.wait(TIMEOUT_S) == 0
+    wait_until(lambda: not list(scratch.iterdir()))
 
 
 @pytest.mark.full

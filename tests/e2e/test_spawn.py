@@ -19,7 +19,7 @@ import pytest
 
 import pdinfer as pd
 from tests.backends import ROOT, child_environment
-from tests.e2e.setups import by_request, tokens_of, wait_until
+from tests.e2e.setups import TIMEOUT_S, by_request, tokens_of, wait_until
 
 TINY = ROOT / "examples" / "tiny"
 PAGES = pd.CacheConfig(page_size=16, num_pages=64)
@@ -27,8 +27,6 @@ REQUEST = pd.Request(
     request_id="a", prompt=(256, *b"calc 47+38="), sampling=pd.SamplingParams(max_new_tokens=3, temperature=0)
 )
 ANSWER = [ord("8"), ord("5"), ord(";")]
-END_S = 60.0
-"""A machine may be busy, and these are whole Pythons with torch."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +66,12 @@ def test_engines_in_processes_of_their_own_serve_and_end(scratch: Path, capsys: 
             assert key not in Path(f"/proc/{port.process.pid}/cmdline").read_bytes()
         assert list(scratch.iterdir())
         prefill.process.kill()  # it cannot clean up behind itself
-        wait_until(lambda: pairing.step() == [] and bool(pairing.stats.ports_lost), END_S)
+        wait_until(lambda: pairing.step() == [] and bool(pairing.stats.ports_lost))
     shown = capsys.readouterr().err
     assert re.search(r"loading prefill: 100 % of \d+\.\d MB\n", shown)
     assert re.search(r"loading decode: 100 % of \d+\.\d MB\n", shown)
-    wait_until(lambda: [port.process.poll() for port in ports] == [-signal.SIGKILL, 0], END_S)
-    wait_until(lambda: not list(scratch.iterdir()), END_S)
+    wait_until(lambda: [port.process.poll() for port in ports] == [-signal.SIGKILL, 0])
+    wait_until(lambda: not list(scratch.iterdir()))
 
 
 @pytest.mark.full
@@ -86,8 +84,8 @@ def test_a_process_is_ordered_the_rest_too(scratch: Path) -> None:
         assert events[-1].usage is not None
         assert events[-1].usage.num_draft_tokens
         prefill.process.terminate()
-        assert prefill.process.wait(END_S) == 128 + signal.SIGTERM
-    assert decode.process.wait(END_S) == 0
+        assert prefill.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    assert decode.process.wait(TIMEOUT_S) == 0
 
 
 PROGRAM = f"""
@@ -121,8 +119,8 @@ def check_program(done: subprocess.CompletedProcess[str], scratch: Path) -> None
     """It answered, and nothing is left."""
     assert f"tokens {' '.join(map(str, ANSWER))}" in done.stdout, done.stderr[-3000:]
     pids = [int(pid) for pid in re.findall(r"^.*pids (\d+) (\d+)$", done.stdout, re.MULTILINE)[0]]
-    wait_until(lambda: not any(map(is_there, pids)), END_S)
-    wait_until(lambda: not list(scratch.iterdir()), END_S)
+    wait_until(lambda: not any(map(is_there, pids)))
+    wait_until(lambda: not list(scratch.iterdir()))
 
 
 @pytest.mark.full
@@ -164,7 +162,7 @@ pd.remote.spawn("prefill", {str(TINY)!r}, progress=die)
     done = run_python("-c", program)
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout.split()[1])
-    wait_until(lambda: not is_there(pid), END_S)
+    wait_until(lambda: not is_there(pid))
     assert not list(scratch.iterdir())
 
 
@@ -173,5 +171,5 @@ def test_an_engine_that_stands_still_is_killed_when_its_port_is_closed(scratch: 
     port = pd.remote.spawn("prefill", TINY, cache=PAGES, config=pd.RemoteConfig(exit_s=0.5))
     os.kill(port.process.pid, signal.SIGSTOP)
     port.close()
-    wait_until(lambda: port.process.poll() == -signal.SIGKILL, END_S)
-    wait_until(lambda: not list(scratch.iterdir()), END_S)
+    wait_until(lambda: port.process.poll() == -signal.SIGKILL)
+    wait_until(lambda: not list(scratch.iterdir()))

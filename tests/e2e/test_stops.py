@@ -20,6 +20,7 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    check_ends,
     collect,
     hang,
     join,
@@ -87,7 +88,7 @@ def served() -> Iterator[pd.Pairing]:
     with pd.Pairing(pd.remote.PrefillClient(pipes[0][0]), pd.remote.DecodeClient(pipes[1][0])) as pairing:
         yield pairing
     for thread in threads:
-        thread.join(20)
+        check_ends(thread)
 
 
 def check_stopped(stream: Sequence[pd.TokenEvent], count: int = 7) -> pd.types.Usage:

@@ -19,6 +19,7 @@ from pdinfer.kv.channel.book import MAX_GUESTS
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
+from tests.forks import FAR_S
 
 GROWTH = 64 * MIB
 KINDS = list(TRANSPORTS)
@@ -232,7 +233,7 @@ def _rooms_per_s(victim: Victim, seconds: float = 2.0) -> float:
     return count / (time.monotonic() - began)
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def _until(condition: Callable[[], bool], timeout_s: float = FAR_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

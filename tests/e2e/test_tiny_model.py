@@ -6,7 +6,6 @@ The answers can be checked, so a wrong page shows as a wrong word. Prompts are d
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ sys.path.insert(0, str(CHECKPOINT.parent))
 from tiny_tasks import calc_prompt, copy_prompt, recall_everywhere, recall_prompt, text_prompt  # noqa: E402
 
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted  # noqa: E402
-from tests.e2e.setups import by_request, wait_until  # noqa: E402
+from tests.e2e.setups import TIMEOUT_S, by_request, wait_until  # noqa: E402
+from tests.forks import context  # noqa: E402
 
 RECALL_FLOOR = 0.95
 NEAR_TIE = 1e-4
@@ -55,17 +55,16 @@ def pairing() -> Iterator[pd.Pairing]:
 
 @contextmanager
 def two_processes(num_draft_tokens: int) -> Iterator[pd.Pairing]:
-    context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for role in ("prefill", "decode"):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=host, args=(role, num_draft_tokens, theirs), daemon=True))
+        ours, theirs = context().Pipe()
+        processes.append(context().Process(target=host, args=(role, num_draft_tokens, theirs), daemon=True))
         processes[-1].start()
         ends.append(ours)
     with pd.Pairing(pd.remote.PrefillClient(ends[0]), pd.remote.DecodeClient(ends[1])) as made:
         yield made
     for process in processes:
-        process.join(20)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
 
 

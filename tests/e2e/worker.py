@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ import torch
 import pdinfer as pd
 from pdinfer.execution.sampling import LogitsProcessor
 from pdinfer.testing import random_model, tiny_config
-
-START_S = 120.0
-"""Longer than any start on a busy machine; a test that reaches it fails."""
+from tests.forks import FAR_S, context
 
 KEY = b"the host's"
 """For connections that clients make themselves."""
@@ -84,7 +81,7 @@ class Order:
     listen: Path | None = None
 
 
-FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
+FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.05
 """What a slow engine sleeps: before its first prompt, in every layer of a chunk, before a token."""
 
 
@@ -166,13 +163,6 @@ def work(control: Connection) -> None:
         control.send((engine.num_unfinished, pool.num_pages - pool.num_available))
 
 
-def context() -> Any:
-    """Processes forked off one that has imported everything: a new one is there at once."""
-    made = get_context("forkserver")
-    made.set_forkserver_preload(["torch", "pdinfer", "pdinfer.testing"])
-    return made
-
-
 class Worker:
     """One such process, seen from the test. Its sockets are in `folder`. `connection` is our end of the pipe to the
     engine that it serves."""
@@ -192,28 +182,28 @@ class Worker:
     ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
         """Starts an engine in the process and returns its client; `listen` and `more` go into the `Order`."""
         if not self.ready:
-            assert self.hear(START_S) == "ready"
+            assert self.hear() == "ready"
             self.ready = True
         self.connection, theirs = context().Pipe()
         self.control.send((Order(role=role, folder=self.folder, listen=listen, **more), theirs))
         dial: Any = self.connection
         if listen is not None:
-            assert self.hear(START_S) == "listening"
+            assert self.hear() == "listening"
             dial = functools.partial(Client, str(listen), authkey=KEY)
         client = {"prefill": pd.remote.PrefillClient, "decode": pd.remote.DecodeClient}[role]
-        made = client(dial, timeout_s=START_S, config=client_config)
+        made = client(dial, timeout_s=FAR_S, config=client_config)
         theirs.close()
         self.serving = True
         return made
 
-    def hear(self, timeout_s: float) -> Any:
+    def hear(self) -> Any:
         """What the process says next; fails when it says nothing."""
-        assert self.control.poll(timeout_s), "the worker process does not answer"
+        assert self.control.poll(FAR_S), f"the worker process said nothing in {FAR_S} s"
         return self.control.recv()
 
-    def stopped(self, timeout_s: float = 15.0) -> tuple[int, int]:
+    def stopped(self) -> tuple[int, int]:
         """Waits until the engine was closed: (requests it still had, pages it still held)."""
-        left = self.hear(timeout_s)
+        left: tuple[int, int] = self.hear()
         self.serving = False
         return left
 
@@ -238,13 +228,13 @@ class Worker:
     def kill(self) -> None:
         """As the machine would: no last words."""
         self.process.kill()
-        self.process.join(15.0)
+        self.process.join(FAR_S)
         assert not self.process.is_alive()
 
     def end(self) -> int | None:
         """Ends an idle process and returns its exit code."""
         self.control.send(None)
-        self.process.join(15.0)
+        self.process.join(FAR_S)
         return self.process.exitcode
 
 
@@ -269,6 +259,6 @@ class Workers:
             if worker.serving and worker.process.is_alive():
                 worker.kill()
         idle = [worker for worker in self._workers if worker.process.is_alive()]
-        codes = [worker.end() for worker in idle if worker.ready or worker.hear(START_S)]
+        codes = [worker.end() for worker in idle if worker.ready or worker.hear()]
         self._folder.cleanup()
         assert set(codes) <= {0}, codes

@@ -15,6 +15,7 @@ from torch import Tensor
 from pdinfer.errors import RankLost
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.testing import Simulation
+from tests.forks import FAR_S
 from tests.sim.fakes import Violation
 
 T = TypeVar("T")
@@ -85,9 +86,8 @@ class Fiber:
 
     def _switch(self) -> None:
         self._go.release()
-        while not self._back.acquire(timeout=10):
-            if not self._thread.is_alive():
-                raise RuntimeError("the thread of a fiber has ended without giving back")
+        if not self._back.acquire(timeout=FAR_S):
+            raise RuntimeError(f"the work of a fiber has neither waited nor ended in {FAR_S} s")
 
     def _run(self) -> None:
         torch.set_num_threads(1)

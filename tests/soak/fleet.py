@@ -19,7 +19,8 @@ from typing import Any
 import attrs
 
 import pdinfer as pd
-from tests.e2e.worker import START_S, Worker, context
+from tests.e2e.worker import Worker
+from tests.forks import FAR_S, context
 from tests.soak import hostile
 from tests.soak.book import not_whole
 from tests.soak.timetable import MORTAL, SEATS, Fault
@@ -81,7 +82,7 @@ class Fleet:
             [seat.client for seat in self.seats if seat.role == "decode"],
             config=PAIRING,
         )
-        assert self._hostile.poll(START_S), "the hostile process does not start"
+        assert self._hostile.poll(FAR_S), "the hostile process does not start"
         self._hostile.recv()
 
     def _seat(self, number: int) -> Seat:
@@ -235,7 +236,7 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 seat.worker.thaw()
             try:
-                left = seat.worker.stopped(30.0)
+                left = seat.worker.stopped()
                 if left != (0, 0):
                     told.append(f"{name} was closed with {left} (requests, pages)")
                 seat.worker.end()

@@ -96,13 +96,14 @@ class DecodeRows:
         """Make room for so many rows, and so many pages in each. Whatever was there is sent again when it runs next."""
         if num_rows <= self._capacity and width <= self._width:
             return
-        self._capacity, self._width = max(num_rows, self._capacity), max(width, self._width)
+        capacity, width = max(num_rows, self._capacity), max(width, self._width)
+        self._capacity = self._width = 0  # there is no room until all of it is made, should an interrupt come between
         columns = {**self._settings, **_OWN}
         wide_first = sorted(columns, key=lambda name: -_WORDS[columns[name]])
-        sizes = {name: (columns[name], self._capacity) for name in wide_first}
-        sizes = {_NEWEST: (torch.int64, self._capacity * MAX_NEWEST), **sizes}
+        sizes = {name: (columns[name], capacity) for name in wide_first}
+        sizes = {_NEWEST: (torch.int64, capacity * MAX_NEWEST), **sizes}
         sizes[_NUM_ROWS] = torch.int32, 1
-        sizes[_TABLE] = torch.int32, self._capacity * self._width
+        sizes[_TABLE] = torch.int32, capacity * width
         num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
         mirror = pinned_empty(4 * num_words, self._device).view(torch.int32).zero_()
         self._mirror = mirror.numpy()
@@ -118,11 +119,12 @@ class DecodeRows:
             self._columns[name] = self._block[start:stop].view(dtype)
             start = stop
         moving = self._starts[_MOVING[0]]
-        moving_words = self._block[moving : moving + len(_MOVING) * 2 * self._capacity]
-        self._columns[_ALL_MOVING] = moving_words.view(torch.int64).view(len(_MOVING), self._capacity)
+        moving_words = self._block[moving : moving + len(_MOVING) * 2 * capacity]
+        self._columns[_ALL_MOVING] = moving_words.view(torch.int64).view(len(_MOVING), capacity)
         self._views: dict[int, dict[str, Tensor]] = {}
         self._seats.clear()
         self._changed.clear()
+        self._capacity, self._width = capacity, width
 
     @property
     def address(self) -> int:

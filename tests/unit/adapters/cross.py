@@ -14,6 +14,7 @@ import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Piece
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
+from tests.forks import FAR_S
 from tests.unit.adapters.fake_vllm import LAYERS, FakeEngine, FakeRequest, Status
 
 Tokens = tuple[int, ...]
@@ -176,7 +177,7 @@ class Cross:
 
     def check_rest(self) -> None:
         """Wait until nothing runs, and see that nothing is held."""
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + FAR_S
         while self.engine.num_unfinished or not self.vllm.engine.is_at_rest:
             assert time.monotonic() < ends, "something is held for ever"
             self.pairing.step()

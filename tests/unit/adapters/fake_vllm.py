@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import xxhash
 
 from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
+from tests.forks import FAR_S
 
 POISON = 0x7F
 LAYERS, WIDTH = 4, 96  # of examples/tiny
@@ -391,19 +393,20 @@ class FakeEngine:
         request.blocks = []
 
 
-def run(engines: list[FakeEngine], until: Callable[[], object], num_steps: int = 3000) -> None:
+def run(engines: list[FakeEngine], until: Callable[[], object]) -> None:
     """Step engines in turn until something is so."""
-    for _ in range(num_steps):
-        if until():
-            return
+    end = time.monotonic() + FAR_S
+    while not until():
+        assert time.monotonic() < end, f"it did not happen in {FAR_S} s"
         for engine in engines:
             engine.step()
-    raise AssertionError("waited in vain")
 
 
 def run_at_random(rng: random.Random, prefill: FakeEngine, decode: FakeEngine, requests: list[FakeRequest]) -> None:
     """Step both engines in any order, with aborts and preemptions, until no request holds a block."""
-    for _ in range(4000):
+    end = time.monotonic() + FAR_S
+    while not all(request.is_over and not request.blocks for request in requests):
+        assert time.monotonic() < end, f"requests did not end in {FAR_S} s"
         for engine in rng.sample([prefill, decode], 2):
             engine.step()
             running = [request for request in engine.requests.values() if not request.is_over]
@@ -412,9 +415,6 @@ def run_at_random(rng: random.Random, prefill: FakeEngine, decode: FakeEngine, r
             if running and rng.random() < 0.1:
                 engine.preempt.add(rng.choice(running).request_id)
             engine.check_free_blocks()
-        if all(request.is_over and not request.blocks for request in requests):
-            return
-    raise AssertionError("waited in vain")
 
 
 LISTEN = "tcp://127.0.0.1:0"

@@ -23,6 +23,7 @@ from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transfer
+from tests.forks import FAR_S
 from tests.unit.adapters.fake_vllm import (
     LAYERS,
     LISTEN,
@@ -167,12 +168,12 @@ def test_a_request_without_a_grant_waits_and_then_keeps_its_blocks_for_a_lease(p
     prefill = pair.engine("kv_producer", {"hold_s": 0.1, "lease_s": 0.2})
     request = prefill.add("p", prompt_of(40), {"do_remote_decode": True, "room": os.urandom(16).hex()})
     plain = prefill.add("plain", prompt_of(20), None)
+    began = time.monotonic()
     prefill.step()
     assert plain.is_over  # it waits for nobody
     assert not plain.blocks
-    began = time.monotonic()
     run([prefill], lambda: request.is_over)
-    assert time.monotonic() - began >= 0.08
+    assert time.monotonic() - began >= 0.1
     prefill.step()
     assert request.blocks
     run([prefill], lambda: prefill.is_at_rest)
@@ -227,7 +228,7 @@ def test_a_lost_prefill_fails_its_loads_and_the_next_one_at_its_address_is_found
     assert theirs.landed is None
     assert counted(decode)["aborted_writer"] == 1
     again = pair.engine("kv_producer", {"listen": address})
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + FAR_S
     while True:  # the end of its predecessor's link may still be on its way
         _, theirs = submit(again, decode, prompt_of(40), f"next {time.monotonic()}")
         run([again, decode], lambda one=theirs: one.is_over)  # type: ignore[misc]
@@ -303,7 +304,7 @@ def test_the_lease_of_decode_ends_a_wait_that_vllm_would_not(pair: Pairs) -> Non
     ours, theirs = submit(prefill, decode, prompt_of(40))
     began = time.monotonic()
     run([decode], lambda: theirs.is_over)  # prefill does not step
-    assert 0.25 < time.monotonic() - began < 2.3
+    assert time.monotonic() - began >= 0.3
     assert counted(decode)["aborted_lease"] == 1
     assert not ours.is_over
 
@@ -384,11 +385,9 @@ def test_a_key_is_read_from_a_file_and_must_be_the_same(
     (tmp_path / "other").write_text("cd" * 32, "ascii")
     prefill = pair.engine("kv_producer", {"key_file": str(tmp_path / "key")})
     hand_over(prefill, pair.engine("kv_consumer", {"key_file": str(tmp_path / "key")}), [prompt_of(20)])
-    stranger = pair.engine("kv_consumer", {"key_file": str(tmp_path / "other")}, policy="fail")
+    stranger = pair.engine("kv_consumer", {"key_file": str(tmp_path / "other"), "lease_s": 3600.0}, policy="fail")
     _, theirs = submit(prefill, stranger, prompt_of(20), "x")
-    began = time.monotonic()
     run([stranger], lambda: theirs.is_over)
-    assert time.monotonic() - began < 5
     assert theirs.status is Status.FAILED
     assert "the peer's key differs" in caplog.text
 

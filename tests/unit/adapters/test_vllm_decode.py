@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pdinfer as pd
+from tests.forks import FAR_S
 from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
 
 
@@ -81,7 +82,7 @@ def test_cancels_and_deadlines_end_once(cross: Cross) -> None:
         ends += cross.pairing.step()
         if deadline_s is None:
             cross.pairing.cancel(str(at))
-    assert cross.pairing.drain(10)
+    assert cross.pairing.drain(FAR_S)
     ends += cross.pairing.step()
     final = {event.request_id: event.finish_reason for event in ends if event.finish_reason is not None}
     cancelled, deadline = pd.FinishReason.CANCELLED, pd.FinishReason.DEADLINE

@@ -13,6 +13,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.probe import Probe
+from tests.forks import FAR_S
 from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
 
 
@@ -109,7 +110,7 @@ def test_a_cancelled_request_gives_everything_back(cross: Cross) -> None:
         pairing.submit(pd.Request(prompt=prompt_of(200 + at), sampling=greedy(max_new_tokens=200), request_id=str(at)))
         ends += pairing.step()
         pairing.cancel(str(at))
-    assert pairing.drain(10)
+    assert pairing.drain(FAR_S)
     ends += pairing.step()
     assert [event.finish_reason for event in ends] == [pd.FinishReason.CANCELLED] * 4
     cross.check_rest()
@@ -120,7 +121,7 @@ def test_a_prompt_that_decode_gave_up_is_dropped_at_vllm(cross: Cross, monkeypat
     dropped: list[bytes] = []
     monkeypatch.setattr(cross.port._prompts, "drop", dropped.append)
     cross.serve([prompt_of(20)])
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + FAR_S
     with cross.vllm.lock:  # vLLM does not come to it
         for name in "ab":
             cross.pairing.submit(pd.Request(prompt=prompt_of(50), sampling=greedy(), request_id=name))
@@ -132,7 +133,7 @@ def test_a_prompt_that_decode_gave_up_is_dropped_at_vllm(cross: Cross, monkeypat
             assert time.monotonic() < ends
             cross.pairing.step()
         assert set(dropped) == {cancelled}
-    assert cross.pairing.drain(10)
+    assert cross.pairing.drain(FAR_S)
     cross.check_rest()
 
 
@@ -147,7 +148,7 @@ def test_a_vllm_that_was_restarted_is_probed_and_used_again(cross: Cross) -> Non
         events += cross.pairing.step()
         cross.pairing.wait(0.1)
     cross.vllm.start(listen)
-    assert cross.pairing.drain(20)
+    assert cross.pairing.drain(FAR_S)
     events += cross.pairing.step()
     assert [event.token for event in events] == cross.vllm.network.alone(prompt)
     assert cross.port.address != old
@@ -162,7 +163,7 @@ def test_a_vllm_that_comes_back_wrong_is_refused(cross: Cross) -> None:
     cross.vllm.network = Network(cross.engine.model, spoil=lambda latents: latents[0, :, 64:].mul_(-1))
     cross.vllm.start(listen)
     cross.pairing.submit(pd.Request(prompt=prompt_of(9), sampling=greedy(), deadline_s=5))
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + FAR_S
     while cross.port in cross.pairing.ports or cross.pairing.stats.ports_away:
         assert time.monotonic() < ends
         cross.pairing.step()

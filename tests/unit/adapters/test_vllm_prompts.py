@@ -13,6 +13,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
+from tests.forks import FAR_S
 
 
 def body(request: pd.Request) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Backend(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.server.may_answer.wait(10)
+        self.server.may_answer.wait(FAR_S)
         said = self.server.said  # the next prompt may be given another answer before this one is away
         self.answer(self.server.status, said)
         if not said:  # as vLLM does while it computes
@@ -133,12 +134,12 @@ class Answers:
         self.done.release()
 
     def next(self) -> Answer:
-        assert self.done.acquire(timeout=10)
+        assert self.done.acquire(timeout=FAR_S)
         return self.said[-1]
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + FAR_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -187,7 +188,7 @@ def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all
     def complete(body: Any) -> None:
         now.append(body["at"])
         most[0] = max(most[0], len(now))
-        go.wait(10)
+        go.wait(FAR_S)
         now.remove(body["at"])
 
     prompts = Prompts(complete, 2, answers)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.backends import ROOT
+from tests.forks import FAR_S
 
 
 class Backend(BaseHTTPRequestHandler):
@@ -63,7 +64,7 @@ def proxy() -> Iterator[tuple[Any, Any, Any]]:
 
 def ask(server: Any, body: dict[str, Any]) -> bytes:
     request = urllib.request.Request(f"{url(server)}/v1/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=FAR_S) as answer:
         return bytes(answer.read())
 
 

@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import attrs
+
+from tests.forks import context
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs" / "kernels.md"
@@ -220,7 +221,7 @@ def loops(ttgir: str) -> list[str]:
 def measure_all(chosen: Sequence[Specimen]) -> list[Measured]:
     """Measure specimens in two processes, which keep nothing for a later run."""
     with tempfile.TemporaryDirectory() as folder:
-        pool = ProcessPoolExecutor(2, get_context("spawn"), initializer=_keep_in, initargs=(folder,))
+        pool = ProcessPoolExecutor(2, context(), initializer=_keep_in, initargs=(folder,))
         with pool:
             return [one for found in pool.map(_measure_named, [one.name for one in chosen]) for one in found]
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
+from tests.forks import FAR_S
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -107,7 +108,7 @@ def test_a_reader_in_another_process_alters_nothing_whoever_it_is(uid: int) -> N
     memfd.view[:4] = b"ours"
     shown = memfd.readable()
     command = [sys.executable, "-c", READER, str(shown), str(uid), str(SIZE)]
-    said = subprocess.run(command, check=False, pass_fds=[shown], capture_output=True, text=True, timeout=60.0)
+    said = subprocess.run(command, check=False, pass_fds=[shown], capture_output=True, text=True, timeout=FAR_S)
     assert (said.returncode, said.stdout.strip()) == (0, "[]"), said.stderr
     assert bytes(memfd.view) == b"ours" + bytes(SIZE - 4)
     memfd.view[:4] = b"mine"

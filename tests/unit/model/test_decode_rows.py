@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
+from tests.e2e.interrupts import Interrupter
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -97,6 +100,22 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
                 assert int(batch.slots_A[token]) == page * PAGE_SIZE + position % PAGE_SIZE
             if not live:
                 assert int(batch.slots_A[token]) == 999 * PAGE_SIZE
+
+
+def test_an_interrupt_in_any_line_while_room_is_made_leaves_it_to_the_next_step() -> None:
+    running = [sequence(random.Random(number), 9) for number in range(5)]
+    making = DecodeRows.reserve.__code__
+    for at in itertools.count():
+        rows = rows_of()
+        hit = Interrupter(at, counts=lambda code: code is making)
+        for count in (1, 5):  # the first room, and a larger one
+            stepping = running[:count]
+            given = [one.row for one in stepping], [one.owner for one in stepping], [one.drafting for one in stepping]
+            with contextlib.suppress(KeyboardInterrupt), hit.active():
+                rows.place(*given)
+            check(rows, stepping, rows.place(*given))
+        if not hit.where:
+            return
 
 
 @pytest.mark.parametrize("device", [CPU], ids=str)

@@ -20,6 +20,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.balance.__main__ import serve
 from pdinfer.moe.balance.process import FRAME, PackedPlacement, SolveAnswer, SolveRequest, SolverProcess
 from pdinfer.testing import VirtualClock
+from tests.forks import FAR_S
 
 PREVIOUS = pd.ExpertPlacement.trivial(2, 8, 2, 2)
 LOAD = np.array([[1, 1, 1, 1, 90, 80, 1, 1]] * 2)
@@ -62,7 +63,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended() -> None:
 
 
 def poll_until_it_raises(solver: SolverProcess) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + FAR_S
     while time.monotonic() < end:
         solver.poll()
         time.sleep(0.005)

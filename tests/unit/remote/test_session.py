@@ -1,28 +1,113 @@
 """Messages between processes when the other end stands still, does not read, or is gone: no call waits, and it is
-noticed."""
+noticed. The time in which an end is silent passes when the test says so."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import pdinfer as pd
-from pdinfer.process.silence import Times
+from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages, session
 from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
 from pdinfer.remote.session import Session
+from tests.forks import FAR_S
 
-SOON_S = 1.0
-"""A call that does not wait for the other end takes less time than this, even on a busy machine."""
 BEAT = messages.encode(Beat())
+
+
+class Sleep(threading.Event):
+    """An event of sessions, which is waited for in the test's time."""
+
+    def __init__(self, passing: Passing) -> None:
+        super().__init__()
+        self.passing = passing
+        self.thread: threading.Thread | None = None
+        self.due_s: float | None = None
+
+    def set(self) -> None:
+        super().set()
+        with self.passing.changed:
+            self.passing.changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        with self.passing.changed:
+            self.thread, due_s = threading.current_thread(), self.passing.now_s + timeout
+            self.due_s = due_s
+            self.passing.changed.notify_all()
+            self.passing.changed.wait_for(lambda: self.is_set() or self.passing.now_s >= due_s)
+            self.due_s = None
+            return self.is_set()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its session has done what there was to do by now."""
+        is_over = self.thread is not None and not self.thread.is_alive()
+        return self.due_s is not None or is_over or self.is_set()
+
+
+class Passing:
+    """Time that passes for sessions, in place of the modules `time` and `threading`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.changed = threading.Condition()
+        self.sleeps: list[Sleep] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def event(self) -> Sleep:
+        self.sleeps.append(Sleep(self))
+        return self.sleeps[-1]
+
+    def settle(self) -> None:
+        """Wait until every session has looked at this time."""
+        end = time.monotonic() + FAR_S
+        while not all(sleep.is_waited_for for sleep in self.sleeps):
+            assert time.monotonic() < end, "a session does not look at the time any more"
+            self.changed.wait(0.01)
+
+    def go_on(self, seconds: float, *, looks: bool = True) -> None:
+        """Let so many seconds pass, with every look that is due meanwhile, or as for a process that was stopped."""
+        with self.changed:
+            self.settle()
+            end_s = self.now_s + seconds
+            while looks and (due := [sleep.due_s for sleep in self.sleeps if (sleep.due_s or end_s) < end_s]):
+                self._set(min(due))
+            self._set(end_s)
+
+    def _set(self, now_s: float) -> None:
+        self.now_s = now_s
+        for sleep in self.sleeps:
+            if sleep.due_s is not None and sleep.due_s <= now_s:
+                sleep.due_s = None
+        self.changed.notify_all()
+        self.settle()
+
+
+def check_returns(call: Callable[[], object]) -> None:
+    """Check that a call does not wait for the other end."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(FAR_S)
+    assert not thread.is_alive()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + FAR_S
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen in {FAR_S} s"
+        time.sleep(0.001)
 
 
 class OneEnd:
@@ -34,6 +119,12 @@ class OneEnd:
         self.lost = threading.Event()
         self.delay_s = 0.0
         self.session: Session[Report] = Session(theirs, messages.decode_report, self._take)
+
+    def beat(self) -> None:
+        """Give a sign of life, and wait until it is heard."""
+        count = len(self.delivered)
+        self.ours.send_bytes(BEAT)
+        until(lambda: len(self.delivered) > count)
 
     def _take(self, message: Report | None) -> None:
         time.sleep(self.delay_s)
@@ -49,20 +140,27 @@ class OneEnd:
 
 
 @pytest.fixture
-def end() -> Iterator[OneEnd]:
-    made = OneEnd()
-    yield made
-    made.session.close()
-    assert not any(thread.name == "pdinfer-remote" for thread in threading.enumerate())
+def passing(monkeypatch: pytest.MonkeyPatch) -> Passing:
+    made = Passing()
+    monkeypatch.setattr(session, "time", made)
+    threads = SimpleNamespace(Condition=threading.Condition, Thread=threading.Thread, Event=made.event)
+    monkeypatch.setattr(session, "threading", threads)
+    return made
 
 
 @pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make beats and silences a sixth as long."""
-    times = session.SESSIONS
-    quick = Times(look_s=times.look_s / 6, max_look_s=times.max_look_s / 6, silent_s=times.silent_s / 6)
-    monkeypatch.setattr(session, "SESSIONS", quick)
-    monkeypatch.setattr(session, "BEAT_S", session.BEAT_S / 6)
+def end(passing: Passing) -> Iterator[OneEnd]:
+    made = OneEnd()
+    yield made
+    made.session.close()
+    until(lambda: not any(thread.name == "pdinfer-remote" for thread in threading.enumerate()))
+
+
+def check_lost_within_three_seconds(end: OneEnd, passing: Passing) -> None:
+    silent_since_s = passing.now_s
+    while not end.lost.is_set():
+        passing.go_on(SESSIONS.look_s)
+    assert SESSIONS.silent_s <= passing.now_s - silent_since_s < 3.0
 
 
 def check_ends(connection: Connection) -> None:
@@ -77,52 +175,47 @@ def check_ends(connection: Connection) -> None:
     raise AssertionError("the connection goes on")
 
 
-def test_messages_arrive_in_order_and_beats_between_them(end: OneEnd) -> None:
+def test_messages_arrive_in_order_and_beats_between_them(end: OneEnd, passing: Passing) -> None:
     for number in range(100):
         end.session.post(Cancel(str(number)))
     assert [end.hear() for _ in range(100)] == [Cancel(str(number)) for number in range(100)]
-    started = time.monotonic()
     for _ in range(3):
+        passing.go_on(session.BEAT_S + SESSIONS.look_s)
+        assert end.ours.poll(FAR_S)
         assert isinstance(messages.decode_command(end.ours.recv_bytes()), Beat)
-    assert time.monotonic() - started < 3 * session.BEAT_S + SOON_S
 
 
-def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end: OneEnd) -> None:
-    end.ours.send_bytes(BEAT)
-    started = time.monotonic()
-    assert end.lost.wait(10.0)
-    assert session.SESSIONS.silent_s - 0.01 < time.monotonic() - started < 3.0
+def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end: OneEnd, passing: Passing) -> None:
+    end.beat()
+    check_lost_within_three_seconds(end, passing)
     assert end.delivered == [Beat(), None]
     assert end.session.loss == "was silent for 2.4 s"
     check_ends(end.ours)  # it finds itself given up when it wakes
 
 
-@pytest.mark.usefixtures("_quick")
-def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd) -> None:
-    assert not end.lost.wait(2 * session.SESSIONS.silent_s)
+def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd, passing: Passing) -> None:
+    passing.go_on(10 * SESSIONS.silent_s)
     assert end.session.loss is None
 
 
-@pytest.mark.usefixtures("_quick")
-def test_an_end_that_goes_on_speaking_is_not_lost(end: OneEnd) -> None:
+def test_an_end_that_goes_on_speaking_is_not_lost(end: OneEnd, passing: Passing) -> None:
     for _ in range(10):
-        end.ours.send_bytes(BEAT)
-        assert not end.lost.wait(session.SESSIONS.silent_s / 6)
+        end.beat()
+        passing.go_on(SESSIONS.silent_s - SESSIONS.look_s)
+        assert end.session.loss is None
 
 
-@pytest.mark.usefixtures("_quick")
-def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(
-    end: OneEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(end: OneEnd, passing: Passing) -> None:
     """Move the clock on by minutes before a tick, as SIGSTOP and SIGCONT would."""
-    end.ours.send_bytes(BEAT)
-    time.sleep(0.1)
-    real = time.monotonic
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: real() + 600.0))
-    assert not end.lost.wait(session.SESSIONS.silent_s / 2)
-    end.ours.send_bytes(BEAT)
-    assert not end.lost.wait(session.SESSIONS.silent_s / 2)
-    assert end.lost.wait(10.0)
+    end.beat()
+    passing.go_on(SESSIONS.look_s)
+    for _ in range(2):
+        passing.go_on(600.0, looks=False)
+        passing.go_on(SESSIONS.silent_s / 2)
+        assert end.session.loss is None
+        end.beat()
+        passing.go_on(SESSIONS.look_s)
+    check_lost_within_three_seconds(end, passing)
 
 
 @pytest.mark.parametrize("word", ["message", "half a message", "nothing"])
@@ -133,7 +226,7 @@ def test_what_died_is_lost_at_once_and_its_last_words_are_heard(end: OneEnd, wor
         with open(end.ours.fileno(), "wb", closefd=False) as pipe:
             pipe.write((100).to_bytes(4, "big") + bytes(50))
     end.ours.close()
-    assert end.lost.wait(SOON_S)
+    assert end.lost.wait(FAR_S)
     assert end.delivered == ([Beat(), None] if word == "message" else [None])
     assert end.session.loss == "is gone"
 
@@ -144,29 +237,28 @@ def test_last_words_are_heard_though_sending_finds_out_first(end: OneEnd) -> Non
         end.ours.send_bytes(BEAT)
     end.ours.close()
     end.session.post(Cancel("nobody reads this"))
-    assert end.lost.wait(SOON_S)
+    assert end.lost.wait(FAR_S)
     assert end.delivered == [Beat()] * 20 + [None]
 
 
-@pytest.mark.usefixtures("_quick")
-def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(end: OneEnd) -> None:
+def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(end: OneEnd, passing: Passing) -> None:
     """Both reading and sending are stuck then."""
-    end.ours.send_bytes(BEAT)
+    end.beat()
     with open(end.ours.fileno(), "wb", closefd=False) as pipe:
         pipe.write((100).to_bytes(4, "big") + bytes(50))
     for _ in range(64):
         end.session.post(Cancel("x" * (1 << 16)))
-    started = time.monotonic()
-    assert end.lost.wait(10.0)
-    assert time.monotonic() - started < SOON_S
+    check_lost_within_three_seconds(end, passing)
 
 
 def test_posting_to_an_end_that_does_not_read_never_waits(end: OneEnd) -> None:
-    end.ours.send_bytes(BEAT)
-    started = time.monotonic()
-    for _ in range(200):
-        end.session.post(Cancel("x" * (1 << 16)))
-    assert time.monotonic() - started < SOON_S
+    end.beat()
+
+    def post() -> None:
+        for _ in range(200):
+            end.session.post(Cancel("x" * (1 << 16)))
+
+    check_returns(post)
     assert not end.lost.is_set()
 
 
@@ -183,7 +275,8 @@ def test_more_than_the_bound_waiting_means_lost(end: OneEnd, monkeypatch: pytest
     assert not end.session.is_behind
 
 
-def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd) -> None:
+def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "FLUSH_S", FAR_S)
     end.session.close(Close())
     end.session.close(Close())
     assert end.hear() == Close()
@@ -194,7 +287,7 @@ def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd) -> None:
 
 
 @pytest.mark.parametrize("stuck", ["sending", "reading", "both", "neither"])
-def test_closing_takes_no_longer_than_a_second(end: OneEnd, stuck: str) -> None:
+def test_closing_does_not_wait_for_the_other_end(end: OneEnd, stuck: str) -> None:
     if stuck in ("reading", "both"):
         with open(end.ours.fileno(), "wb", closefd=False) as pipe:
             pipe.write((100).to_bytes(4, "big") + bytes(50))
@@ -202,13 +295,12 @@ def test_closing_takes_no_longer_than_a_second(end: OneEnd, stuck: str) -> None:
         for _ in range(64):
             end.session.post(Cancel("x" * (1 << 16)))
         time.sleep(0.1)
-    started = time.monotonic()
-    closers = [threading.Thread(target=end.session.close, args=(Close(),)) for _ in range(2)]
+    closers = [threading.Thread(target=end.session.close, args=(Close(),), daemon=True) for _ in range(2)]
     for closer in closers:
         closer.start()
     for closer in closers:
-        closer.join()
-    assert time.monotonic() - started < SOON_S
+        closer.join(FAR_S)
+        assert not closer.is_alive()
     check_ends(end.ours)
 
 
@@ -231,42 +323,43 @@ def test_what_has_left_does_not_count_as_waiting(end: OneEnd, monkeypatch: pytes
     assert end.session.loss is None
 
 
-class Throttled:
-    """Two connections joined at a limited number of bytes a second."""
+class Slow:
+    """A connection whose messages leave one by one, when the test lets them."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self.ours, far = Pipe()
-        near, self.theirs = Pipe()
-        self._pair, self._bytes_per_s = (far, near), bytes_per_s
-        for source, target in ((far, near), (near, far)):
-            threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.may_leave = threading.Semaphore(0)
 
-    def _carry(self, source: Connection, target: Connection) -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(source.fileno(), 1 << 14):
-                time.sleep(len(data) / self._bytes_per_s)
-                os.write(target.fileno(), data)
-            target.close()
+    def send_bytes(self, buf: bytes, /) -> None:
+        self.may_leave.acquire()
+        self._connection.send_bytes(buf)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
 
-def test_a_message_that_takes_longer_than_the_silence_is_none() -> None:
+def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) -> None:
     """Its pieces are signs of life, although no beat can come before its end."""
-    line = Throttled(2.0e6)
-    heard: list[Report | Command | None] = []
-    lost = threading.Event()
-    sender = Session(line.ours, messages.decode_report, lambda message: lost.set(), silent_s=0.6)
-    receiver = Session(line.theirs, messages.decode_command, heard.append, silent_s=0.6)
+    ours, theirs = Pipe()
+    line = Slow(ours)
+    heard: list[Command | None] = []
     long = pd.Request(prompt=tuple(range(3 << 18)), sampling=pd.SamplingParams(max_new_tokens=1))
     packed = messages.PackedRequest.of(long)
-    assert len(packed.prompt) > 2 << 20
+    sender = Session(line, messages.decode_report, lambda message: None)
+    receiver = Session(theirs, messages.decode_command, heard.append)
+    line.may_leave.release()
+    until(lambda: heard == [Beat()])
     sender.post(messages.SubmitDecode(packed, ()))
     sender.post(Cancel("end"))
-    end = time.monotonic() + 30.0
-    while Cancel("end") not in heard and None not in heard and time.monotonic() < end:
-        time.sleep(0.05)
-    assert None not in heard
-    assert heard.count(Cancel("end")) == 1
-    assert receiver.loss is sender.loss is None
+    while Cancel("end") not in heard:
+        num_heard = receiver._num_heard
+        line.may_leave.release()
+        until(lambda num_heard=num_heard: receiver._num_heard > num_heard)  # type: ignore[misc]
+        passing.go_on(SESSIONS.silent_s / 2)
+        assert receiver.loss is sender.loss is None
+    assert passing.now_s > 2 * SESSIONS.silent_s
+    assert [type(message) for message in heard if not isinstance(message, Beat)] == [messages.SubmitDecode, Cancel]
+    line.may_leave.release(1 << 20)
     sender.close()
     receiver.close()
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -21,6 +22,7 @@ import pdinfer as pd
 from pdinfer.remote import child, orders, spawning
 from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.forks import FAR_S
 from tests.unit.remote.processors import allow_all
 
 CHILD = """
@@ -93,20 +95,29 @@ def test_what_making_an_engine_raised_there_is_raised_here(
     monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
     with pytest.raises(pd.CheckpointError, match=r"^a folder without weights$"):
-        spawn(monkeypatch, say(Failed("CHECKPOINT", "a folder without weights")) + "time.sleep(60)")
+        spawn(monkeypatch, say(Failed("CHECKPOINT", "a folder without weights")) + "time.sleep(600)")
     assert started[0].poll() is not None
 
 
 def test_a_child_that_says_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
+    wait, heard = spawning.wait, []
+
+    def wait_for_its_start(sources: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Python may take a while to begin: the time counts from what the child writes."""
+        ready = wait(sources, timeout_s if heard else FAR_S)
+        heard.extend(ready)
+        return ready
+
+    monkeypatch.setattr(spawning, "wait", wait_for_its_start)
     with pytest.raises(
         pd.TransferError, match=r"said nothing for 0\.3 s before it was ready; .*\nit waits for a lock$"
     ):
-        spawn(monkeypatch, "write('it waits for a lock')\ntime.sleep(60)", timeout_s=0.3)
+        spawn(monkeypatch, "write('it waits for a lock')\ntime.sleep(600)", timeout_s=0.3)
     assert started[0].poll() is not None
     with pytest.raises(pd.TransferError, match="sent something that cannot be read"):
-        spawn(monkeypatch, "parent.send_bytes(b'hello')\ntime.sleep(60)")
+        spawn(monkeypatch, "parent.send_bytes(b'hello')\ntime.sleep(600)")
     assert started[1].poll() is not None
 
 
@@ -117,7 +128,7 @@ def test_an_interrupt_while_it_loads_leaves_no_process(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        spawn(monkeypatch, say(Loading(1, 2)) + "time.sleep(60)", progress=interrupt)
+        spawn(monkeypatch, say(Loading(1, 2)) + "time.sleep(600)", progress=interrupt)
     assert started[0].poll() is not None
 
 
@@ -257,14 +268,14 @@ def test_a_child_loads_tells_how_far_it_is_and_serves_until_its_port_is_closed(t
     with pd.remote.PrefillClient(ours) as port:
         assert port.limits.logits_processors == ("all",)
         assert port.limits.max_tokens == 4 * 32
-    thread.join(15.0)
+    thread.join(FAR_S)
     assert not thread.is_alive()
 
 
 def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
     ours, thread = start(order_of(tmp_path / "none"))
     said = orders.decode_said(ours.recv_bytes())
-    thread.join(15.0)
+    thread.join(FAR_S)
     assert isinstance(said, Failed)
     assert isinstance(said.error(), pd.CheckpointError)
     assert "none" in said.message
@@ -274,7 +285,7 @@ def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
         pass
     assert isinstance(said, Failed)
     assert isinstance(said.error(), pd.ConfigError)
-    thread.join(15.0)
+    thread.join(FAR_S)
 
 
 def test_a_child_that_loads_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,7 +293,7 @@ def test_a_child_that_loads_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch
 
     def load(*_: Any, **__: Any) -> None:
         ours.close()
-        assert gone.wait(15.0), "the child did not notice"
+        assert gone.wait(FAR_S), "the child did not notice"
         raise pd.CheckpointError("it would have gone on")
 
     def leave(status: int) -> None:

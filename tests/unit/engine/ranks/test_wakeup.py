@@ -17,7 +17,7 @@ from pdinfer.engine.ranks.wakeup import DATAGRAM, SECRET_BYTES, Wakeup
 from pdinfer.parallel.groups import Groups
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 180.0
 
 
 @contextmanager

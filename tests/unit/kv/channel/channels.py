@@ -26,7 +26,7 @@ from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_k
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
 NUM_PAGES = 24
-TIMEOUT_S = 10.0
+TIMEOUT_S = 180.0
 rooms = itertools.count(1)
 
 
@@ -60,6 +60,17 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.001)
+
+
+def refusal(connect: Callable[..., object]) -> str:
+    """Return why a connection is refused, again and again: the first answer may take its time."""
+    for timeout_s in (0.2, 2.0, 20.0, TIMEOUT_S):
+        try:
+            connect(timeout_s=timeout_s)
+        except TransferError as error:
+            if "did not answer" not in str(error):
+                return str(error)
+    raise AssertionError("it is not refused")
 
 
 @attrs.define
