@@ -17,7 +17,7 @@ from tests.each_time import others_in_full
 EACH_TIME = ("test_ops",)
 FEW = 3
 FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2}
-"""How many cases of each test run in `test_kernels_do_what_the_reference_does`, joined ones counted, and of the tests of
+"""How many cases of each test run in `test_kernels_do_what_the_reference_does`, joined ones counted, and of those of
 some suites."""
 SUITES = {
     "test_ops": (16, 16),
