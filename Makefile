@@ -3,7 +3,7 @@
 # make test-all     lint, types, and every test that needs no special hardware
 # make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
 #                   RUNS=200 adds that many seeded fault runs, PROMPTS=500 gives all prompts where some are given
-# make mutants      plants bugs, one after the other, and tells which of them no test sees
+# make mutants      plants bugs, one after the other, and tells which of them no test sees; cut off, it goes on
 # make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
 # make docs         the site, in build/site
 # make lint         only ruff and mypy

@@ -37,6 +37,8 @@ NAMED_BY = {
 
 MAX_US = {("2P2D", 1000): 40, ("16P32D", 1000): 150, ("16P32D", 32_768): 250}
 MAX_SIMULATED_S = 4.0
+WANTED = 1.1
+"""Times the speed of a peer, in the median of the rounds."""
 
 CPUS = {
     "2026-11-21-cpu-race.jsonl": {"name": "AMD EPYC", "flags": ["avx2", "avx512f", "avx512_bf16", "avx512_vnni"]},
@@ -300,9 +302,31 @@ def summary(found: dict[Make, list[Line]]) -> str:
     return "\n".join(parts)
 
 
+def opponents(found: dict[Make, list[Line]]) -> str:
+    """Return a table of what was raced with what on each make of CPU, and when; a peer that never was is named too."""
+    peers = sorted({line["baseline"] for lines in found.values() for line in lines} - {"limit", "one process"})
+    rows = []
+    for lines in found.values():
+        for peer in peers:
+            raced = [line for line in lines if line["baseline"] == peer]
+            if not raced:
+                rows.append((_heading(lines), peer, "never", "", "", ""))
+                continue
+            rounds, dates = ([line[name] for line in raced] for name in ("runs", "date"))
+            ahead = sum(line["ratio"] >= WANTED and line["ratio_low"] > 1 for line in raced)
+            rows.append((_heading(lines), peer, len(raced), _span(rounds), _span(dates), f"{ahead} of {len(raced)}"))
+    heads = ("make", "peer", "cases", "rounds", "dates", f"at least {WANTED}, every round above 1")
+    return table(heads, rows)
+
+
+def _span(values: Sequence[Any]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+
 def whole(found: dict[Make, list[Line]]) -> str:
-    """Return the section of the page: every peer of each case."""
+    """Return the section of the page: who was raced, and every peer of each case."""
     parts = ["## The race on CPUs\n\n`python benchmarks/cpu_race.py`. A ratio above 1 means that pdinfer is better.\n"]
+    parts.append(opponents(found) + "\n")
     for lines in found.values():
         rows = [
             (

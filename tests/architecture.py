@@ -195,7 +195,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "process": (
         ("compiled",),
-        ("forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
+        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
     ),
 }
 
@@ -284,12 +284,18 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-# `topology` discovers ranks. `process.compiled` asks where caches belong. `triton.provider` asks whether Triton
-# interprets kernels. The Mooncake engine is configured by its environment alone, so its adapter sets what it needs,
-# where unset, and logs all of it. The doctor tells what it says.
+# `topology` discovers ranks. `process.compiled` asks where caches belong, `process.compiler` turns off translations.
+# `triton.provider` asks whether Triton interprets kernels. The Mooncake engine is configured by its environment alone,
+# so its adapter sets what it needs, where unset, and logs all of it. The doctor tells what it says.
 ENVIRONMENT_READERS = frozenset(
     {
-        *("parallel.topology", "process.compiled", "kernels.triton.provider", "kv.transports.mooncake"),
+        *(
+            "parallel.topology",
+            "process.compiled",
+            "process.compiler",
+            "kernels.triton.provider",
+            "kv.transports.mooncake",
+        ),
         "diagnosis.machine",
     }
 )

@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -31,11 +31,12 @@ torch.set_num_threads(1)
 settings.register_profile("pdinfer", deadline=None, derandomize=True)
 settings.load_profile("pdinfer")
 
-NO_CUDA = "needs a CUDA device"
 NO_TIME = "no time left"
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
+MISSING = pytest.StashKey[Counter[tuple[str, str]]]()
+"""How many tests or files are not collected for want of something, of those that were asked for."""
 LONGEST_S = 400.0
 """After it a test hangs: longer than limits of their own that tests have, which say more. On two quiet cores none takes
 a fifth of it but those that are `full`: these have twice the time, and more where they say how long they are."""
@@ -61,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         forks.FAR_S = far_s  # before any test imports it
     minutes = config.getoption("--minutes")
     config.stash[DEADLINE] = None if minutes is None else time.monotonic() + 60 * minutes
+    config.stash[MISSING] = Counter()
     config.stash[STDERR] = os.dup(2)  # a test's own is captured, and lost with its process
 
 
@@ -88,6 +90,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave out of `make test` what tests/tiers.py says, unless it was asked for by name."""
+    if item.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    from tests.tiers import is_run_each_time
+
+    if not is_run_each_time(item.nodeid):
+        item.add_marker(pytest.mark.full)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -124,45 +136,49 @@ def turned(items: list[T], turn: int) -> list[T]:
     return items[first:] + items[:first]
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that were asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests. Without CUDA, one case of each test that needs it says so; the others are deselected."""
+    """Order the tests, and leave out those that need CUDA where there is none."""
     items[:] = turned(items, config.getoption("--turn"))
     # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
-    shown: set[str] = set()
-    others: set[pytest.Item] = set()
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
-            test = item.nodeid.partition("[")[0]
-            if test in shown:
-                others.add(item)
-            shown.add(test)
-    config.hook.pytest_deselected(items=[*others])
-    items[:] = [item for item in items if item not in others]
+    on_a_card = [item for item in items if item.get_closest_marker("gpu")]
+    config.stash[MISSING]["CUDA", "test"] += len(on_a_card)
+    config.hook.pytest_deselected(items=on_a_card)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> dict[str, list[str]]:
-    """Return what skipped tests would have needed: `{"library": ["triton (3 tests)"], "device": ["CUDA (1 test)"]}`.
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["missing"] = [*session.config.stash[MISSING].elements()]
 
-    Understands `pytest.importorskip`, in a test and at the top of a module, and the marker `gpu`. Other skips have
-    reasons of their own and are not counted.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # each worker of xdist collects all tests
+    node.config.stash[MISSING] |= Counter(map(tuple, getattr(node, "workeroutput", {}).get("missing", ())))
+
+
+def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> list[str]:
+    """Return the libraries that skipped tests would have needed: `["triton (3 tests)"]`.
+
+    Understands `pytest.importorskip`, in a test and at the top of a module. Other skips have reasons of their own and
+    are not counted.
     """
-    counts: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         unit = "module" if isinstance(report, pytest.CollectReport) else "test"
         if missing := re.search(r"could not import '(\w+)", reason):
-            counts["library", missing[1], unit] += 1
-        elif NO_CUDA in reason:
-            counts["device", "CUDA", unit] += 1
-    lines: dict[str, list[str]] = {}
-    for (kind, name, unit), count in sorted(counts.items()):
-        lines.setdefault(kind, []).append(f"{name} ({count} {unit}{'s' * (count > 1)})")
-    return lines
+            counts[missing[1], unit] += 1
+    return in_words(counts)
+
+
+def in_words(counts: Counter[tuple[str, str]]) -> list[str]:
+    return [f"{name} ({count} {unit}{'s' * (count > 1)})" for (name, unit), count in sorted(counts.items())]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -174,5 +190,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     late = [report for report in terminalreporter.stats.get("skipped", []) if NO_TIME in str(report.longrepr)]
     if late:
         terminalreporter.write_line(f"{len(late)} tests did not run for lack of time; another turn begins elsewhere")
-    for kind, names in skipped_for(terminalreporter.stats.get("skipped", [])).items():
-        terminalreporter.write_line(f"skipped for a missing {kind}: {', '.join(names)}")
+    if libraries := skipped_for(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(f"skipped for a missing library: {', '.join(libraries)}")
+    if missing := in_words(+terminalreporter.config.stash[MISSING]):
+        terminalreporter.write_line(f"not collected for want of {', '.join(missing)}")

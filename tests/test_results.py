@@ -90,3 +90,15 @@ def test_where_we_are_behind_is_in_the_table_of_the_front_page(report: Any, tmp_
     front = report.summary(report.races(tmp_path))
     assert "| many requests at once: ITL, median | cpu | 9 tok/s | a 10 | **0.90** (0.80 to 1.00) |" in front
     assert "TTFT, median" not in front
+
+
+def test_who_was_raced_on_a_make_and_who_never_was(report: Any, tmp_path: Path) -> None:
+    lines = [raced("decode:1", "llama.cpp", 1.2), raced("decode:8", "llama.cpp", 1.05), raced("decode:1", "vllm", 2.0)]
+    (tmp_path / "2026-01-02-cpu-race.jsonl").write_text("".join(lines))
+    other = raced("decode:1", "llama.cpp", 1.3, ("avx2", "amx_int8"), "Xeon")
+    (tmp_path / "2026-01-03-cpu-race.jsonl").write_text(other)
+    told = report.opponents(report.races(tmp_path))
+    assert "| AMD EPYC (avx2) | llama.cpp | 2 | " in told
+    assert "| 2026-01-02 | 1 of 2 |" in told
+    assert "| Xeon (avx2, amx_int8) | vllm | never |" in told
+    assert "| Xeon (avx2, amx_int8) | llama.cpp | 1 | " in told

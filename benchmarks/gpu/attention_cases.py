@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdinfer.kernels import OpSpec
-from pdinfer.kernels.row_formats import latent_rows
+from pdinfer.kernels.row_formats import index_rows, latent_rows
 
-NOPE, VALUE = 128, 128
+NOPE, VALUE, INDEX_KEY = 128, 128, 128
 SCALE = (NOPE + ROPE) ** -0.5
 ROWS_AT_ONCE = 1 << 18
 
@@ -158,6 +158,60 @@ class SparseDecode(AttentionCase):
 
 
 @attrs.frozen(kw_only=True)
+class IndexTopK(AttentionCase):
+    """What an indexer chooses in a decode step: scores of all packed index keys, and the best of them."""
+
+    family: ClassVar[str] = "index"
+    op: ClassVar[str] = "index_topk_decode"
+    tolerance: ClassVar[float] = 0.15
+    """One choice in a hundred may fall to the other side of a near tie: each is two in the square of the error."""
+    chosen: int = 2048
+    heads: int = 64
+    packed: bool = True
+    widths: tuple[int, int] = (INDEX_KEY, 0)
+
+    def spec(self, device: torch.device | str) -> OpSpec:
+        return OpSpec(device=device, page_size=PAGE_SIZE, kv_format="fp8")
+
+    @property
+    def name(self) -> str:
+        return f"index top {self.chosen} of {self.context}, {self.heads} heads, B {self.batch}"
+
+    @property
+    def work(self) -> Work:
+        width = self.widths[0]
+        pairs = self.batch * self.context
+        moved = pairs * (width + 4) + self.batch * (2 * self.heads * (width + 1) + 8 * self.chosen)
+        return Work(num_bytes=moved, flops=2 * pairs * self.heads * (width + 1))
+
+    def small(self) -> Case:
+        return attrs.evolve(self, batch=2, context=500, chosen=256)
+
+    def tiny(self) -> Case:
+        return attrs.evolve(self, batch=2, context=100, chosen=32, heads=4)
+
+    def inputs(self, device: torch.device, seed: int) -> Any:
+        columns = -(-self.context // PAGE_SIZE)
+        width = self.widths[0]
+        keys_SY = draw(device, seed, self.batch * columns * PAGE_SIZE, width)
+        pages_PGY = index_rows(keys_SY, torch.uint8).view(self.batch * columns, PAGE_SIZE, -1)
+        order = torch.randperm(len(pages_PGY), generator=generator(device, seed), device=device, dtype=torch.int32)
+        weights_BQX = draw(device, seed + 2, self.batch, 1, self.heads).float().abs()
+        lens_B = torch.full((self.batch,), self.context, device=device)
+        q_BQXY = draw(device, seed + 1, self.batch, 1, self.heads, width)
+        return q_BQXY, weights_BQX, pages_PGY, order.view(self.batch, columns), lens_B
+
+    def call(self, op: Callable[..., Any], inputs: Any) -> Any:
+        return op(*inputs, top_k=self.chosen)
+
+    def compared(self, result: Any) -> Any:
+        """Return which positions were chosen: one that is chosen instead of another is two errors, wherever it is."""
+        chosen_BS = result[:, 0]
+        flags = torch.zeros(len(chosen_BS), self.context, device=chosen_BS.device)
+        return flags.scatter_(1, chosen_BS.clamp_min(0), (chosen_BS >= 0).float())
+
+
+@attrs.frozen(kw_only=True)
 class Prefill(AttentionCase):
     """Expanded causal attention of one prompt, with the products that expand its latents."""
 
@@ -217,12 +271,17 @@ class Prefill(AttentionCase):
         return {f"sdpa {name}": lambda backend=backend: attend(backend) for name, backend in backends.items()}
 
 
-MEMORY, COMPUTE = Goal("copy", 0.70, 0.85), Goal("bf16", 0.40, 0.60)
+MEMORY, COMPUTE, INDEX = Goal("copy", 0.70, 0.85), Goal("bf16", 0.40, 0.60), Goal("copy", 0.30, 0.50)
 BATCHES = (64, 128)
 CASES: tuple[Case, ...] = (
     *(Decode(heads=16, batch=64, context=8192, num_queries=queries, goal=MEMORY) for queries in (1, 2)),
     *(Decode(heads=128, batch=batch, context=context, goal=COMPUTE) for batch in BATCHES for context in (4096, 16384)),
     *(Decode(heads=16, batch=batch, context=8192, packed=True, goal=Goal("copy", 0.50, 0.70)) for batch in BATCHES),
+    Decode(heads=128, batch=64, context=8192, packed=True, goal=COMPUTE),
+    *(
+        IndexTopK(batch=batch, context=context, goal=Goal("copy", 0.30, 0.50))
+        for batch, context in ((64, 32768), (16, 131072))
+    ),
     *(
         SparseDecode(heads=128, batch=batch, context=32768, packed=True, goal=Goal("bf16", 0.20, 0.35))
         for batch in BATCHES

@@ -121,9 +121,10 @@ def drawn_model(
     fp8: bool = True,
     providers: str | None = None,
     without: Collection[str] = (),
+    mtp: bool = False,
 ) -> Model:
     """Return a model of random weights. Equal arguments give equal models on one kind of device. `providers` names one
-    for all ops, and `without` names some that are passed over."""
+    for all ops, and `without` names some that are passed over. With `mtp` it has the layer that drafts."""
     topology = Topology.single()
     sum_in_float32(device)
     spec = op_spec_of(config, topology, device, dtype, {"fp8"} if fp8 else ())
@@ -136,6 +137,7 @@ def drawn_model(
         topology=topology,
         groups=Groups.single(),
         weights_id=bytes(32),
+        mtp=mtp,
     )
 
 

@@ -14,6 +14,8 @@ from pdinfer.kernels import FP8Rows, reference
 from pdinfer.kernels.weight_formats import FP8Blocks
 
 ROOM = 128
+WIDE_ROOM = 8192
+"""Rows of each expert in the low-latency mode of 32 ranks with 256 tokens each."""
 MEMORY, COMPUTE = Goal("copy", 0.65, 0.80), Goal("2 x bf16", 0.40, 0.55)
 
 
@@ -53,10 +55,10 @@ class Dense(Case):
         return Work(num_bytes=moved, flops=2 * self.rows * self.outputs * self.channels, in_fp8=True)
 
     def small(self) -> Case:
-        return attrs.evolve(self, rows=200)
+        return attrs.evolve(self, rows=min(self.rows, 200))
 
     def tiny(self) -> Case:
-        return attrs.evolve(self, rows=20, outputs=64 + 16 * (self.outputs % BLOCK > 0), channels=256)
+        return attrs.evolve(self, rows=min(self.rows, 20), outputs=64 + 16 * (self.outputs % BLOCK > 0), channels=256)
 
     def inputs(self, device: torch.device, seed: int) -> Any:
         weight = draw_blocks(device, seed, self.outputs, self.channels)
@@ -134,6 +136,9 @@ class MaskedExperts(Experts):
     def name(self) -> str:
         return f"masked grouped FP8, {self.experts} experts, {self.rows} of {self.room} rows"
 
+    def tiny(self) -> Case:
+        return attrs.evolve(super().tiny(), room=min(self.room, ROOM))
+
     def inputs(self, device: torch.device, seed: int) -> Any:
         x_END = rounded(draw(device, seed + 2, self.experts, self.room, self.sizes[0]))
         return x_END, self.counts(device), *self.weights(device, seed)
@@ -167,7 +172,13 @@ MATRICES = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 71
 CASES: tuple[Case, ...] = (
     *(MaskedExperts(experts=32, rows=rows) for rows in (1, 4, 16, 32)),
     MaskedExperts(experts=32, rows=16, room=16),
+    *(MaskedExperts(experts=9, rows=rows, room=WIDE_ROOM) for rows in (4, 113)),
     ContiguousExperts(experts=4, rows=8192),
     *(ContiguousExperts(experts=32, rows=rows, goal=MEMORY) for rows in (4, 32)),
     *(Dense(rows=4096, outputs=outputs, channels=channels) for outputs, channels in MATRICES),
+    *(
+        Dense(rows=rows, outputs=outputs, channels=channels, goal=MEMORY)
+        for outputs, channels in MATRICES[:2] + MATRICES[3:4]
+        for rows in (1, 16, 64, 256)
+    ),
 )

@@ -1,6 +1,6 @@
 """Measure every kernel of pdinfer on the card at hand: JSON lines, then one table.
 
-    python benchmarks/gpu/run.py [--minutes 8] [--provider triton] [--only decode,masked] > results.jsonl
+    python benchmarks/gpu/run.py [--minutes 8] [--provider triton] [--only decode,masked] [--like REGEX] > results.jsonl
     python benchmarks/gpu/run.py --dry-run [--card H200]       the plan with floors, on any machine
     python benchmarks/gpu/run.py --tiny --provider torch       everything once at small sizes, on a CPU too
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -202,7 +203,7 @@ def run_family(family: str, options: argparse.Namespace, ceilings: Ceilings, lef
     """Run the cases of a family in a process of its own, which a fault of the card ends."""
     told = json.dumps(attrs.asdict(ceilings))
     command = [sys.executable, __file__, "--only", family, "--provider", options.provider, "--ceilings", told]
-    command += ["--minutes", f"{left_s / 60:.3f}"]
+    command += ["--minutes", f"{left_s / 60:.3f}", "--like", options.like]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=left_s + 60, check=False)
         output, status = done.stdout, done.returncode
@@ -247,7 +248,8 @@ def cases_of(
 ) -> Iterator[Line]:
     sum_in_float32(device)
     bench = Bench(device=device, provider=options.provider, ceilings=ceilings, deadline=deadline, tiny=options.tiny)
-    cases = [case.tiny() if options.tiny else case for case in CASES if case.family == family]
+    chosen = [case for case in CASES if case.family == family and re.search(options.like, case.name)]
+    cases = [case.tiny() if options.tiny else case for case in chosen]
     for case in {case.name: case for case in cases}.values():
         yield from bench.lines(case)
 
@@ -266,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--provider", default=OURS)
     parser.add_argument("--only", type=families_of, default=list(FAMILIES), metavar="FAMILY,...")
+    parser.add_argument("--like", default="", metavar="REGEX", help="only cases whose names match")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--ceilings", type=lambda text: Ceilings(**json.loads(text)), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

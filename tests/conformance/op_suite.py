@@ -6,8 +6,7 @@ A provider from elsewhere passes these tests once it is in `kernels.resolve.PROV
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.rounding import (
     gamma,
     rounded,
 )
+from tests.simulated.device import why_not
 
 CPU = torch.device("cpu")
 LIBRARIES = ("deep_gemm", "flash_mla")
@@ -45,56 +45,96 @@ LIBRARIES = ("deep_gemm", "flash_mla")
 NAMES = [name for name, _ in resolve.PROVIDERS if name not in LIBRARIES]
 SCALE = 0.25
 
-MADE_FOR = {"native": {"cpu"}, "triton": {"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}}
-"""Kinds of device of the providers that are not for all of them."""
-MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
+DEVICES = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
+"""Kinds of device, with the marks of their cases."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-def places() -> list[tuple[str, str]]:
-    """Return every provider with every device it is made for. Without CUDA, one provider there stands for all, whose
-    tests say what is missing."""
+@cache
+def serves(provider: str, op: str, device: str, dtype: torch.dtype) -> bool:
+    """Return whether the provider has the op there, by itself or as a composition of its ops. Without CUDA the
+    reference stands for all providers there, so that cases for a card are counted and none is run."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return provider == "reference"
+    if device == "gpusim":  # which is for what torch does
+        there = not why_not() and provider in ("torch", "reference", resolve.COMPOSITION)
+        return there and serves(provider, op, "cpu", dtype)
+    try:
+        fused_of(provider, op, device, dtype)
+    except BackendUnavailable:
+        return False
+    return True
+
+
+def places(*ops: str, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Return every provider that serves all of these ops, with each device where it does."""
     return [
-        (name, device)
-        for name in NAMES
-        for device in MARKS
-        if device in MADE_FOR.get(name, MARKS)
-        and (device != "cuda" or torch.cuda.is_available() or name == "reference")
+        (name, device) for device in DEVICES for name in NAMES if all(serves(name, op, device, dtype) for op in ops)
     ]
 
 
-every_provider = pytest.mark.parametrize("provider", [name for name in NAMES if "cpu" in MADE_FOR.get(name, MARKS)])
-"""On a CPU, in tests that have no device."""
-every_place = pytest.mark.parametrize(
-    ("provider", "device"),
-    [pytest.param(name, device, marks=MARKS[device], id=f"{name}-{device}") for name, device in places()],
-)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def every_place(*ops: str, dtype: torch.dtype = torch.float32) -> pytest.MarkDecorator:
+    """Run a test as `provider` and `device` for each that serves these ops in a model of `dtype`."""
+    cases = [
+        pytest.param(name, device, marks=DEVICES[device], id=f"{name}-{device}")
+        for name, device in places(*ops, dtype=dtype)
+    ]
+    return pytest.mark.parametrize(("provider", "device"), cases)
 
 
-for_every_provider = pytest.mark.parametrize(
-    ("dtype", "provider", "device"),
-    [
-        pytest.param(dtype, name, device, marks=MARKS[device], id=f"{str(dtype)[6:]}-{name}-{device}")
-        for dtype in (torch.float32, torch.bfloat16)
-        for name, device in places()
-        if dtype is torch.bfloat16 or name != "native"
-    ],
-)
-"""Native kernels are for bfloat16."""
+def for_every_provider(*ops: str) -> pytest.MarkDecorator:
+    """Run a test as `dtype`, `provider` and `device` for each that serves these ops."""
+    cases = [
+        pytest.param(dtype, name, device, marks=DEVICES[device], id=f"{str(dtype)[6:]}-{name}-{device}")
+        for dtype in DTYPES
+        for name, device in places(*ops, dtype=dtype)
+    ]
+    return pytest.mark.parametrize(("dtype", "provider", "device"), cases)
+
+
+def for_every_op(
+    called: str,
+    needs: Mapping[str, Sequence[str]],
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    devices: Sequence[str] = tuple(DEVICES),
+) -> pytest.MarkDecorator:
+    """Run a test for each name in `needs`, as an argument `called` so, beside `for_every_provider` of the ops that it
+    needs."""
+    cases = [
+        pytest.param(of, dtype, name, device, marks=DEVICES[device], id=f"{of}-{str(dtype)[6:]}-{name}-{device}")
+        for of, ops in needs.items()
+        for dtype in dtypes
+        for name, device in places(*ops, dtype=dtype)
+        if device in devices
+    ]
+    return pytest.mark.parametrize((called, "dtype", "provider", "device"), cases)
+
+
+def on_a_cpu(*ops: str, dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
+    """Run a test as `dtype` and `provider` for each that serves these ops on a CPU."""
+    cases = [
+        pytest.param(dtype, name, id=f"{str(dtype)[6:]}-{name}")
+        for dtype in dtypes
+        for name in NAMES
+        if all(serves(name, op, "cpu", dtype) for op in ops)
+    ]
+    return pytest.mark.parametrize(("dtype", "provider"), cases)
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the op of `provider`. Skips the test where the provider cannot run or does not offer it."""
+    """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
+    for such a place."""
     sum_in_float32(torch.device(device))
-    try:
-        return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced={name: provider}).ops, name)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+    return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced={name: provider}).ops, name)
 
 
 def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
-    """Return the op of a provider, or else the composition of its ops. For one that lacks other ops too, the test is
-    skipped."""
+    """Return the op of a provider, or else the composition of its ops. Of one that lacks other ops too, it is the op
+    alone."""
     try:
         return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider).ops, name)
     except BackendUnavailable:
@@ -198,9 +238,9 @@ class Rows:
 
 
 ROWS = [
-    pytest.param(Rows(), id="rows"),
-    pytest.param(Rows(behind=3, dtype=torch.int32), id="rows-and-more"),
-    pytest.param(Rows(room=1, dtype=torch.int32), id="room"),
+    Rows(),
+    Rows(behind=3, dtype=torch.int32),
+    Rows(room=1, dtype=torch.int32),
 ]
 
 
@@ -355,4 +395,5 @@ def query_lens_of(contexts: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(context, want) for context, want in zip(contexts, wanted, strict=False))
 
 
-ATTENTION = ("mla_prefill", "mla_decode")
+ATTENTION = {"mla_prefill": ("mla_prefill",), "mla_decode": ("mla_decode",)}
+"""The ops of attention, and what each needs."""

@@ -15,10 +15,13 @@ from tests.conformance.op_suite import (
     contexts_of,
     draw,
     every_dtype,
+    for_every_op,
     for_every_provider,
+    on_a_cpu,
     op_of,
     query_lens_of,
 )
+from tests.joined import for_each
 from tests.rounding import (
     assert_within,
 )
@@ -26,8 +29,8 @@ from tests.rounding import (
 DIMS = ((16, 8, 12, 10), (13, 6, 7, 9), (1, 2, 1, 1), (32, 32, 34, 64))
 
 
-@for_every_provider
-@pytest.mark.parametrize(("page_size", "rows"), [*product((1, 3, 16, 64), (0, 1, 5))])
+@for_every_provider("store_latent")
+@for_each(("page_size", "rows"), [*product((1, 3, 16, 64), (0, 1, 5))])
 def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size: int, rows: int) -> None:
     latent = draw(rows, 13).to(dtype)
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(rows))[:rows]
@@ -42,9 +45,8 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
     assert torch.equal(pages.cpu(), expected)
 
 
-@for_every_provider
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize(("page_size", "count", "heads"), [*product((1, 3, 16, 64), (0, 1, 5), (1, 3, 4))])
+@for_every_op("name", ATTENTION)
+@for_each(("page_size", "count", "heads"), [*product((1, 3, 16, 64), (0, 1, 5), (1, 3, 4))])
 def test_attention(
     provider: str, device: str, dtype: torch.dtype, name: str, page_size: int, count: int, heads: int
 ) -> None:
@@ -53,8 +55,8 @@ def test_attention(
         Attention(dtype, heads, page_size, contexts, query_lens_of(contexts), dims).check(name, provider, device)
 
 
-@for_every_provider
-@pytest.mark.parametrize("part_tokens", [32, 1024])
+@for_every_provider("mla_decode")
+@for_each("part_tokens", [32, 1024])
 def test_long_contexts_are_decoded_in_parts(
     provider: str, device: str, dtype: torch.dtype, part_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,9 +66,9 @@ def test_long_contexts_are_decoded_in_parts(
     Attention(dtype, 2, 16, contexts, (1,) * 5, (32, 32, 34, 64)).check("mla_decode", provider, device)
 
 
-@for_every_provider
-@pytest.mark.parametrize("num_queries", [1, 2, 3, 4])
-@pytest.mark.parametrize(("page_size", "heads"), [*product((1, 3, 16), (1, 3, 8))])
+@for_every_provider("mla_decode")
+@for_each("num_queries", [1, 2, 3, 4])
+@for_each(("page_size", "heads"), [*product((1, 3, 16), (1, 3, 8))])
 def test_several_queries_of_a_sequence_see_each_other_in_order(
     provider: str, device: str, dtype: torch.dtype, num_queries: int, page_size: int, heads: int
 ) -> None:
@@ -77,8 +79,8 @@ def test_several_queries_of_a_sequence_see_each_other_in_order(
         case.check("mla_decode", provider, device)
 
 
-@for_every_provider
-@pytest.mark.parametrize("num_queries", [2, 4])
+@for_every_provider("mla_decode")
+@for_each("num_queries", [2, 4])
 def test_queries_on_both_sides_of_parts_and_blocks_of_a_context(
     provider: str, device: str, dtype: torch.dtype, num_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +92,7 @@ def test_queries_on_both_sides_of_parts_and_blocks_of_a_context(
     case.check("mla_decode", provider, device)
 
 
-@for_every_provider
+@for_every_provider("mla_decode")
 def test_a_query_whose_latent_was_not_written_changes_no_other(
     provider: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,19 +111,19 @@ def test_a_query_whose_latent_was_not_written_changes_no_other(
         assert got[:, written:].isnan().any(-1).all()
 
 
-@pytest.mark.parametrize("keys", [16, 40, 64, 4096])
-@pytest.mark.parametrize("page_size", [3, 16])
+@on_a_cpu("mla_prefill", dtypes=(torch.bfloat16,))
+@for_each("keys", [16, 40, 64, 4096])
+@for_each("page_size", [3, 16])
 def test_native_prefill_expands_a_context_piece_by_piece(
-    keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+    provider: str, dtype: torch.dtype, keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces end with a page: before, within and after the queries' own positions."""
     monkeypatch.setattr(native, "KEYS", keys)
-    case = Attention(torch.bfloat16, 2, page_size, (150, 33, 64, 97), (150, 20, 1, 60), (32, 32, 34, 64))
-    case.check("mla_prefill", "native")
+    case = Attention(dtype, 2, page_size, (150, 33, 64, 97), (150, 20, 1, 60), (32, 32, 34, 64))
+    case.check("mla_prefill", provider)
 
 
-@for_every_provider
-@pytest.mark.parametrize("name", ATTENTION)
+@for_every_op("name", ATTENTION)
 def test_attention_does_not_see_other_sequences(provider: str, device: str, dtype: torch.dtype, name: str) -> None:
     case = Attention(dtype, 3, 4, (9, 6, 12), (1, 1, 1))
     poisoned = case.pages
@@ -133,7 +135,7 @@ def test_attention_does_not_see_other_sequences(provider: str, device: str, dtyp
 
 
 @every_dtype
-@pytest.mark.parametrize("block_bytes", [1, 4 * 3 * 40 * 7, 4 * 3 * 40 * 40])
+@for_each("block_bytes", [1, 4 * 3 * 40 * 7, 4 * 3 * 40 * 40])
 def test_the_size_of_a_block_of_scores_changes_nothing(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,8 +146,8 @@ def test_the_size_of_a_block_of_scores_changes_nothing(
 
 
 @every_dtype
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("page_size", [3, 16])
+@for_each("fused", [True, False])
+@for_each("page_size", [3, 16])
 def test_a_context_of_many_blocks_is_joined(
     dtype: torch.dtype, fused: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
 from tests.conformance.op_suite import draw, every_place, op_of
+from tests.joined import for_each
 from tests.rounding import assert_within
 
 VOCABS = [1, 500, 2048, 4100]
@@ -86,9 +87,9 @@ def check(
     return tokens_B
 
 
-@every_place
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("kind", DrawKind)
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("vocab", VOCABS)
+@for_each("kind", DrawKind)
 def test_tokens_are_those_of_the_reference(provider: str, device: str, kind: DrawKind, vocab: int) -> None:
     """Rows of every kind up to `kind` stand beside each other."""
     controls = controls_of(
@@ -101,9 +102,9 @@ def test_tokens_are_those_of_the_reference(provider: str, device: str, kind: Dra
     check(provider, device, draw(5, vocab) * 3, controls, kind)
 
 
-@every_place
-@pytest.mark.parametrize("top_k", [0, 2, 30])
-@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.7])
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("top_k", [0, 2, 30])
+@for_each("top_p", [1.0, 0.999, 0.7])
 def test_the_filters_keep_what_a_sort_keeps(provider: str, device: str, top_k: int, top_p: float) -> None:
     """Also what is tied with the last logit: there are few values. Flat rows need every step of a search."""
     logits_BV = torch.cat((draw(2, 1500) * 3, (draw(2, 1500, seed=1) * 2).round(), draw(2, 1500, seed=2) * 1e-3))
@@ -111,8 +112,8 @@ def test_the_filters_keep_what_a_sort_keeps(provider: str, device: str, top_k: i
     check(provider, device, logits_BV, controls)
 
 
-@every_place
-@pytest.mark.parametrize("kept", [1, 3])
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("kept", [1, 3])
 def test_no_token_beyond_the_filters_is_drawn(provider: str, device: str, kept: int) -> None:
     """Of equal shares each is worth the same: with a share of top_p a little less than `kept` of them, so many come."""
     logits_BV = torch.full((8, 600), -50.0)
@@ -130,8 +131,8 @@ def test_no_token_beyond_the_filters_is_drawn(provider: str, device: str, kept: 
         assert set(tokens_B.tolist()) <= set(allowed)
 
 
-@every_place
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("temperature", [0.0, 1.0])
 def test_equal_logits_are_drawn_alike(provider: str, device: str, temperature: float) -> None:
     """All are tied, and a zero has no sign. Of a row's equal logits the first is the greedy token."""
     logits_BV = torch.zeros(6, 3000)
@@ -142,7 +143,7 @@ def test_equal_logits_are_drawn_alike(provider: str, device: str, temperature: f
     assert (set(tokens) == {0}) is (temperature == 0)
 
 
-@every_place
+@every_place("draw", dtype=torch.bfloat16)
 def test_the_largest_may_be_anywhere(provider: str, device: str) -> None:
     at = [0, 7, 8, 511, 512, 1023, 1024, 1039, 1040, 1042]
     logits_BV = draw(len(at), 1043)
@@ -150,15 +151,15 @@ def test_the_largest_may_be_anywhere(provider: str, device: str) -> None:
     assert check(provider, device, logits_BV, controls_of(len(at), temperature=(0.0,)), DrawKind.GREEDY).tolist() == at
 
 
-@every_place
-@pytest.mark.parametrize("temperature", [1e-6, 1e-45])
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("temperature", [1e-6, 1e-45])
 def test_a_tiny_temperature_takes_the_largest(provider: str, device: str, temperature: float) -> None:
     logits_BV = draw(4, 700)
     controls = controls_of(4, temperature=(temperature,), top_k=(0, 5), top_p=(1.0, 0.5), min_p=(0.0, 0.1))
     assert check(provider, device, logits_BV, controls).tolist() == logits_BV.argmax(-1).tolist()
 
 
-@every_place
+@every_place("draw", dtype=torch.bfloat16)
 def test_changed_logits_are_drawn_from_and_raw_ones_weighed(provider: str, device: str) -> None:
     raw_BV = draw(4, 4500) * 2
     changed_BV = raw_BV + draw(4, 4500, seed=1) * 3
@@ -168,7 +169,7 @@ def test_changed_logits_are_drawn_from_and_raw_ones_weighed(provider: str, devic
     assert (tokens_B % 2 == 0).all()
 
 
-@every_place
+@every_place("draw", dtype=torch.bfloat16)
 def test_what_a_row_cannot_have_is_never_drawn(provider: str, device: str) -> None:
     """A row has few logits that are not -inf, in tiles that may have none."""
     logits_BV = torch.full((4, 9000), -torch.inf)
@@ -179,10 +180,10 @@ def test_what_a_row_cannot_have_is_never_drawn(provider: str, device: str) -> No
     assert logits_BV.gather(1, tokens_B[:, None]).isfinite().all()
 
 
-@every_place
+@every_place("draw", dtype=torch.bfloat16)
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", DrawKind)
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("kind", DrawKind)
 def test_a_spoilt_row_is_known_by_its_normalizer(provider: str, device: str, kind: DrawKind, bad: float) -> None:
     """And its token is one. Of -inf a whole row is bad. The other rows stay as they are, to the bit."""
     logits_BV = draw(3, 3000)
@@ -200,13 +201,13 @@ def test_a_spoilt_row_is_known_by_its_normalizer(provider: str, device: str, kin
         assert drawn_3B[:, [0, 2]].equal(expected_3B[:, [0, 2]])
 
 
-@every_place
+@every_place("draw", dtype=torch.bfloat16)
 def test_no_rows_are_no_tokens(provider: str, device: str) -> None:
     assert check(provider, device, torch.empty(0, 50), controls_of(0)).tolist() == []
 
 
-@every_place
-@pytest.mark.parametrize("kind", [DrawKind.GREEDY, DrawKind.FILTERED])
+@every_place("draw", dtype=torch.bfloat16)
+@for_each("kind", [DrawKind.GREEDY, DrawKind.FILTERED])
 def test_logits_may_lie_apart(provider: str, device: str, kind: DrawKind) -> None:
     """Rows, and the logits of a row."""
     controls = controls_of(3, temperature=(0.0,) if kind is DrawKind.GREEDY else (0.0, 1.0), top_k=(40,))

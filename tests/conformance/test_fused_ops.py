@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import attrs
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from tests.conformance.op_suite import (
     assert_turned,
     draw,
     every_place,
+    for_every_op,
     for_every_provider,
     fp8_in_strips,
     fp8_weight,
@@ -25,6 +25,7 @@ from tests.conformance.op_suite import (
     in_strips,
     op_of,
 )
+from tests.joined import for_each
 from tests.rounding import (
     assert_within,
     error_of_mlp,
@@ -41,12 +42,12 @@ def ops_of(dtype: torch.dtype) -> Ops:
     return resolve_ops(OpSpec(device="cpu", dtype=dtype), forced="torch").ops
 
 
-every_residual = pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+every_residual = for_each("residual", [False, True])
 
 
-@every_place
-@pytest.mark.parametrize("rows", [0, 1, 5, 40])
-@pytest.mark.parametrize("parts", [1, 2])
+@every_place("linear_strips", dtype=torch.bfloat16)
+@for_each("rows", [0, 1, 5, 40])
+@for_each("parts", [1, 2])
 def test_linear_strips(provider: str, device: str, rows: int, parts: int) -> None:
     x, weight = draw(rows, 96).bfloat16(), draw(64, 96, seed=1).bfloat16()
     run = fused_of(provider, "linear_strips", device, torch.bfloat16)
@@ -55,9 +56,9 @@ def test_linear_strips(provider: str, device: str, rows: int, parts: int) -> Non
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
 
-@every_place
-@pytest.mark.parametrize("counts", [(0,), (3, 0, 1), (40, 2)], ids=str)
-@pytest.mark.parametrize("form", ROWS)
+@every_place("grouped_mlp_strips", dtype=torch.bfloat16)
+@for_each("counts", [(0,), (3, 0, 1), (40, 2)])
+@for_each("form", ROWS)
 def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x, gate_up = draw(sum(counts), 64).bfloat16(), (draw(len(counts), 64, 64, seed=1) / 8).bfloat16()
     down = (draw(len(counts), 64, 32, seed=2) * 32**-0.5).bfloat16()
@@ -70,10 +71,10 @@ def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tupl
     assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
 
 
-@every_place
-@pytest.mark.parametrize("rows", [0, 1, 3, 5, 40])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@every_place("linear_fp8_strips", dtype=torch.bfloat16)
+@for_each("rows", [0, 1, 3, 5, 40])
+@for_each("parts", [1, 2])
+@for_each("ue8m0", [False, True])
 def test_linear_fp8_strips(provider: str, device: str, rows: int, parts: int, ue8m0: bool) -> None:
     x, blocks = draw(rows, 288).bfloat16().to(device), fp8_weight(160, 288, parts=parts, ue8m0=ue8m0, device=device)
     run = fused_of(provider, "linear_fp8_strips", device, torch.bfloat16)
@@ -83,9 +84,9 @@ def test_linear_fp8_strips(provider: str, device: str, rows: int, parts: int, ue
     torch.testing.assert_close(got, reference.linear_fp8(x, blocks), rtol=0.02, atol=0.02)
 
 
-@every_place
-@pytest.mark.parametrize("counts", [(0,), (3, 0, 1), (40, 2)], ids=str)
-@pytest.mark.parametrize("form", ROWS)
+@every_place("grouped_mlp_fp8_strips", dtype=torch.bfloat16)
+@for_each("counts", [(0,), (3, 0, 1), (40, 2)])
+@for_each("form", ROWS)
 def test_grouped_mlp_fp8_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x = draw(sum(counts), 160).bfloat16()
     gate_up = fp8_weight(len(counts), 160, 160, parts=2, device=device)
@@ -98,9 +99,9 @@ def test_grouped_mlp_fp8_strips(provider: str, device: str, form: Rows, counts: 
     assert (off <= 0.06 * exact.cpu().double().norm(dim=-1)).all()  # what hardly differs may round apart in between
 
 
-@for_every_provider
+@for_every_provider("add_rms_norm")
 @every_residual
-@pytest.mark.parametrize(("rows", "width"), [(0, 7), (1, 1), (1, 48), (5, 7), (5, 48), (3, 264)])
+@for_each(("rows", "width"), [(0, 7), (1, 1), (1, 48), (5, 7), (5, 48), (3, 264)])
 def test_add_rms_norm(provider: str, device: str, dtype: torch.dtype, residual: bool, rows: int, width: int) -> None:
     op = fused_of(provider, "add_rms_norm", device, dtype)
     x, stream, weight = norm_inputs(rows, width, dtype, device, residual)
@@ -113,10 +114,10 @@ def test_add_rms_norm(provider: str, device: str, dtype: torch.dtype, residual: 
     assert_within(normed, reference.rms_norm(total, weight, 1e-6), error_of_norm(total, weight, None, 1e-6), dtype)
 
 
-@for_every_provider
+@for_every_provider("add_rms_norm_fp8")
 @every_residual
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-@pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (5, 128), (4, 300)])
+@for_each("ue8m0", [False, True])
+@for_each(("rows", "width"), [(0, 128), (1, 1), (5, 128), (4, 300)])
 def test_add_rms_norm_fp8(
     provider: str, device: str, dtype: torch.dtype, residual: bool, ue8m0: bool, rows: int, width: int
 ) -> None:
@@ -147,9 +148,9 @@ def check_sum(total: Tensor, x: Tensor, stream: Tensor | None) -> None:
     assert torch.equal(total, x if stream is None else stream + x)
 
 
-@for_every_provider
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-@pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (5, 128), (4, 300)])
+@for_every_provider("gated_silu_fp8")
+@for_each("ue8m0", [False, True])
+@for_each(("rows", "width"), [(0, 128), (1, 1), (5, 128), (4, 300)])
 def test_gated_silu_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, width: int) -> None:
     x = draw(rows, 2 * width).to(dtype)
     x[1:2] *= 100
@@ -169,8 +170,8 @@ def test_gated_silu_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: b
     assert_within(got.floats(), exact, error + (exact.abs() + error) * 2**-4 + step, dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@for_every_provider("gated_silu_fp8", "gated_silu")
+@for_each("ue8m0", [False, True])
 def test_what_is_rounded_is_an_activation_in_the_dtype_of_the_model(
     provider: str, device: str, dtype: torch.dtype, ue8m0: bool
 ) -> None:
@@ -203,8 +204,8 @@ def store(
     return rows[list(SLOTS[:tokens])]
 
 
-@for_every_provider
-@pytest.mark.parametrize("tokens", [0, 1, 5])
+@for_every_provider("norm_rotate_store")
+@for_each("tokens", [0, 1, 5])
 def test_norm_rotate_store(provider: str, device: str, dtype: torch.dtype, tokens: int) -> None:
     op = fused_of(provider, "norm_rotate_store", device, dtype)
     rows = store(op, dtype, dtype, device, tokens, None)
@@ -217,9 +218,9 @@ def test_norm_rotate_store(provider: str, device: str, dtype: torch.dtype, token
     assert_turned(got_k, turned, dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("rounding", [None, *Rounding])
-@pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
+@for_every_provider("norm_rotate_store")
+@for_each("rounding", [None, *Rounding])
+@for_each("packed", [False, True])
 def test_latents_are_stored_as_kv_b_proj_rounds_them(
     provider: str, device: str, dtype: torch.dtype, rounding: Rounding | None, packed: bool
 ) -> None:
@@ -233,9 +234,9 @@ def test_latents_are_stored_as_kv_b_proj_rounds_them(
     assert torch.equal(store(op, dtype, pages_dtype, device, 5, rounding), expected)
 
 
-@for_every_provider
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
-@pytest.mark.parametrize("rounding", [None, *Rounding])
+@for_every_provider("norm_rotate_store")
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("rounding", [None, *Rounding])
 def test_a_latent_that_is_not_finite_is_stored_so(
     provider: str, device: str, dtype: torch.dtype, bad: float, rounding: Rounding | None
 ) -> None:
@@ -255,12 +256,12 @@ def test_a_latent_that_is_not_finite_is_stored_so(
         assert torch.equal(got[[0, 1, 2, 4]], good[[0, 1, 2, 4]])
 
 
-every_addend = pytest.mark.parametrize("addend", ["", "shared", "residual", "shared residual"])
+every_addend = for_each("addend", ["", "shared", "residual", "shared residual"])
 
 
-@for_every_provider
+@for_every_provider("combine_experts")
 @every_addend
-@pytest.mark.parametrize(("tokens", "top_k", "width"), [(0, 2, 7), (1, 1, 1), (5, 3, 48), (3, 8, 39)])
+@for_each(("tokens", "top_k", "width"), [(0, 2, 7), (1, 1, 1), (5, 3, 48), (3, 8, 39)])
 def test_combine_experts(
     provider: str, device: str, dtype: torch.dtype, addend: str, tokens: int, top_k: int, width: int
 ) -> None:
@@ -276,7 +277,7 @@ def test_combine_experts(
     check_added(got, terms.sum(1), error, residual, dtype)
 
 
-@for_every_provider
+@for_every_provider("combine_experts")
 @every_addend
 def test_sums_that_are_there_are_only_added(provider: str, device: str, dtype: torch.dtype, addend: str) -> None:
     op = fused_of(provider, "combine_experts", device, dtype)
@@ -307,7 +308,7 @@ def results(tokens: int, top_k: int, width: int, dtype: torch.dtype, device: str
     return y.to(device), row.to(device), weights.to(device), shared, residual
 
 
-@for_every_provider
+@for_every_provider("combine_experts", "combine_rows")
 def test_the_residual_is_added_to_what_was_rounded(provider: str, device: str, dtype: torch.dtype) -> None:
     """The layer's output has a dtype of its own; a sum that stayed in float32 would be another number."""
     op, combine = fused_of(provider, "combine_experts", device, dtype), op_of(provider, "combine_rows", device, dtype)
@@ -318,8 +319,8 @@ def test_the_residual_is_added_to_what_was_rounded(provider: str, device: str, d
     assert dtype == torch.float32 or not torch.equal(got, (residual + total).to(dtype))
 
 
-@for_every_provider
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+@for_every_provider("combine_experts")
+@for_each("bad", [math.nan, math.inf, -math.inf])
 def test_a_result_that_is_not_finite_stays_so(provider: str, device: str, dtype: torch.dtype, bad: float) -> None:
     op = fused_of(provider, "combine_experts", device, dtype)
     inputs = list(results(5, 3, 48, dtype, device, "shared residual"))
@@ -341,10 +342,9 @@ def test_each_rounding_is_that_of_its_product() -> None:
     assert torch.equal(ops.rounded(x, Rounding.INT8), reference.round_int8(x))
 
 
-@for_every_provider
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
-@pytest.mark.parametrize("spoilt", [0, 1], ids=["x", "residual"])
-@pytest.mark.parametrize("name", ["add_rms_norm", "add_rms_norm_fp8"])
+@for_every_op("name", {name: (name,) for name in ("add_rms_norm", "add_rms_norm_fp8")})
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("spoilt", [0, 1])
 def test_a_row_that_is_not_finite_stays_so(
     provider: str, device: str, dtype: torch.dtype, bad: float, spoilt: int, name: str
 ) -> None:
@@ -360,8 +360,8 @@ def test_a_row_that_is_not_finite_stays_so(
         assert torch.equal(after[:3], before[:3])
 
 
-@for_every_provider
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+@for_every_provider("gated_silu_fp8")
+@for_each("bad", [math.nan, math.inf, -math.inf])
 def test_an_activation_that_is_not_finite_stays_so(provider: str, device: str, dtype: torch.dtype, bad: float) -> None:
     op, x = fused_of(provider, "gated_silu_fp8", device, dtype), draw(4, 520).to(dtype).to(device)
     good = op(x, ue8m0=False)

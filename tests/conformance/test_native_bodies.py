@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 
 import attrs
 import pytest
@@ -19,37 +18,32 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
-from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.native.build import Kernels
 from pdinfer.kernels.weight_formats import FP8Blocks
-from pdinfer.process import compiled
+from pdinfer.process import compiled, compiler
 from tests.backends import ROOT, child_environment
-from tests.conformance.native_builds import BODIES, as_native, built_with
+from tests.conformance.native_builds import BODIES, BODIES_HERE, Shared, as_native, built_with
 from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
 QUICK = ("as it is", "tiles in C", "AMX in C")
-"""The bodies that are tried each time."""
+"""The bodies that are tried each time; test_native_shapes.py tries every op of the others that run here."""
 SUITES = ("ops", "attention_ops", "quantized_ops", "not_finite", "fused_ops", "native_ops", "routing_ops", "page_ops")
 """What runs on every body, at times."""
-HERE = [
-    pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,))
-    for name in BODIES
-    if name != "floats" or "avx512_bf16" in compiled.cpu_flags()
-]
-"""Elsewhere the library has floats as it is."""
+HERE = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,)) for name in BODIES_HERE]
 
 
 @pytest.fixture(params=HERE)
-def body(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+def body(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """Let the native ops be those of a library that was compiled so."""
     with as_native(built_with(*BODIES[request.param])) as library:
         if request.param != "as it is":
             assert library.find_tiles() == (request.param in ("tiles in C", "AMX in C"))
         yield library
         if request.param == "AMX in C":
-            assert not ctypes.c_long.in_dll(library, "tile_faults").value
+            assert not any(Shared(library, ctypes.c_long, "tile_faults").values)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +55,7 @@ def two_threads() -> Iterator[None]:
 
 
 def test_every_x86_cpu_with_a_compiler_has_native_ops() -> None:
-    if not compiled.cpu_flags() or not any(map(shutil.which, compiled.COMPILERS)):
+    if not compiled.cpu_flags() or not any(map(shutil.which, compiler.COMPILERS)):
         pytest.skip("needs an x86 CPU and a C compiler")
     found = resolve_ops(OpSpec(device="cpu", dtype=torch.bfloat16)).choices
     chosen = {choice.op for choice in found if choice.provider == "native"}
@@ -78,7 +72,7 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
 
 @pytest.mark.parametrize("counts", [(17,), (16, 0, 1, 19), (3, 1, 2), (20,) * 9], ids=str)
 @pytest.mark.parametrize("sizes", [(33, 7), (1, 1), (300, 48)], ids=str)
-def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
+def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
@@ -88,7 +82,7 @@ def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, i
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
-def test_linear(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
+def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).bfloat16(), draw(sizes[1], sizes[0], seed=1).bfloat16()
     got = native.linear(x, weight)
     x, weight = x.double(), weight.double()
@@ -97,7 +91,7 @@ def test_linear(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 15, 17, 600])
 @pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
-def test_linear_with_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int) -> None:
+def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), draw(outs, 288, seed=1).bfloat16()
     got = native.linear_strips(x, in_strips(weight, parts))
     x, weight = x.double(), weight.double()
@@ -106,7 +100,7 @@ def test_linear_with_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int)
 
 @pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
 @pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
-def test_experts_with_strips(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
+def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
     x, gate_up, down = x.double(), gate_up.double(), down.double()
@@ -117,7 +111,7 @@ def test_experts_with_strips(body: ctypes.CDLL, counts: tuple[int, ...], sizes: 
 
 @pytest.mark.parametrize("heads", [1, 5, 16])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention(body: ctypes.CDLL, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(body: Kernels, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PART_TOKENS", 64)
     case = Attention(torch.bfloat16, heads, 16, (150, 33, 64, 97), (150, 20, 1, 60), (64, 32, 34, 64), num_queries=2)
     run = case.prefill if name == "mla_prefill" else case.decode
@@ -126,7 +120,7 @@ def test_attention(body: ctypes.CDLL, name: str, heads: int, monkeypatch: pytest
 
 @pytest.mark.parametrize(("heads", "page_size"), [(5, 3), (16, 16)])
 def test_a_draft_that_was_not_written_changes_no_query_before_it(
-    body: ctypes.CDLL, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+    body: Kernels, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles hold rows of several queries. The last tokens lie around the borders of blocks and of parts."""
     monkeypatch.setattr(native, "PART_TOKENS", 128)
@@ -144,7 +138,7 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_a_head_that_is_not_finite_stays_alone(body: ctypes.CDLL, bad: float) -> None:
+def test_a_head_that_is_not_finite_stays_alone(body: Kernels, bad: float) -> None:
     pages, table, lens = draw(10, 16, 96).bfloat16(), torch.arange(10).view(2, 5), torch.tensor([70, 66])
     latent, rope = draw(2, 3, 7, 64).bfloat16(), draw(2, 3, 7, 32).bfloat16()
     good = native.mla_decode(latent, rope, pages, table, lens, scale=0.25)
@@ -158,7 +152,7 @@ def test_a_head_that_is_not_finite_stays_alone(body: ctypes.CDLL, bad: float) ->
         assert torch.equal(got[~lost], good[~lost])
 
 
-def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: ctypes.CDLL) -> None:
+def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
     """The sixteenth token lies fifteen rows behind the first, but those between have changed places."""
     pages = draw(4, 5, 96).bfloat16()
     latent, rope, lens = draw(1, 1, 5, 64).bfloat16(), draw(1, 1, 5, 32).bfloat16(), torch.tensor([20])
@@ -169,7 +163,7 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: ctypes.CDLL) -> No
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
-def test_stored_weights(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
+def test_stored_weights(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
     got = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
     with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
@@ -191,7 +185,7 @@ def whole_fp8(rows: int, columns: int, parts: int) -> FP8Blocks:
 @pytest.mark.parametrize("flushing", [False, True], ids=["denormals", "flushed"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 150])
 @pytest.mark.parametrize(("outs", "parts"), [(64, 1), (288, 1), (160, 2)])
-def test_fp8_in_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int, flushing: bool) -> None:
+def test_fp8_in_strips(body: Kernels, rows: int, outs: int, parts: int, flushing: bool) -> None:
     """Each row of x is one number in one place, so that y is a column of weights, whose subnormal numbers count too."""
     weight, x = whole_fp8(outs, 288, parts), torch.zeros(rows, 288)
     for row in range(rows):
@@ -207,7 +201,7 @@ def test_fp8_in_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int, flus
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
 @pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
-def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: ctypes.CDLL, rows: int, code: int) -> None:
+def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: int, code: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), fp8_weight(160, 288, parts=2)
     good = native.linear_fp8_strips(x, fp8_in_strips(weight))
     for row, column in ((0, 0), (129, 200), (319, 287)):
@@ -221,7 +215,7 @@ def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: ctypes.CDLL, row
 
 @pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
 @pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-def test_experts_with_fp8_in_strips(body: ctypes.CDLL, counts: tuple[int, ...], ue8m0: bool) -> None:
+def test_experts_with_fp8_in_strips(body: Kernels, counts: tuple[int, ...], ue8m0: bool) -> None:
     gate_up = fp8_weight(len(counts), 160, 288, parts=2, ue8m0=ue8m0)
     down, x = fp8_weight(len(counts), 288, 160, ue8m0=ue8m0), draw(sum(counts), 288).bfloat16()
     got = native.grouped_mlp_fp8_strips(x, torch.tensor(counts), fp8_in_strips(gate_up), fp8_in_strips(down))
@@ -231,7 +225,7 @@ def test_experts_with_fp8_in_strips(body: ctypes.CDLL, counts: tuple[int, ...], 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("rows", [4, 40])
-def test_a_row_that_is_not_finite_stays_alone(body: ctypes.CDLL, rows: int, bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_alone(body: Kernels, rows: int, bad: float) -> None:
     """Rows share tiles, and vectors share registers."""
 
     def check(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -269,7 +263,7 @@ every_user_of_tiles = pytest.mark.parametrize("work", [experts, decode])
 
 
 @every_user_of_tiles
-def test_torchs_products_are_as_before(body: ctypes.CDLL, work: Callable[[], Tensor]) -> None:
+def test_torchs_products_are_as_before(body: Kernels, work: Callable[[], Tensor]) -> None:
     """Its library configures tiles too, once per thread."""
     x, weight = draw(64, 96).bfloat16(), draw(48, 96, seed=1).bfloat16()
     before = torch.nn.functional.linear(x, weight)
@@ -278,60 +272,44 @@ def test_torchs_products_are_as_before(body: ctypes.CDLL, work: Callable[[], Ten
 
 
 @pytest.fixture
-def amx() -> Iterator[ctypes.CDLL]:
+def amx() -> Iterator[Kernels]:
     """Let the native ops be those for AMX, in C, and undo what the test makes of tiles."""
     with as_native(built_with(*BODIES["AMX in C"])) as library:
         yield library
-        ctypes.c_int.in_dll(library, "tiles_allowed").value = 1
+        Shared(library, ctypes.c_int, "tiles_allowed").set(1)
         assert library.find_tiles()
-        assert not ctypes.c_long.in_dll(library, "tile_faults").value
+        assert library.find_decode_tiles()
+        assert not any(Shared(library, ctypes.c_long, "tile_faults").values)
 
 
 @every_user_of_tiles
-def test_tiles_that_are_not_allowed_are_not_used(amx: ctypes.CDLL, work: Callable[[], Tensor]) -> None:
+def test_tiles_that_are_not_allowed_are_not_used(amx: Kernels, work: Callable[[], Tensor]) -> None:
     expected = work()
-    allowed, granted = (ctypes.c_int.in_dll(amx, name) for name in ("tiles_allowed", "tiles_granted"))
-    allowed.value = granted.value = 0
+    for name in ("tiles_allowed", "tiles_granted"):
+        Shared(amx, ctypes.c_int, name).set(0)
     assert not amx.find_tiles()
+    assert not amx.find_decode_tiles()
     assert not amx.experts_are_served(20, 72, 40)
     torch.testing.assert_close(work(), expected, rtol=0.02, atol=0.02)
 
 
 @every_user_of_tiles
 @pytest.mark.parametrize("palette", [1, 0])
-def test_tiles_are_left_as_they_were_configured(amx: ctypes.CDLL, palette: int, work: Callable[[], Tensor]) -> None:
+def test_tiles_are_left_as_they_were_configured(amx: Kernels, palette: int, work: Callable[[], Tensor]) -> None:
     """The library of torch's products remembers what it configured, and does not look again."""
     before = bytes([palette] + [0] * 15 + [32, 0] * 8 + [0] * 16 + [3] * 8 + [0] * 8) if palette else bytes(64)
-    amx.configure_tiles(before)
+    for library in amx.libraries.values():
+        library.configure_tiles(before)
     torch.set_num_threads(1)
     work()
-    after = ctypes.create_string_buffer(64)
-    amx.configuration_of_tiles(after)
-    assert after.raw == before
-
-
-@pytest.mark.full(minutes=1)
-@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "cooperlake", "znver4", "sapphirerapids"])
-def test_the_kernels_compile_for(cpu: str, tmp_path: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, compiled.COMPILERS)), None)
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    flags = [flag for flag in compiled.FLAGS if not flag.startswith("-march")]
-    sources = sorted(map(str, build.FOLDER.glob("*.c")))
-    known = subprocess.run([compiler, f"-march={cpu}", "-E", "-x", "c", "/dev/null"], capture_output=True, check=False)
-    if known.returncode:
-        pytest.skip(f"{compiler} does not know {cpu}")
-    done = subprocess.run(
-        [compiler, *flags, "-fopenmp", f"-march={cpu}", "-c", *sources],
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr.decode()
+    for library in amx.libraries.values():
+        after = ctypes.create_string_buffer(64)
+        library.configuration_of_tiles(after)
+        assert after.raw == before
 
 
 @pytest.mark.full(minutes=2)
-@pytest.mark.parametrize("name", [name for name in BODIES if name not in ("as it is", "floats", "AVX2")])
+@pytest.mark.parametrize("name", [name for name in BODIES_HERE if name != "as it is"])
 def test_every_suite_passes_on(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--native-body", name]
     suites = [f"tests/conformance/test_{suite}.py" for suite in SUITES]
@@ -346,4 +324,4 @@ def test_every_suite_passes_on(name: str) -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert not done.returncode, done.stdout
     assert passed is not None
-    assert int(passed[1]) > 600
+    assert int(passed[1]) > 120

@@ -15,7 +15,8 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
-from tests.conformance.native_builds import BODIES, HEADERS, as_native, built_with
+from pdinfer.kernels.native.build import Kernels
+from tests.conformance.native_builds import BODIES, HEADERS, Shared, as_native, built_with
 from tests.conformance.op_suite import draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 
 
@@ -33,16 +34,16 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
 
 
 class Allocations:
-    """What the library may still allocate, and holds."""
+    """What the libraries may still allocate, and hold."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.left = ctypes.c_long.in_dll(library, "allocations_left")
-        self.held = ctypes.c_long.in_dll(library, "allocations_held")
+    def __init__(self, kernels: Kernels) -> None:
+        self.left = Shared(kernels, ctypes.c_long, "allocations_left")
+        self.held = Shared(kernels, ctypes.c_long, "allocations_held")
 
 
 @pytest.fixture(params=["as it is", "tiles in C"])
 def allocations(request: pytest.FixtureRequest) -> Iterator[Allocations]:
-    """Let the native ops be those of a library whose allocations are counted."""
+    """Let the native ops be those of a libraries whose allocations are counted."""
     counted = "-O1", "-include", str(HEADERS / "memory.h")
     with as_native(built_with(*BODIES[request.param], *counted)) as library:
         yield Allocations(library)
@@ -119,11 +120,11 @@ WORK: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("work", WORK)
 def test_every_allocation_may_fail(allocations: Allocations, work: str, threads: int) -> None:
-    allocations.left.value = 1000
+    allocations.left.set(1000)
     expected = in_a_new_thread(WORK[work], threads)
     assert isinstance(expected, Tensor)
-    for allowed in range(1000 - allocations.left.value):
-        allocations.left.value = allowed
+    for allowed in range(1000 - min(allocations.left.values)):
+        allocations.left.set(allowed)
         got = in_a_new_thread(WORK[work], threads)
         if isinstance(got, Tensor):  # a copy that saves time could not be made
             assert torch.equal(got, expected)
@@ -134,19 +135,20 @@ def test_every_allocation_may_fail(allocations: Allocations, work: str, threads:
 
 def at_rest(allocations: Allocations) -> int:
     """Return what is held once no thread of an earlier test is about to give something back."""
-    held, since = allocations.held.value, time.monotonic()
+    held, since = sum(allocations.held.values), time.monotonic()
     while time.monotonic() - since < 0.05:
         time.sleep(0.001)
-        if allocations.held.value != held:
-            held, since = allocations.held.value, time.monotonic()
+        if sum(allocations.held.values) != held:
+            held, since = sum(allocations.held.values), time.monotonic()
     return held
 
 
 @pytest.mark.parametrize("work", WORK)
 def test_a_thread_that_ends_leaves_nothing_behind(allocations: Allocations, work: str) -> None:
-    allocations.left.value, before = 1000, at_rest(allocations)
+    allocations.left.set(1000)
+    before = at_rest(allocations)
     assert isinstance(in_a_new_thread(WORK[work], 1), Tensor)
     deadline = time.monotonic() + 10  # Python's join returns a little before the thread has ended
-    while allocations.held.value != before and time.monotonic() < deadline:
+    while sum(allocations.held.values) != before and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert allocations.held.value == before
+    assert sum(allocations.held.values) == before

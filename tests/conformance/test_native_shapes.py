@@ -17,7 +17,9 @@ from torch import Tensor
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.native.build import Kernels
 from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
+from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
 from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
 from tests.conformance.test_native_bodies import body
 from tests.rounding import assert_within
@@ -85,7 +87,7 @@ def some(*choices: Sequence[int]) -> list[tuple[int, ...]]:
     return random.Random(0).sample(all_, min(60, len(all_)))
 
 
-def test_linear(body: ctypes.CDLL, threads: None) -> None:
+def test_linear(body: Kernels, threads: None) -> None:
     for rows, width, outs in some((*FEW, *MANY), WIDTHS, OUTS):
         x, weight = whole(rows, width), whole(outs, width, seed=1)
         expected = exact(reference.linear, x, weight)
@@ -95,7 +97,7 @@ def test_linear(body: ctypes.CDLL, threads: None) -> None:
         assert torch.equal(native.linear(x, LAID["guarded"](weight)), expected)
 
 
-def test_linear_with_strips(body: ctypes.CDLL, threads: None) -> None:
+def test_linear_with_strips(body: Kernels, threads: None) -> None:
     for rows, width, outs, parts in some((*FEW, *MANY), (32, 64, 256, 288), (32, 64, 192), (1, 2)):
         if outs // parts % 32:
             continue
@@ -107,7 +109,7 @@ def test_linear_with_strips(body: ctypes.CDLL, threads: None) -> None:
             assert torch.equal(native.linear_strips(x, Strips(LAID[how](strips.numbers))), expected)
 
 
-def test_products_of_heads(body: ctypes.CDLL, threads: None) -> None:
+def test_products_of_heads(body: Kernels, threads: None) -> None:
     for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), WIDTHS, (8, 16, 40, 72)):
         x, weight = whole(rows, heads, width), whole(heads, outs, width, seed=1)
         assert torch.equal(native.heads_out(x, weight), exact(reference.heads_out, x, weight)), (
@@ -140,7 +142,7 @@ def of_strips() -> tuple[Tensor]:
     return (fp8_in_strips(fp8(numbers, draw(2, 2).abs())).numbers.view(torch.uint8),)
 
 
-def test_decode(body: ctypes.CDLL, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode(body: Kernels, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of any size, heads that fill no tile, several queries, and contexts around the borders of blocks and parts.
     Nothing is read behind queries, pages and table."""
     monkeypatch.setattr(native, "PART_TOKENS", 128)
@@ -242,7 +244,7 @@ CASES: dict[str, Case] = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_may_lie_anywhere(body: ctypes.CDLL, name: str) -> None:
+def test_memory_may_lie_anywhere(body: Kernels, name: str) -> None:
     """Nothing behind it is read, but asked for at most."""
     op, inputs = CASES[name]
     expected = op(*inputs)
@@ -253,9 +255,20 @@ def test_memory_may_lie_anywhere(body: ctypes.CDLL, name: str) -> None:
             assert torch.equal(got, expected), (at, how)
 
 
+@pytest.mark.parametrize("name", sorted({"x86-64", "AVX2", "AVX-512", "AVX-512 BF16"} & {*BODIES_HERE}))
+def test_every_body_that_this_cpu_can_run_gives_what_its_own_gives(name: str) -> None:
+    """Its own keeps to the reference elsewhere, and so do the others in tests that are `full`."""
+    expected = {case: op(*inputs) for case, (op, inputs) in CASES.items()}
+    with as_native(built_with(*BODIES[name], "-O0")):
+        for case, (op, inputs) in CASES.items():
+            torch.testing.assert_close(
+                op(*inputs), expected[case], rtol=2**-6, atol=2**-6, msg=lambda text, case=case: f"{case}: {text}"
+            )
+
+
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65), (288, 96)], ids=str)
-def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int], threads: None) -> None:
+def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int], threads: None) -> None:
     """With gates far above 0 silu is the identity, and every sum stays exact."""
     width, inner = sizes
     x, gate_up = whole(sum(counts), width).abs() + 1, whole(len(counts), 2 * inner, width, seed=1)
@@ -275,7 +288,7 @@ def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, i
 
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_a_weight_that_is_not_finite_spoils_its_own_column(body: ctypes.CDLL, rows: int, bad: float) -> None:
+def test_a_weight_that_is_not_finite_spoils_its_own_column(body: Kernels, rows: int, bad: float) -> None:
     x, weight = whole(rows, 45).abs() + 1, whole(41, 45, seed=1)
     good = native.linear(x, weight)
     weight[33, 44] = bad
@@ -285,7 +298,7 @@ def test_a_weight_that_is_not_finite_spoils_its_own_column(body: ctypes.CDLL, ro
     assert torch.equal(got[:, kept], good[:, kept])
 
 
-def test_nothing_is_an_input_too(body: ctypes.CDLL, threads: None) -> None:
+def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     """No rows, no experts with rows, and prompts without queries or tokens."""
     assert native.linear(whole(0, 40), whole(8, 40)).shape == (0, 8)
     assert native.heads_in(whole(0, 2, 32), whole(2, 32, 128)).shape == (0, 2, 128)

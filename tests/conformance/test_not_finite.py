@@ -22,19 +22,20 @@ from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
 from tests.conformance.op_suite import (
     CPU,
     draw,
-    every_provider,
+    for_every_op,
     fp8_in_strips,
     fp8_weight,
     fused_of,
     in_strips,
     int8_weight,
+    on_a_cpu,
     op_of,
     static_weight,
 )
+from tests.joined import for_each
 
 BAD = (math.nan, math.inf, -math.inf)
-every_bad = pytest.mark.parametrize("bad", BAD, ids=["nan", "inf", "-inf"])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+every_bad = for_each("bad", BAD)
 
 Run = Callable[..., Tensor]
 
@@ -121,23 +122,40 @@ ROWS = [
 ]
 
 
-@every_provider
-@every_dtype
-@every_bad
-@pytest.mark.parametrize("case", ROWS, ids=lambda case: f"{case.op}-{case.width}")
-def test_a_row_that_is_not_finite_stays_so(provider: str, dtype: torch.dtype, bad: float, case: Rows) -> None:
-    if case.op.endswith("strips") and dtype != torch.bfloat16:
-        pytest.skip("strips hold bfloat16")
-    run = partial(fused_of(provider, case.op, "cpu", dtype), **case.more())
-    x, rest = draw(5, case.width).to(dtype), case.rest(dtype)
-    for column in (0, case.width // 2 - 1, case.width - 1):
-        assert_lost(lambda: run(x, *rest), lambda column=column: run(put(x, (2, column), bad), *rest), {2})
+PLAIN, STRIPS = (
+    {case.op: (case.op,) for case in ROWS if case.op.endswith("strips") is strips} for strips in (False, True)
+)
 
 
-@every_provider
-@every_dtype
+@for_every_op("op", PLAIN, devices=("cpu",))
 @every_bad
-@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_row_that_is_not_finite_stays_so(provider: str, device: str, dtype: torch.dtype, bad: float, op: str) -> None:
+    check_rows(provider, device, dtype, bad, op)
+
+
+@for_every_op("op", STRIPS, dtypes=(torch.bfloat16,), devices=("cpu",))
+@every_bad
+def test_a_row_that_is_not_finite_stays_so_through_strips(
+    provider: str, device: str, dtype: torch.dtype, bad: float, op: str
+) -> None:
+    check_rows(provider, device, dtype, bad, op)
+
+
+def check_rows(provider: str, device: str, dtype: torch.dtype, bad: float, op: str) -> None:
+    for case in (case for case in ROWS if case.op == op):
+        run = partial(fused_of(provider, op, device, dtype), **case.more())
+        x, rest = draw(5, case.width).to(dtype), case.rest(dtype)
+        for column in (0, case.width // 2 - 1, case.width - 1):
+            assert_lost(
+                lambda: run(x, *rest),  # noqa: B023
+                lambda column=column: run(put(x, (2, column), bad), *rest),  # noqa: B023
+                {2},
+            )
+
+
+@on_a_cpu("rotate")
+@every_bad
+@for_each("interleaved", [True, False])
 def test_a_rotated_head_that_is_not_finite_stays_so(
     provider: str, dtype: torch.dtype, bad: float, interleaved: bool
 ) -> None:
@@ -149,18 +167,15 @@ def test_a_rotated_head_that_is_not_finite_stays_so(
     assert_lost(lambda: run(x), lambda: rotate(x, angles.cos(), spoilt, interleaved=interleaved), {0})
 
 
-@every_provider
-@every_dtype
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_squares_that_overflow_are_no_row_of_zeros(provider: str, dtype: torch.dtype, op: str) -> None:
+@for_every_op("op", {name: (name,) for name in ("rms_norm", "layer_norm")}, devices=("cpu",))
+def test_squares_that_overflow_are_no_row_of_zeros(provider: str, device: str, dtype: torch.dtype, op: str) -> None:
     x, one = draw(3, 48).to(dtype), torch.ones(48, dtype=dtype)
     rest = (one, 1e-6) if op == "rms_norm" else (one.float(), one.float(), 1e-6)
-    run = op_of(provider, op, "cpu", dtype)
+    run = op_of(provider, op, device, dtype)
     assert_lost(lambda: run(x, *rest), lambda: run(put(x, (1, 5), 1e30), *rest), {1})
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("heads_in", "heads_out")
 @every_bad
 def test_a_product_by_heads_stays_so(provider: str, dtype: torch.dtype, bad: float) -> None:
     for name, shape in (("heads_in", (3, 40, 128)), ("heads_out", (3, 16, 40))):
@@ -170,8 +185,7 @@ def test_a_product_by_heads_stays_so(provider: str, dtype: torch.dtype, bad: flo
         assert torch.equal(got[:, [0, 2]], good[:, [0, 2]])  # other heads
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("combine_rows")
 @every_bad
 def test_a_row_or_a_weight_of_an_expert_stays_so(provider: str, dtype: torch.dtype, bad: float) -> None:
     combine = op_of(provider, "combine_rows", "cpu", dtype)
@@ -188,15 +202,15 @@ def test_a_row_or_a_weight_of_an_expert_stays_so(provider: str, dtype: torch.dty
 # The router
 
 
-@every_provider
+@on_a_cpu("route", dtypes=(torch.bfloat16,))
 @every_bad
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("rule", ["sigmoid", "softmax", "biased"])
+@for_each("groups", [1, 4])
+@for_each("rule", ["sigmoid", "softmax", "biased"])
 def test_a_router_with_a_logit_that_is_not_finite_weighs_nothing(
-    provider: str, bad: float, groups: int, rule: str
+    provider: str, dtype: torch.dtype, bad: float, groups: int, rule: str
 ) -> None:
     """This holds wherever the expert stands, chosen or not. The experts it names can still be counted."""
-    op = op_of(provider, "route", "cpu", torch.bfloat16)
+    op = op_of(provider, "route", "cpu", dtype)
     bias = draw(16, seed=3) * 0.1 if rule == "biased" else None
     run = partial(
         op,
@@ -293,9 +307,9 @@ class Cached:
         return (draw(self.heads * 98, self.latent, seed=1) * self.latent**-0.5).to(self.dtype)
 
 
-FORMS = ("decode", "sparse", "prefill")
-every_form = pytest.mark.parametrize("form", FORMS)
-every_page_format = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+FORMS = {"decode": ("mla_decode",), "sparse": ("mla_sparse",), "prefill": ("mla_prefill",)}
+every_form = for_every_op("form", FORMS, devices=("cpu",))
+every_page_format = for_each("packed", [False, True])
 
 
 def readers(case: Cached, slot: int) -> set[int]:
@@ -303,13 +317,11 @@ def readers(case: Cached, slot: int) -> set[int]:
     return {row for row, context in enumerate(case.contexts) if slot in {case.slot(row, at) for at in range(context)}}
 
 
-@every_provider
-@every_dtype
-@every_bad
 @every_form
+@every_bad
 @every_page_format
 def test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it(
-    provider: str, dtype: torch.dtype, bad: float, form: str, packed: bool
+    provider: str, device: str, dtype: torch.dtype, bad: float, form: str, packed: bool
 ) -> None:
     """The bad value is in the latent or the rotated key, at both ends of a context and of its blocks, in shared rows
     and others, and in every head."""
@@ -327,10 +339,9 @@ def test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it(
             assert torch.equal(got[kept], good[kept])
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("mla_decode")
 @every_bad
-@pytest.mark.parametrize("column", [0, 511, 512, 543])
+@for_each("column", [0, 511, 512, 543])
 def test_a_wide_packed_row_that_is_not_finite_is_seen_by_all_who_read_it(
     provider: str, dtype: torch.dtype, bad: float, column: int
 ) -> None:
@@ -347,11 +358,11 @@ def test_a_wide_packed_row_that_is_not_finite_is_seen_by_all_who_read_it(
         assert torch.equal(got[kept], good[kept])
 
 
-@every_provider
-@every_dtype
-@every_bad
 @every_form
-def test_a_query_that_is_not_finite_is_lost_alone(provider: str, dtype: torch.dtype, bad: float, form: str) -> None:
+@every_bad
+def test_a_query_that_is_not_finite_is_lost_alone(
+    provider: str, device: str, dtype: torch.dtype, bad: float, form: str
+) -> None:
     case = Cached(dtype)
     run, (q_latent, q_rope) = getattr(case, form), case.queries(3)
     good = run(provider, case.pages(), (q_latent, q_rope))
@@ -362,12 +373,12 @@ def test_a_query_that_is_not_finite_is_lost_alone(provider: str, dtype: torch.dt
         assert torch.equal(got[~lost], good[~lost])
 
 
-@every_provider
-@every_dtype
 @every_form
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("position", [0, 21, 39])
-def test_a_score_that_overflows_is_seen(provider: str, dtype: torch.dtype, form: str, sign: int, position: int) -> None:
+@for_each("sign", [1, -1])
+@for_each("position", [0, 21, 39])
+def test_a_score_that_overflows_is_seen(
+    provider: str, device: str, dtype: torch.dtype, form: str, sign: int, position: int
+) -> None:
     """All products have one sign, so that the sum overflows in any order."""
     case = Cached(dtype)
     run, (q_latent, q_rope) = getattr(case, form), case.queries(3)
@@ -378,10 +389,9 @@ def test_a_score_that_overflows_is_seen(provider: str, dtype: torch.dtype, form:
     assert (~got.isfinite()).any(-1).tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("mla_decode")
 @every_bad
-@pytest.mark.parametrize("part_tokens", [64, 1024])
+@for_each("part_tokens", [64, 1024])
 def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
     provider: str, dtype: torch.dtype, bad: float, part_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,10 +407,9 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
     assert (~op(q_latent, q_rope, pages, table, torch.tensor([200]), scale=0.25).isfinite()).any(-1).all()
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("mla_prefill")
 @every_bad
-@pytest.mark.parametrize(("small", "fused"), [(False, True), (True, True), (True, False)])
+@for_each(("small", "fused"), [(False, True), (True, True), (True, False)])
 def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
     provider: str, dtype: torch.dtype, bad: float, small: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,8 +438,7 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
 # Choosing tokens, and the cache
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("index_topk")
 @every_bad
 @every_page_format
 def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
@@ -460,8 +468,7 @@ def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
         assert torch.equal(got[kept], good[kept])
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("index_topk_decode")
 @every_bad
 @every_page_format
 def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
@@ -491,8 +498,7 @@ def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
         assert torch.equal(got[kept], good[kept])
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("mla_sparse")
 def test_attention_to_nothing_is_nan(provider: str, dtype: torch.dtype) -> None:
     op = op_of(provider, "mla_sparse", "cpu", dtype)
     q_latent, q_rope, pages = (draw(*shape).to(dtype) for shape in ((3, 2, 128), (3, 2, 8), (2, 4, 136)))
@@ -501,8 +507,7 @@ def test_attention_to_nothing_is_nan(provider: str, dtype: torch.dtype) -> None:
     assert got.isnan().flatten(1).all(-1).tolist() == [False, True, False]
 
 
-@every_provider
-@every_dtype
+@on_a_cpu("store_latent")
 @every_bad
 @every_page_format
 def test_what_is_stored_and_read_again_stays_so(provider: str, dtype: torch.dtype, bad: float, packed: bool) -> None:
@@ -534,10 +539,9 @@ def test_every_fp8_number_is_worth_what_it_says() -> None:
     assert torch.equal(got.nan_to_num(999), numbers.float().nan_to_num(999))
 
 
-@every_provider
-@every_dtype
-@pytest.mark.parametrize("rows", [3, 20])
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@on_a_cpu("linear_fp8")
+@for_each("rows", [3, 20])
+@for_each("code", [0x7F, 0xFF])
 def test_a_weight_that_is_nan_is_no_number(provider: str, dtype: torch.dtype, code: int, rows: int) -> None:
     weight = fp8_weight(9, 130)
     weight.numbers.view(torch.uint8)[4, 129] = code

@@ -8,20 +8,12 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from tests.conformance.op_suite import (
-    ROWS,
-    Rows,
-    assert_turned,
-    draw,
-    every_place,
-    for_every_provider,
-    op_of,
-)
+from tests.conformance.op_suite import ROWS, Rows, assert_turned, draw, every_place, for_every_provider, op_of
+from tests.joined import for_each
 from tests.rounding import (
     assert_within,
     error_of_mlp,
@@ -32,8 +24,8 @@ from tests.rounding import (
 )
 
 
-@for_every_provider
-@pytest.mark.parametrize(("rows", "width"), [*product((0, 1, 5), (1, 7, 48))])
+@for_every_provider("rms_norm")
+@for_each(("rows", "width"), [*product((0, 1, 5), (1, 7, 48))])
 def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x, weight = draw(rows, width).to(dtype), draw(width, seed=1).to(dtype)
     x[1:2] *= 1000
@@ -43,7 +35,7 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
     assert_within(got, reference.rms_norm(x, weight, 1e-6), error_of_norm(x, weight, None, 1e-6), dtype)
 
 
-@for_every_provider
+@for_every_provider("rms_norm")
 def test_norms_take_a_part_of_wider_rows(provider: str, device: str, dtype: torch.dtype) -> None:
     norm, weight = op_of(provider, "rms_norm", device, dtype), draw(48, seed=1).to(dtype).to(device)
     wide = draw(5, 80).to(dtype).to(device)
@@ -51,8 +43,8 @@ def test_norms_take_a_part_of_wider_rows(provider: str, device: str, dtype: torc
         assert torch.equal(norm(part, weight, 1e-6), norm(part.contiguous(), weight, 1e-6))
 
 
-@for_every_provider
-@pytest.mark.parametrize(
+@for_every_provider("linear")
+@for_each(
     ("rows", "sizes"),
     [
         *product((0, 1, 5), ((1, 1), (7, 13), (48, 97), (80, 136))),
@@ -66,8 +58,8 @@ def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize(("rows", "width"), [*product((0, 1, 5), (1, 7, 24))])
+@for_every_provider("gated_silu")
+@for_each(("rows", "width"), [*product((0, 1, 5), (1, 7, 24))])
 def test_gated_silu(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = draw(rows, 2 * width).to(dtype)
     x[1:2] *= 100
@@ -76,8 +68,8 @@ def test_gated_silu(provider: str, device: str, dtype: torch.dtype, rows: int, w
     assert_within(got, reference.gated_silu(x), error_of_silu(*x.chunk(2, -1)), dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3, 4), (2, 6, 8))])
+@for_every_provider("rotate")
+@for_each(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3, 4), (2, 6, 8))])
 def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
     x = draw(rows, heads, width + 3).to(dtype).to(device)[..., 3:]  # in models it is a slice too
     before = x.clone()
@@ -87,18 +79,18 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
     assert_turned(got, reference.rotate(x.cpu().double(), angles.cos(), angles.sin()), dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("counts", [(0,), (3,), (0, 0, 0), (3, 0, 1, 5), (0, 2, 0), (4, 17)], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1), (7, 5), (24, 16)], ids=str)
+@for_every_provider("grouped_mlp")
+@for_each("form", ROWS)
+@for_each("counts", [(0,), (3,), (0, 0, 0), (3, 0, 1, 5), (0, 2, 0), (4, 17)])
+@for_each("sizes", [(1, 1), (7, 5), (24, 16)])
 def test_grouped_mlp(
     provider: str, device: str, dtype: torch.dtype, form: Rows, counts: tuple[int, ...], sizes: tuple[int, int]
 ) -> None:
     check_grouped_mlp(provider, device, dtype, form, counts, sizes)
 
 
-@for_every_provider
-@pytest.mark.parametrize("form", ROWS)
+@for_every_provider("grouped_mlp")
+@for_each("form", ROWS)
 def test_grouped_mlp_of_many_rows(provider: str, device: str, dtype: torch.dtype, form: Rows) -> None:
     check_grouped_mlp(provider, device, dtype, form, (70, 0, 150), (80, 152))
 
@@ -119,9 +111,9 @@ def check_grouped_mlp(
     assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("rows", [0, 1, 2, 4, 65])
-@pytest.mark.parametrize(("heads", "width", "outs"), [(1, 1, 1), (3, 7, 5), (2, 12, 128), (3, 40, 256)])
+@for_every_provider("heads_in", "heads_out")
+@for_each("rows", [0, 1, 2, 4, 65])
+@for_each(("heads", "width", "outs"), [(1, 1, 1), (3, 7, 5), (2, 12, 128), (3, 40, 256)])
 def test_products_of_heads(
     provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int, outs: int
 ) -> None:
@@ -144,11 +136,11 @@ def assert_heads(got: Tensor, op: Any, x_THN: Tensor, weight: Tensor, dtype: tor
     assert_within(got, op(x_THN, weight), error, dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize(
+@for_every_provider("group_rows", "combine_rows")
+@for_each(
     ("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3), (7, 20, 8), (4, 16, 13), (70, 20, 8)]
 )
-@pytest.mark.parametrize("none", [0.0, 0.3, 1.0])
+@for_each("none", [0.0, 0.3, 1.0])
 def test_rows_of_experts(
     provider: str, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, none: float
 ) -> None:
@@ -173,9 +165,9 @@ def test_rows_of_experts(
     assert_within(got, terms.sum(1), gamma(top_k + 1) * terms.abs().sum(1), torch.float32)
 
 
-@for_every_provider
-@pytest.mark.parametrize("width", [1, 37, 512])
-@pytest.mark.parametrize("count", [0, 1, 7, 130])
+@for_every_provider("gather_rows")
+@for_each("width", [1, 37, 512])
+@for_each("count", [0, 1, 7, 130])
 def test_rows_are_gathered_by_their_numbers(
     provider: str, device: str, dtype: torch.dtype, count: int, width: int
 ) -> None:
@@ -192,8 +184,8 @@ def test_rows_are_gathered_by_their_numbers(
         assert torch.equal(got.cpu().signbit(), x_TD[token_S].signbit())
 
 
-@for_every_provider
-@pytest.mark.parametrize("rows", [0, 3])
+@for_every_provider("combine_rows")
+@for_each("rows", [0, 3])
 def test_no_expert_adds_nothing(provider: str, device: str, dtype: torch.dtype, rows: int) -> None:
     """Neither what stands in rows of others, nor that there are no rows at all."""
     y, row = torch.full((rows, 37), torch.nan, dtype=dtype, device=device), torch.full((4, 2), -1, device=device)
@@ -201,8 +193,8 @@ def test_no_expert_adds_nothing(provider: str, device: str, dtype: torch.dtype, 
     assert torch.equal(got, torch.zeros(4, 37, device=device))
 
 
-@every_place
-@pytest.mark.parametrize("width", [32, 45, 167])
+@every_place("linear", dtype=torch.bfloat16)
+@for_each("width", [32, 45, 167])
 def test_a_router_stays_float32(provider: str, device: str, width: int) -> None:
     """This holds also in a model whose other products are bfloat16."""
     x, weight = draw(3, width), draw(8, width, seed=1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.conformance.op_suite import every_place, op_of
+from tests.joined import for_each
 
 WORDS = [torch.uint8, torch.int32, torch.int64]
 
@@ -14,10 +14,10 @@ def numbers(rows: int, width: int, word: torch.dtype, device: str) -> torch.Tens
     return (torch.arange(rows * width) * 7919 % 251).to(word).view(rows, width).to(device)
 
 
-@pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
-@pytest.mark.parametrize("width", [1, 3, 9216])
-@pytest.mark.parametrize("word", WORDS)
-@every_place
+@for_each("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
+@for_each("width", [1, 3, 9216])
+@for_each("word", WORDS)
+@every_place("gather_pages")
 def test_rows_are_gathered_in_order(provider: str, device: str, word: torch.dtype, width: int, rows: list[int]) -> None:
     pool = numbers(7, width, word, device)
     whole = torch.full((len(rows) + 2, width), 77, dtype=word, device=device)
@@ -28,10 +28,10 @@ def test_rows_are_gathered_in_order(provider: str, device: str, word: torch.dtyp
     assert torch.equal(pool, before)
 
 
-@pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
-@pytest.mark.parametrize("width", [1, 3, 9216])
-@pytest.mark.parametrize("word", WORDS)
-@every_place
+@for_each("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
+@for_each("width", [1, 3, 9216])
+@for_each("word", WORDS)
+@every_place("scatter_pages")
 def test_rows_are_scattered_to_their_places(
     provider: str, device: str, word: torch.dtype, width: int, rows: list[int]
 ) -> None:
@@ -43,7 +43,7 @@ def test_rows_are_scattered_to_their_places(
         assert pool[row].tolist() == expected
 
 
-@every_place
+@every_place("gather_pages", "scatter_pages")
 def test_rows_begin_at_any_byte(provider: str, device: str) -> None:
     pool, data, rows = numbers(8, 16, torch.uint8, device), numbers(3, 16, torch.uint8, device) + 1, [4, 0, 2]
     chosen = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ from tests.conformance.op_suite import (
     draw,
     every_dtype,
     every_place,
+    for_every_op,
     for_every_provider,
     for_tma,
     fp8_weight,
@@ -25,6 +26,7 @@ from tests.conformance.op_suite import (
     op_of,
     static_weight,
 )
+from tests.joined import for_each
 from tests.rounding import (
     assert_within,
     error_of_products,
@@ -46,10 +48,10 @@ def outliers(rows: int, columns: int) -> Tensor:
 MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
 
 
-@for_every_provider
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-@pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
+@for_every_provider("linear_fp8")
+@for_each("ue8m0", [False, True])
+@for_each("rows", [0, 1, 5])
+@for_each(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
 def test_linear_fp8(
     provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
 ) -> None:
@@ -60,9 +62,9 @@ MANY_ROWS = (30, 64, 150)
 """Of these a kernel may make tiles of other sizes than of a few, of which the last one is not full."""
 
 
-@every_place
-@pytest.mark.parametrize("rows", MANY_ROWS)
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@every_place("linear_fp8", dtype=torch.bfloat16)
+@for_each("rows", MANY_ROWS)
+@for_each("ue8m0", [False, True])
 def test_linear_fp8_of_many_rows(provider: str, device: str, rows: int, ue8m0: bool) -> None:
     x = outliers(rows, 272).to(torch.bfloat16)
     check_linear_fp8(provider, device, x, fp8_weight(200, 272, parts=2, ue8m0=ue8m0))
@@ -83,7 +85,7 @@ def check_linear_fp8(provider: str, device: str, x: Tensor, weight: FP8Blocks) -
 
 
 @every_dtype
-@pytest.mark.parametrize("block_bytes", [1, 7 * 300 * 4])
+@for_each("block_bytes", [1, 7 * 300 * 4])
 def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,9 +97,9 @@ def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
     assert_within(torch_products.linear_fp8(x, weight), expected.double(), error, dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-@pytest.mark.parametrize("shape", [(0, 128), (5, 1), (5, 128), (4, 300), (2, 3, 136)], ids=str)
+@for_every_provider("quantize_fp8")
+@for_each("ue8m0", [False, True])
+@for_each("shape", [(0, 128), (5, 1), (5, 128), (4, 300), (2, 3, 136)])
 def test_quantize_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: bool, shape: tuple[int, ...]) -> None:
     x = outliers(math.prod(shape[:-1]), shape[-1]).to(dtype)
     got = op_of(provider, "quantize_fp8", device, dtype)(x.view(shape).to(device), ue8m0=ue8m0)
@@ -113,7 +115,7 @@ def test_quantize_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: boo
         assert (got.scales_TN.log2().frac() == 0).all()
 
 
-@for_every_provider
+@for_every_provider("quantize_fp8", "round_fp8", "round_int8")
 def test_what_is_rounded_is_equal_on_every_device(provider: str, device: str, dtype: torch.dtype) -> None:
     x = outliers(6, 300).to(dtype)
     x[4], x[5, :128] = 0, torch.linspace(-448, 448, 128)  # at any scale, ties among them
@@ -150,15 +152,15 @@ def rounded_by_hand(x: Tensor, ue8m0: bool) -> Tensor:
     return numbers
 
 
-@for_every_provider
-@pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize("size", MATRICES)
+@for_every_provider("linear_int8")
+@for_each("rows", [0, 1, 5])
+@for_each("size", MATRICES)
 def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
     check_linear_int8(provider, device, outliers(rows, size[1]).to(dtype), size)
 
 
-@every_place
-@pytest.mark.parametrize("rows", MANY_ROWS)
+@every_place("linear_int8", dtype=torch.bfloat16)
+@for_each("rows", MANY_ROWS)
 def test_linear_int8_of_many_rows(provider: str, device: str, rows: int) -> None:
     check_linear_int8(provider, device, outliers(rows, 272).to(torch.bfloat16), (200, 272))
 
@@ -173,9 +175,9 @@ def check_linear_int8(provider: str, device: str, x: Tensor, size: tuple[int, in
     assert_within(got, exact, gamma(3) * exact.abs(), dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((24, 48), 2)])
+@for_every_provider("linear_int8_static")
+@for_each("rows", [0, 1, 5])
+@for_each(("size", "parts"), [*((size, 1) for size in MATRICES), ((24, 48), 2)])
 def test_linear_int8_static(
     provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int], parts: int
 ) -> None:
@@ -190,6 +192,9 @@ def test_linear_int8_static(
     assert_within(got, scaled, gamma(2) * scaled.abs(), dtype)
 
 
+EXPERTS = {kind: (f"grouped_mlp_{kind}", f"linear_{kind}", "gated_silu") for kind in ("fp8", "int8")}
+
+
 def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
     """Compare what experts give together with what each gives alone. On a CPU these are the same products. Elsewhere
     they may have other numbers of rows, so float32 sums differ in their last bits; where such a sum is rounded to the
@@ -200,11 +205,10 @@ def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
         assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
-@for_every_provider
-@pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1), (24, 16), (130, 168)], ids=str)
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@for_every_op("kind", EXPERTS)
+@for_each("form", ROWS)
+@for_each("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)])
+@for_each("sizes", [(1, 1), (24, 16), (130, 168)])
 def test_grouped_mlp_of_quantized_experts(
     provider: str,
     device: str,
@@ -217,8 +221,8 @@ def test_grouped_mlp_of_quantized_experts(
     check_experts(provider, device, dtype, form, counts, sizes, kind)
 
 
-@every_place
-@pytest.mark.parametrize(
+@for_every_op("kind", EXPERTS, dtypes=(torch.bfloat16,))
+@for_each(
     ("form", "counts"),
     [
         (Rows(), (0, 20, 3, 40)),
@@ -226,11 +230,11 @@ def test_grouped_mlp_of_quantized_experts(
         (Rows(room=1), (40, 0, 7)),
         (Rows(room=1), (130, 3)),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_grouped_mlp_of_many_rows(provider: str, device: str, form: Rows, counts: tuple[int, ...], kind: str) -> None:
-    check_experts(provider, device, torch.bfloat16, form, counts, (144, 272), kind)
+def test_grouped_mlp_of_many_rows(
+    provider: str, device: str, dtype: torch.dtype, form: Rows, counts: tuple[int, ...], kind: str
+) -> None:
+    check_experts(provider, device, dtype, form, counts, (144, 272), kind)
 
 
 def check_experts(
@@ -265,9 +269,9 @@ def check_experts(
         check_alike(grouped(once, torch.tensor(counts, device=device), gate_up, down), got, device)
 
 
-@for_every_provider
-@pytest.mark.parametrize("rows", [0, 4])
-@pytest.mark.parametrize("columns", [1, 128, 200])
+@for_every_provider("round_fp8", "linear_fp8", "round_int8", "linear_int8")
+@for_each("rows", [0, 4])
+@for_each("columns", [1, 128, 200])
 def test_rounding_is_what_multiplying_by_one_does(
     provider: str, device: str, dtype: torch.dtype, rows: int, columns: int
 ) -> None:

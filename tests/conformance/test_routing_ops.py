@@ -6,15 +6,11 @@ import math
 from collections.abc import Sequence
 
 import attrs
-import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.op_suite import (
-    draw,
-    every_place,
-    op_of,
-)
+from tests.conformance.op_suite import draw, every_place, op_of
+from tests.joined import for_each
 from tests.rounding import (
     assert_within,
     gamma,
@@ -92,9 +88,9 @@ RULES = [
 ]
 
 
-@every_place
-@pytest.mark.parametrize("tokens", [0, 1, 5, 64])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@every_place("route", dtype=torch.bfloat16)
+@for_each("tokens", [0, 1, 5, 64])
+@for_each("rule", RULES)
 def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
     check_routing(provider, device, rule, draw(tokens, rule.experts) * 2)
 
@@ -109,9 +105,9 @@ def check_routing(provider: str, device: str, rule: Routing, logits: Tensor) -> 
         assert_within(torch.tensor(weight), exact, gamma(rule.top_k + 5) * exact, torch.float32)
 
 
-@every_place
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("values", ["few", "large", "nothing"])
+@every_place("route", dtype=torch.bfloat16)
+@for_each("rule", RULES)
+@for_each("values", ["few", "large", "nothing"])
 def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Routing, values: str) -> None:
     """The logits have few values, or sizes whose sigmoids are all 1 or nearly all 0, or are all 0. The biases are equal
     too."""
@@ -124,8 +120,8 @@ def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Rou
     check_routing(provider, device, rule, logits)
 
 
-@every_place
-@pytest.mark.parametrize("experts", [7, 17, 33, 250])
+@every_place("route", dtype=torch.bfloat16)
+@for_each("experts", [7, 17, 33, 250])
 def test_equal_logits_are_equal_scores_wherever_they_stand(provider: str, device: str, experts: int) -> None:
     rule = Routing("equal", sigmoid=True, bias=None, experts=experts, top_k=5)
     logits = draw(40, 1).expand(40, experts).contiguous() * 4

@@ -21,29 +21,31 @@ from tests.conformance.op_suite import (
     contexts_of,
     draw,
     every_place,
+    for_every_op,
     for_every_provider,
     op_of,
     query_lens_of,
 )
+from tests.joined import for_each
 from tests.rounding import assert_within, error_of_attention, error_of_norm
 
-every_page_format = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+every_page_format = for_each("packed", [False, True])
 
 
-@for_every_provider
-@pytest.mark.parametrize(("rows", "width"), [*product((0, 1, 5), (1, 7, 48))])
+@for_every_provider("layer_norm")
+@for_each(("rows", "width"), [*product((0, 1, 5), (1, 7, 48))])
 def test_layer_norm(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x, weight, bias = draw(rows, width).to(dtype), draw(width, seed=1), draw(width, seed=2)
     x[1:2] *= 1000
     x[2:3] = 3
-    got = op_of(provider, "layer_norm", device)(x.to(device), weight.to(device), bias.to(device), 1e-6)
+    got = op_of(provider, "layer_norm", device, dtype)(x.to(device), weight.to(device), bias.to(device), 1e-6)
     x, weight, bias = x.double(), weight.double(), bias.double()
     exact = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-6)
     assert_within(got, exact, error_of_norm(x, weight, bias, 1e-6), dtype)
 
 
-@for_every_provider
-@pytest.mark.parametrize(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
+@for_every_provider("rotate")
+@for_each(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
 def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
     """Pairs (i, i + R/2) turn like neighbours that were brought together and apart again."""
     x = draw(rows, heads, width).to(dtype)
@@ -51,7 +53,7 @@ def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int
     together = x.view(rows, heads, 2, width // 2).transpose(-1, -2).reshape(x.shape)
     turned = reference.rotate(together.double(), angles.cos(), angles.sin())
     exact = turned.view(rows, heads, width // 2, 2).transpose(-1, -2).reshape(x.shape)
-    rotate = op_of(provider, "rotate", device)
+    rotate = op_of(provider, "rotate", device, dtype)
     got = rotate(x.to(device), angles.cos().to(device), angles.sin().to(device), interleaved=False)
     assert_turned(got, exact, dtype)
 
@@ -59,10 +61,12 @@ def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int
 # The cache
 
 
-@for_every_provider
+STORES = {name: (name,) for name in ("store_latent", "store_index_keys")}
+
+
+@for_every_op("name", STORES)
 @every_page_format
-@pytest.mark.parametrize("name", ["store_latent", "store_index_keys"])
-@pytest.mark.parametrize(("page_size", "rows"), [*product((1, 16), (0, 1, 5))])
+@for_each(("page_size", "rows"), [*product((1, 16), (0, 1, 5))])
 def test_rows_are_stored(
     provider: str, device: str, dtype: torch.dtype, packed: bool, name: str, page_size: int, rows: int
 ) -> None:
@@ -75,7 +79,7 @@ def test_rows_are_stored(
     expected = torch.full((6, page_size, written.shape[-1]), 7, dtype=kind)
     pages = expected.to(device, copy=True)
     expected.view(-1, expected.shape[-1])[slots] = written
-    op_of(provider, name, device)(pages, slots.to(device), *(part.to(device) for part in parts))
+    op_of(provider, name, device, dtype)(pages, slots.to(device), *(part.to(device) for part in parts))
     assert torch.equal(pages.cpu(), expected)
 
 
@@ -94,10 +98,9 @@ class PackedAttention(Attention):
         return row_formats.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
 
 
-@for_every_provider
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize(("page_size", "count"), [*product((3, 16), (0, 5))])
-@pytest.mark.parametrize("dims", [(256, 6, 7, 9), (512, 8, 7, 9)], ids=["256", "512"])
+@for_every_op("name", ATTENTION)
+@for_each(("page_size", "count"), [*product((3, 16), (0, 5))])
+@for_each("dims", [(256, 6, 7, 9), (512, 8, 7, 9)])
 def test_attention_over_packed_pages(
     provider: str,
     device: str,
@@ -113,8 +116,8 @@ def test_attention_over_packed_pages(
     case.check(name, provider, device)
 
 
-@for_every_provider
-@pytest.mark.parametrize("num_queries", [1, 4])
+@for_every_provider("mla_decode")
+@for_each("num_queries", [1, 4])
 def test_several_queries_over_packed_pages(provider: str, device: str, dtype: torch.dtype, num_queries: int) -> None:
     """More rows than one tile has, and contexts in several parts. The last slots of a context may be unwritten."""
     contexts = (150, 4, 33)
@@ -129,9 +132,9 @@ def test_several_queries_over_packed_pages(provider: str, device: str, dtype: to
     assert got[:, -1].isnan().all()
 
 
-@pytest.mark.parametrize("context_bytes", [1, 4 * 16 * 3 * 46 * 2])
-@pytest.mark.parametrize("score_bytes", [1, 4 * 3 * 32 * 7, 1 << 20])
-@pytest.mark.parametrize("kind", [Attention, PackedAttention])
+@for_each("context_bytes", [1, 4 * 16 * 3 * 46 * 2])
+@for_each("score_bytes", [1, 4 * 3 * 32 * 7, 1 << 20])
+@for_each("kind", [Attention, PackedAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_context_is_attended_to_in_blocks(
     dtype: torch.dtype, kind: type[Attention], score_bytes: int, context_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +203,7 @@ class Choice:
 
     def run(self, provider: str, device: str) -> Tensor:
         q, weights = self.queries
-        return op_of(provider, "index_topk", device)(
+        return op_of(provider, "index_topk", device, self.dtype)(
             q.to(device, self.dtype),
             weights.to(device),
             self.pages.to(device),
@@ -214,7 +217,7 @@ class Choice:
         """Choose for the same number of queries in each sequence -> [T, S]."""
         q, weights = self.queries
         rows = (len(self.contexts), self.query_lens[0] if self.query_lens else 1)
-        got = op_of(provider, "index_topk_decode", device)(
+        got = op_of(provider, "index_topk_decode", device, self.dtype)(
             q.to(device, self.dtype).view(*rows, self.heads, self.width),
             weights.to(device).view(*rows, self.heads),
             self.pages.to(device),
@@ -241,9 +244,9 @@ class Choice:
         return rows
 
 
-@for_every_provider
+@for_every_provider("index_topk")
 @every_page_format
-@pytest.mark.parametrize(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
+@for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
 def test_index_topk(
     provider: str, device: str, dtype: torch.dtype, packed: bool, page_size: int, count: int, top_k: int
 ) -> None:
@@ -254,10 +257,10 @@ def test_index_topk(
     assert got.tolist() == case.expected()
 
 
-@for_every_provider
+@for_every_provider("index_topk_decode")
 @every_page_format
-@pytest.mark.parametrize("num_queries", [1, 2, 3, 4])
-@pytest.mark.parametrize(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
+@for_each("num_queries", [1, 2, 3, 4])
+@for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
 def test_index_topk_decode(
     provider: str,
     device: str,
@@ -280,7 +283,7 @@ def filled(case: Choice) -> list[list[int]]:
     return [row + [-1] * (width - len(row)) for row in case.expected()]
 
 
-@for_every_provider
+@for_every_provider("index_topk_decode")
 @every_page_format
 def test_a_key_that_was_not_written_changes_no_choice_before_it(
     provider: str, device: str, dtype: torch.dtype, packed: bool
@@ -293,7 +296,7 @@ def test_a_key_that_was_not_written_changes_no_choice_before_it(
         assert (got[:, 4 - unwritten :] == -1).all()
 
 
-@pytest.mark.parametrize("score_bytes", [1, 4 * 70 * 7, 4 * 16 * 70 * 3])
+@for_each("score_bytes", [1, 4 * 70 * 7, 4 * 16 * 70 * 3])
 def test_blocks_of_scores_change_no_choice(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", score_bytes)
     case = Choice(16, (70, 33, 64, 81), (70, 20, 1, 49), 9)
@@ -303,7 +306,7 @@ def test_blocks_of_scores_change_no_choice(score_bytes: int, monkeypatch: pytest
 
 
 @every_page_format
-@pytest.mark.parametrize("block_bytes", [1, 4096, 1 << 20])
+@for_each("block_bytes", [1, 4096, 1 << 20])
 def test_tables_that_are_read_whole_change_nothing(
     packed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +321,7 @@ def test_tables_that_are_read_whole_change_nothing(
     kind(torch.float32, 3, 16, contexts, (1,) * 4, (128, 8, 12, 10), 2, spare_columns=9).check("mla_decode", "torch")
 
 
-@every_place
+@every_place("index_topk", "index_topk_decode")
 def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: str) -> None:
     pages = torch.ones(4, 4, 2)
     q, weights = torch.ones(16, 1, 2), torch.zeros(16, 1)
@@ -331,7 +334,7 @@ def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: s
     assert op(*(x.to(device) for x in inputs), top_k=3).tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
 
 
-@every_place
+@every_place("index_topk", "index_topk_decode")
 def test_equal_scores_of_a_long_context_are_counted_from_its_start(provider: str, device: str) -> None:
     """A few higher ones are taken wherever they are."""
     best = [2098, 700, 1400]
@@ -348,7 +351,7 @@ def test_equal_scores_of_a_long_context_are_counted_from_its_start(provider: str
     assert got.tolist() == [[expected]]
 
 
-@for_every_provider
+@for_every_provider("index_topk", "index_topk_decode")
 @every_page_format
 def test_scores_that_differ_in_float32_alone_are_told_apart(
     provider: str, device: str, dtype: torch.dtype, packed: bool
@@ -359,9 +362,9 @@ def test_scores_that_differ_in_float32_alone_are_told_apart(
     keys = row_formats.hadamard(torch.eye(16)[[2, 1, 0]]).to(dtype)
     pages = row_formats.index_rows(keys, torch.uint8 if packed else dtype)[None]
     q, weights, pages, table = (x.to(device) for x in (q, weights, pages, table))
-    assert op_of(provider, "index_topk", device)(q, weights, pages, table, (1,), (3,), top_k=1).tolist() == [[2]]
+    assert op_of(provider, "index_topk", device, dtype)(q, weights, pages, table, (1,), (3,), top_k=1).tolist() == [[2]]
     lens = torch.tensor([3], device=device)
-    choose = op_of(provider, "index_topk_decode", device)
+    choose = op_of(provider, "index_topk_decode", device, dtype)
     assert choose(q[None], weights[None], pages, table, lens, top_k=1).tolist() == [[[2]]]
 
 
@@ -453,10 +456,10 @@ class Sparse:
         return out, error
 
 
-@for_every_provider
+@for_every_provider("mla_sparse")
 @every_page_format
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+@for_each("page_size", [1, 16])
+@for_each("block_bytes", [1, 1 << 20])
 def test_mla_sparse(
     provider: str,
     device: str,
@@ -476,7 +479,7 @@ def check_sparse(case: Sparse, provider: str, device: str) -> None:
     assert_within(got[some], exact[some], error[some], case.dtype)
 
 
-@for_every_provider
+@for_every_provider("mla_sparse")
 @every_page_format
 def test_many_chosen_positions_are_read_in_parts(provider: str, device: str, dtype: torch.dtype, packed: bool) -> None:
     """Few tokens choose many positions each. Some have none in the later parts, and one has none at all."""
@@ -484,12 +487,12 @@ def test_many_chosen_positions_are_read_in_parts(provider: str, device: str, dty
     check_sparse(Sparse(dtype, 16, packed, contexts=(150, 1, 210), counts=counts, room=272), provider, device)
 
 
-@for_every_provider
+@for_every_provider("mla_sparse")
 def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device: str, dtype: torch.dtype) -> None:
     check_sparse(Sparse(dtype, 16, packed=True, latent=384, num_large=128), provider, device)
 
 
-@for_every_provider
+@for_every_provider("mla_sparse")
 def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torch.dtype) -> None:
     case = Attention(dtype, 3, 4, (9, 6, 12), (1, 1, 1))
 
@@ -498,14 +501,14 @@ def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torc
         at = torch.arange(12, device=lens.device).expand(3, -1)
         selected = torch.where(at < lens[:, None], at, -1)
         sequence = torch.arange(3, device=lens.device)
-        op = op_of(provider, "mla_sparse", device)
+        op = op_of(provider, "mla_sparse", device, dtype)
         return op(q_latent[:, 0], q_rope[:, 0], pages, table, sequence, selected, scale=scale)[:, None]
 
     got = case.decode(decode, case.pages.to(device), lambda x: x.to(device))
     assert_within(got, *case.expected("mla_decode"), dtype)
 
 
-@every_place
+@every_place("mla_sparse")
 def test_no_tokens_read_nothing(provider: str, device: str) -> None:
     shapes = ((0, 2, 4), (0, 2, 2), (3, 4, 6))
     q_latent, q_rope, pages = (torch.zeros(shape, device=device) for shape in shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,14 @@ from pdinfer.kernels.draws import DrawKind
 from pdinfer.kernels.resolve import OpChoice
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
+from pdinfer.process.streams import capture
 from pdinfer.testing import FAMILIES
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
 from tests.e2e.drafts import Streams, check_equal
 from tests.e2e.setups import by_request, join, prompt_of, step_until
 from tests.each_time import others_in_full
+from tests.simulated.capture import CUDAGraph
 from tests.simulated.device import DEVICE
 from tests.simulated.watch import Watch
 
@@ -240,3 +243,28 @@ def test_words_on_their_way_are_not_written_over() -> None:
     assert rows.column("token", 2).cpu().tolist() == [7, 8]
     assert rows.column("position", 2).cpu().tolist() == [1, 1]
     assert rows.batch(2).page_table_BM.cpu()[:, 0].tolist() == [1, 2]
+
+
+def test_the_garbage_of_an_engine_that_is_gone_breaks_no_capture() -> None:
+    """CUDA breaks a capture off in which a graph is destroyed, and a closed engine is a circle that holds some."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.graph = capture(lambda: None, DEVICE)
+            self.itself = self
+
+    limits = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        Circle()
+        assert isinstance(capture(collectable, DEVICE), CUDAGraph)
+    finally:
+        gc.set_threshold(*limits)
+    assert gc.isenabled()
+
+
+def collectable() -> None:
+    """Make so much garbage that it would be collected."""
+    for _ in range(1000):
+        circle: list[Any] = []
+        circle.append(circle)

@@ -85,7 +85,14 @@ def test_each_thread_is_counted_where_it_is_watched(device: torch.device) -> Non
         for thread in threads:
             thread.join()
     assert sorted(own) == [50, 100, 150]
-    assert everywhere.totals() == {"launches": 300, "allocations": 300, "syncs": 0, "pageable": 300, "pinned": 0}
+    assert everywhere.totals() == {
+        "launches": 300,
+        "allocations": 300,
+        "syncs": 0,
+        "pageable": 300,
+        "pinned": 0,
+        "destroyed": 0,
+    }
     assert sum(here.totals().values()) == 0
 
 

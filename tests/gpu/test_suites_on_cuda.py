@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.backends import ROOT, child_environment
 
@@ -18,8 +19,6 @@ SUITES = sorted(
 MINUTES = 9
 WORKERS = str(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
 """Processes of a suite. The largest has 2100 tests, of a quarter of a second each on an H200: most of it compiles."""
-NO_TESTS = 5
-"""What pytest returns when it found none."""
 
 
 def pytest_in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +41,7 @@ def test_ops_of_every_provider(suite: str) -> None:
 
 
 def test_there_are_suites_for_a_card() -> None:
+    """Each has cases there, which are counted where there is no card."""
     assert {"tests/conformance/test_ops.py", "tests/conformance/test_attention_ops.py"} <= set(SUITES)
     done = pytest_in_a_process("--collect-only", "tests/conformance/test_page_ops.py")
-    assert done.returncode != NO_TESTS, done.stdout[-2000:]
-    assert "cuda" in done.stdout
+    assert ("-cuda]" if torch.cuda.is_available() else "for want of CUDA (3 tests)") in done.stdout

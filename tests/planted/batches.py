@@ -4,45 +4,38 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-ROWS = "src/pdinfer/model/decode_rows.py"
-UROWS = "tests/unit/model/test_decode_rows.py"
-GRAPHS = "tests/device/test_graphs.py"
-RECORDING = "src/pdinfer/process/recording.py"
-RECORDED = "tests/e2e/test_recorded_steps.py"
-URECORDING = "tests/unit/process/test_recording.py"
+UROWS = "test_decode_rows.py"
+GRAPHS = "test_graphs.py"
+RECORDED = "test_recorded_steps.py"
+URECORDING = "test_recording.py"
 
 MUTANTS = [
     Mutant(
         "the first recorded step imports torch's compiler",
-        RECORDING,
         "        return False\n\n    def __torch_dispatch__",
         "        return True\n\n    def __torch_dispatch__",
         f"{RECORDED}::test_torchs_compiler_is_not_imported_for_them",
     ),
     Mutant(
         "a page that was given back and taken again is not sent",
-        ROWS,
         "if first != seat.first or tail != seat.tail:",
         "if first != seat.first or len(tail) != len(seat.tail):",
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
         "the first slot of the next page is not sent",
-        ROWS,
         "if moved or seat.cache_slot != cache_slot:",
         "if moved:",
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
         "behind a step that was broken off its slots are believed to have stayed",
-        ROWS,
         "if moved or seat.cache_slot != cache_slot:",
         "if seat.cache_slot != cache_slot:",
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
         "a step that was broken off is believed to have ended",
-        ROWS,
         "        if self._is_running:\n            self._forget()\n",
         "",
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
@@ -56,91 +49,78 @@ MUTANTS = [
     ),
     Mutant(
         "padding rows write where they stand",
-        ROWS,
         "slots_A=slots_T if live_T is None else slots_T.where(live_T, self._scratch_slot),",
         "slots_A=slots_T,",
         f"{UROWS}::test_padding_rows_are_not_live_and_write_to_the_scratch_page",
     ),
     Mutant(
         "random tokens are drawn by a greedy captured step",
-        "src/pdinfer/execution/graphs.py",
         "min(each for each in KINDS if each >= kind)",
         "KINDS[0]",
         f"{GRAPHS}::test_captured_steps_give_the_tokens_of_others[plain]",
     ),
     Mutant(
         "words on their way to the device are overwritten",
-        ROWS,
         "            self._sent.synchronize()\n",
         "            pass\n",
         f"{GRAPHS}::test_words_on_their_way_are_not_written_over",
     ),
     Mutant(
         "known pages take the place of ours behind the runner's back",
-        "src/pdinfer/engine/page_tables.py",
         "sequence.pages = [*kept, *sequence.pages[full:]]",
         "sequence.pages[:full] = kept",
-        "tests/unit/engine/test_page_tables.py::test_known_pages_that_take_the_place_of_ours_make_a_new_table",
+        "test_page_tables.py::test_known_pages_that_take_the_place_of_ours_make_a_new_table",
     ),
     Mutant(
         "captured steps read where the rows were before",
-        "src/pdinfer/execution/graphs.py",
         "        if self._captured and address != self._address:\n",
         "        if False:\n",
         f"{GRAPHS}::test_rows_that_have_moved_are_not_run_as_captured",
     ),
     Mutant(
         "recorded steps read where the rows were before",
-        "src/pdinfer/execution/graphs.py",
         "        if address != self._address:  # recordings hold",
         "        if False:  # recordings hold",
         f"{RECORDED}::test_rows_that_have_moved_are_recorded_anew",
     ),
     Mutant(
         "a recording runs with the threads of another one",
-        "src/pdinfer/execution/graphs.py",
         "key = num_rows, kind, torch.get_num_threads()",
         "key = num_rows, kind, 1",
         f"{RECORDED}::test_another_number_of_threads_is_another_recording",
     ),
     Mutant(
         "a step that looked at values is replayed with them",
-        "src/pdinfer/execution/graphs.py",
         "        if recording.looks:\n",
         "        if False:\n",
         f"{RECORDED}::test_a_step_that_looks_at_values_is_not_kept",
     ),
     Mutant(
         "recordings keep any amount of memory",
-        "src/pdinfer/execution/graphs.py",
         "            del self._recorded[oldest], self._seen[oldest]",
         "            break",
         f"{RECORDED}::test_what_takes_too_much_memory_is_not_kept",
     ),
     Mutant(
         "what is changed in place does not change in a replay",
-        RECORDING,
         "                self._calls.append(again)\n",
         "                pass\n",
         f"{URECORDING}::test_what_is_moved_on_moves_on_with_every_replay",
     ),
     Mutant(
         "a view that is made by an op that may copy is taken for one",
-        RECORDING,
         "made = [each for each in results if _storage(each) not in given]",
         "made = [] if op.is_view else [each for each in results if _storage(each) not in given]",
         f"{URECORDING}::test_a_replay_gives_what_new_values_give[dtype-inference_mode]",
     ),
     Mutant(
         "a list of values goes unseen",
-        RECORDING,
         '_LOOKS = frozenset({"tolist", "numpy", "__array__"})',
         '_LOOKS = frozenset({"numpy", "__array__"})',
         f"{URECORDING}::test_a_look_at_a_value_is_told[list]",
     ),
     Mutant(
         "a kernel that failed in a replay is not heard",
-        RECORDING,
         "    if result:\n",
         "    if False:\n",
         f"{URECORDING}::test_kernels_are_called_again_and_a_failure_is_told",

@@ -4,190 +4,164 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-_RUN = "tests/unit/bench/test_run.py"
-_CHECKS = "tests/unit/bench/test_checks.py"
-_SUMMARY = "tests/unit/bench/test_summary.py"
-_PLOTS = "tests/unit/bench/test_plots.py"
+_RUN = "test_run.py"
+_CHECKS = "test_checks.py"
+_SUMMARY = "test_summary.py"
+_PLOTS = "test_plots.py"
 
 MUTANTS = [
     Mutant(
         "the wait before a send is dropped",
-        "src/pdinfer/bench/run.py",
         "intended_s=due_s,",
         "intended_s=sent_s,",
         f"{_RUN}::test_waiting_before_a_send_is_part_of_latency",
     ),
     Mutant(
         "a closed loop does not wait for its clients",
-        "src/pdinfer/bench/run.py",
         "return most is None or len(self._unfinished) < most",
         "return True",
         f"{_RUN}::test_a_closed_loop_keeps_its_clients_busy_and_no_more",
     ),
     Mutant(
         "tokens count as made when they were read",
-        "src/pdinfer/bench/record.py",
         "read_s if told is None else min(read_s, base_s + told)",
         "read_s",
         f"{_RUN}::test_tokens_that_a_sleeping_host_reads_late_are_delivered_late",
     ),
     Mutant(
         "times of a later attempt are stages of the first token",
-        "src/pdinfer/bench/record.py",
         "known = mark is not None and (mark <= made_s or mark == end_s)",
         "known = mark is not None",
-        "tests/unit/bench/test_record.py::test_stages_sum_to_ttft_whatever_is_known",
+        "test_record.py::test_stages_sum_to_ttft_whatever_is_known",
     ),
     Mutant(
         "requests that failed are no misses",
-        "src/pdinfer/bench/summarize.py",
         "attainment=len(good) / len(records) if slo and records else None,",
         "attainment=len(good) / len(done) if slo and done else None,",
         f"{_SUMMARY}::test_the_figures_are_those_that_a_person_computes",
     ),
     Mutant(
         "a trace is replayed slower instead of faster",
-        "src/pdinfer/bench/load.py",
         "(arrival.at_s - first_s) / speed",
         "(arrival.at_s - first_s) * speed",
-        "tests/unit/bench/test_traces.py::test_bins_are_spread_by_seed_or_kept_and_the_trace_says_which",
+        "test_traces.py::test_bins_are_spread_by_seed_or_kept_and_the_trace_says_which",
     ),
     Mutant(
         "prompts of different blocks begin alike",
-        "src/pdinfer/bench/prompts.py",
         "first = self._first[block] = child % self._vocab_size",
         "first = self._first[block] = 0",
         f"{_RUN}::test_prompts_share_exactly_the_blocks_whose_hashes_they_share",
     ),
     Mutant(
         "a decode step may be as short as it likes",
-        "src/pdinfer/bench/checks.py",
         "if seen_ms < floor_ms:",
         "if seen_ms > 1e9 * floor_ms:",
         f"{_CHECKS}::test_the_checks_flag_the_rows_of_the_study_that_are_none",
     ),
     Mutant(
         "a burst is compared with shorter ones",
-        "src/pdinfer/bench/checks.py",
         "if longer >= 2 * tokens and",
         "if longer <= tokens / 2 and",
         f"{_CHECKS}::test_the_checks_flag_the_rows_of_the_study_that_are_none",
     ),
     Mutant(
         "the wider of two intervals decides",
-        "src/pdinfer/bench/compare.py",
         "one.high < other.low or other.high < one.low",
         "one.mean != other.mean",
         f"{_CHECKS}::test_figures_whose_intervals_overlap_are_not_ranked",
     ),
     Mutant(
         "seeds are not repeated while the interval holds the target",
-        "src/pdinfer/bench/search.py",
         "if len(attained) >= MIN_SEEDS and (found.low > target or found.high < target):",
         "if len(attained) >= MIN_SEEDS:",
         f"{_RUN}::test_seeds_are_added_while_the_interval_holds_the_target",
     ),
     Mutant(
         "seconds of genai-bench are taken for ms",
-        "src/pdinfer/bench/formats.py",
         'return _summary(found, GENAI_BENCH, "genai_bench", scale=1e3)',
         'return _summary(found, GENAI_BENCH, "genai_bench")',
         f"{_SUMMARY}::test_a_file_of_another_tool_is_read_and_written_back",
     ),
     Mutant(
         "a trace may go back in time",
-        "src/pdinfer/bench/traces.py",
         "if arrivals[at].at_s < arrivals[at - 1].at_s:",
         "if arrivals[at].at_s < 0:",
-        "tests/unit/bench/test_traces.py::test_what_is_wrong_is_told_with_file_line_and_field",
+        "test_traces.py::test_what_is_wrong_is_told_with_file_line_and_field",
     ),
     Mutant(
         "decode's times are not counted from the Pairing's submit",
-        "src/pdinfer/pairing/tracked_request.py",
         "at_s = None if event.at_s is None else event.at_s + self.queued_s",
         "at_s = event.at_s",
-        "tests/e2e/test_pairing.py::test_the_last_event_tells_when_the_request_reached_each_stage",
+        "test_pairing.py::test_the_last_event_tells_when_the_request_reached_each_stage",
     ),
     Mutant(
         "prefill ends before it computes",
-        "src/pdinfer/engine/sequence.py",
         "ended = [granted_s + handoff.queue_s + handoff.compute_s for handoff in handoffs]",
         "ended = [granted_s + handoff.queue_s for handoff in handoffs]",
-        "tests/e2e/test_bench.py::test_the_recorder_works_in_a_loop_of_the_hosts_own",
+        "test_bench.py::test_the_recorder_works_in_a_loop_of_the_hosts_own",
     ),
     Mutant(
         "a curve of latencies is of completed requests",
-        "src/pdinfer/bench/plots/requests.py",
         "measure(record) if record.is_completed else np.inf for record in records]",
         "measure(record) for record in records if record.is_completed]",
         f"{_PLOTS}::test_requests_that_did_not_complete_keep_the_curve_below_1",
     ),
     Mutant(
         "a request that failed has the latency of its tokens",
-        "src/pdinfer/bench/plots/requests.py",
         "measure(record) if record.is_completed else np.inf",
         "measure(record) if record.read_s else np.inf",
         f"{_PLOTS}::test_requests_that_did_not_complete_keep_the_curve_below_1",
     ),
     Mutant(
         "load is counted at edges instead of over the time between them",
-        "src/pdinfer/bench/plots/requests.py",
         "area: np.ndarray = until_s * height[past] - moment[past]",
         "area: np.ndarray = until_s * height[past]",
         f"{_PLOTS}::test_load_over_time_has_all_the_time_that_requests_spent",
     ),
     Mutant(
         "an engine that served nothing is not shown",
-        "src/pdinfer/bench/plots/requests.py",
         "sorted({span[0] for span in spans} | idle)",
         "sorted({span[0] for span in spans})",
         f"{_PLOTS}::test_load_is_what_each_engine_held_on_average",
     ),
     Mutant(
         "prefill holds a request until the last token",
-        "src/pdinfer/bench/plots/requests.py",
         "ended_s = record.prefill_ended_s if record.prefill_ended_s is not None else",
         "ended_s = ended_s if ended_s is not None else",
         f"{_PLOTS}::test_load_is_what_each_engine_held_on_average",
     ),
     Mutant(
         "concurrency is what was asked for",
-        "src/pdinfer/bench/plots/runs.py",
         "return summary.max_concurrency if summary.concurrency is None else summary.concurrency",
         "return summary.concurrency if summary.max_concurrency is None else summary.max_concurrency",
         f"{_PLOTS}::test_throughput_over_concurrency_is_sorted_by_what_was_held",
     ),
     Mutant(
         "the frontier is of the worst",
-        "src/pdinfer/bench/plots/runs.py",
         "return other[1] >= point[1] and other[2] >= point[2] and other[1:] != point[1:]",
         "return other[1] <= point[1] and other[2] <= point[2] and other[1:] != point[1:]",
         f"{_PLOTS}::test_the_frontier_is_what_no_other_run_beats",
     ),
     Mutant(
         "every stage begins when the request was due",
-        "src/pdinfer/bench/plots/runs.py",
         "began_ms += stage.mean_ms",
         "began_ms = 0.0",
         f"{_PLOTS}::test_stages_follow_each_other_and_end_at_ttft",
     ),
     Mutant(
         "predicted and observed change places",
-        "src/pdinfer/bench/plots/runs.py",
         "compare(simulated, measured).rows",
         "compare(measured, simulated).rows",
         f"{_PLOTS}::test_a_prediction_stands_beside_what_was_observed",
     ),
     Mutant(
         "files of plots have random ids",
-        "src/pdinfer/bench/plots/plot.py",
         '    "svg.hashsalt": "pdinfer",  # ids in the file are else random\n',
         "",
         f"{_PLOTS}::test_equal_columns_give_equal_files",
     ),
     Mutant(
         "the tail of requests that did not complete looks whole",
-        "src/pdinfer/bench/plots/requests.py",
         "is_censored = shares[-1] < 1",
         "is_censored = False",
         f"{_PLOTS}::test_the_drawing_shows_the_limit_and_the_censored_tail",

@@ -4,70 +4,61 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-PREFILL = "tests/unit/adapters/test_vllm_prefill.py::"
-DECODE = "tests/unit/adapters/test_vllm_decode.py::"
-PROMPTS = "tests/unit/adapters/test_vllm_prompts.py::"
+PREFILL = "test_vllm_prefill.py::"
+DECODE = "test_vllm_decode.py::"
+PROMPTS = "test_vllm_prompts.py::"
 
 MUTANTS = [
     Mutant(
         "the first token of a prompt whose grant comes later is lost",
-        "src/pdinfer/adapters/vllm/sending.py",
         "            self._drawn[req_id] = token\n",
         "",
         f"{PREFILL}test_a_grant_that_comes_later_is_answered_with_the_token",
     ),
     Mutant(
         "a hand-off does not wait for its first token",
-        "src/pdinfer/adapters/vllm/sending.py",
         "if save.first_token and token is None:",
         "if False:",
         f"{PREFILL}test_what_vllm_prefills_goes_on_here",
     ),
     Mutant(
         "what vLLM does not take is tried again",
-        "src/pdinfer/kv/channel/rooms.py",
         "        state.given_up = error\n",
         "",
         f"{PREFILL}test_what_vllm_does_not_take_ends_at_once_with_its_reason",
     ),
     Mutant(
         "the probe does not look at rotated keys",
-        "src/pdinfer/adapters/vllm/probe.py",
         "                    yield layer, ROPE, ours[:, rank:], theirs[:, rank:]\n",
         "",
         f"{PREFILL}test_a_vllm_that_computes_something_else_is_refused",
     ),
     Mutant(
         "latents that are no numbers pass the probe",
-        "src/pdinfer/adapters/vllm/probe.py",
         "(~(errors <= tolerance.error))",
         "(errors > tolerance.error)",
         f"{PREFILL}test_a_vllm_that_computes_something_else_is_refused",
     ),
     Mutant(
         "a vLLM that was restarted is not probed",
-        "src/pdinfer/adapters/vllm/port.py",
         "probed = peer if peer_key(peer) == peer_key(self.address) else reached.check()",
         "probed = peer",
         f"{PREFILL}test_a_vllm_that_comes_back_wrong_is_refused",
     ),
     Mutant(
         "the output so far is penalized no more",
-        "src/pdinfer/adapters/vllm/prompts.py",
         "for token, count in Counter(output).items():",
         "for token, count in ():",
         f"{PROMPTS}test_the_output_so_far_is_a_part_of_the_prompt_and_penalized_as_before",
     ),
     Mutant(
         "vLLM waits for the prompt of a request that has ended here",
-        "src/pdinfer/adapters/vllm/decode.py",
         "        _turn_away(known.engine, known.grant)\n        if grant.room",
         "        if grant.room",
         f"{DECODE}test_cancels_and_deadlines_end_once",
     ),
     Mutant(
         "prefill runs the token that vLLM computes itself",
-        "src/pdinfer/adapters/vllm/decode.py",
         "prompt=self.request.tokens[:-1],",
         "prompt=self.request.tokens,",
         f"{DECODE}test_what_is_prefilled_here_goes_on_in_vllm",

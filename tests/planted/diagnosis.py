@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-DOCTOR, VARIABLES = "tests/unit/diagnosis/test_doctor.py::", "tests/unit/diagnosis/test_variables.py::"
+DOCTOR, VARIABLES = "test_doctor.py::", "test_variables.py::"
 FAULTS, HEALTHY = (
     DOCTOR + "test_a_fault_is_found_and_only_that",
     DOCTOR + "test_nothing_is_wrong_with_a_machine_as_it_should_be",
@@ -14,56 +14,48 @@ CONTRADICTIONS = VARIABLES + "test_a_contradiction_is_found_and_only_that"
 MUTANTS = [
     Mutant(
         "a probe that raises ends the doctor",
-        "src/pdinfer/diagnosis/doctor.py",
         "    except Exception as error:  # noqa: BLE001 - whatever is wrong",
         "    except OSError as error:  # whatever is wrong",
         DOCTOR + "test_the_doctor_survives_whatever_is_broken",
     ),
     Mutant(
         "a laptop is ill because RDMA would lock more memory",
-        "src/pdinfer/diagnosis/limits.py",
         "not is_free and has_rdma(machine):",
         "not is_free:",
         HEALTHY,
     ),
     Mutant(
         "who may lock any memory is told to raise the limit",
-        "src/pdinfer/diagnosis/limits.py",
         "is_free = locked is None or bool(held and int(held[1], 16) & CAP_IPC_LOCK)",
         "is_free = locked is None",
         DOCTOR + "test_who_may_lock_any_memory_is_not_limited",
     ),
     Mutant(
         "what will fail does not change the exit status",
-        "src/pdinfer/diagnosis/report.py",
         "        return int(bool(self.failures))\n",
         "        return 0\n",
         FAULTS,
     ),
     Mutant(
         "Gloo is believed to take NCCL's patterns",
-        "src/pdinfer/diagnosis/variables.py",
         "if names and name not in here]:",
         "if names and not _matching(name, here)]:",
         CONTRADICTIONS,
     ),
     Mutant(
         "an address of zeros is one",
-        "src/pdinfer/diagnosis/variables.py",
         'not (gid or "").strip("0:"):',
         'not (gid or "").strip():',
         CONTRADICTIONS,
     ),
     Mutant(
         "every card is near every GPU",
-        "src/pdinfer/diagnosis/network.py",
         "if ours == theirs]",
         "if theirs]",
         DOCTOR + "test_every_gpu_is_told_its_nearest_card",
     ),
     Mutant(
         "no library is tried",
-        "src/pdinfer/diagnosis/machine.py",
         '    command = [sys.executable, "-c", f"import {module}"]\n',
         '    command = [sys.executable, "-c", ""]\n',
         DOCTOR + "test_imports_are_tried_in_another_process",

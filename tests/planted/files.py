@@ -4,80 +4,100 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-TRUST, HUB = "tests/e2e/test_trust.py::", "tests/unit/checkpoint/test_hub_cache.py::"
-BUILD, SCRATCH = "tests/unit/kernels/test_native.py::", "tests/unit/process/test_scratch.py::"
-HOSTILE = "tests/unit/checkpoint/test_hostile_files.py::"
+TRUST, HUB = "test_trust.py::", "test_hub_cache.py::"
+BUILD, SCRATCH = "test_native.py::", "test_scratch.py::"
+HOSTILE = "test_hostile_files.py::"
 LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_another"
 
 MUTANTS = [
     Mutant(
         "every request finds a page, whichever peer wrote it",
-        "src/pdinfer/kv/pool.py",
         'by_writer=config.trust_domain != "all",',
         "by_writer=False,",
         LIES,
     ),
     Mutant(
         "a request that changed its prefill keeps the keys of the first",
-        "src/pdinfer/engine/page_tables.py",
         "if chain.root != sequence.chain.root:",
         "if not sequence.chain.keys:",
         TRUST + "test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote",
     ),
     Mutant(
         "pages in a pool that prefill shares belong to their writer",
-        "src/pdinfer/engine/page_tables.py",
         "writers = () if shared else sequence.writers",
         "writers = sequence.writers",
         TRUST + "test_prefills_that_use_decodes_own_pool_share_and_find_nothing_that_came_from_elsewhere",
     ),
     Mutant(
         "blobs that are a link are the cache's own",
-        "src/pdinfer/files.py",
         'yield cache / "blobs"',
         'yield (cache / "blobs").resolve()',
         HUB + "test_blobs_that_are_a_link_are_not_the_caches_own",
     ),
     Mutant(
         "any folder called snapshots belongs to a hub cache",
-        "src/pdinfer/files.py",
         'if snapshots.name == "snapshots" and cache.name.startswith("models--"):',
         'if snapshots.name == "snapshots":',
         HUB + "test_what_only_looks_like_a_hub_cache_is_none",
     ),
     Mutant(
         "a cached library is loaded unchecked",
-        "src/pdinfer/process/compiled.py",
-        'return path.stem.rpartition("-")[2] == _digest(file.read())',
-        "return True",
+        'path.stem.rpartition("-")[2] == digest(content)',
+        "True",
         BUILD + "test_what_is_not_whole_is_built_anew",
     ),
     Mutant(
+        "a header that changed makes no other library",
+        """left += re.findall(r'^#include "([\\w./]+)"',""",
+        """left += [] and re.findall(r'^#include "([\\w./]+)"',""",
+        BUILD + "test_a_source_that_changes_makes_other_libraries_of_what_it_is_part_of",
+    ),
+    Mutant(
+        "a library is loaded by a CPU that lacks its instructions",
+        "(path for path in sets if not sets[path] & ~has)",
+        "sets",
+        BUILD + "test_without_a_compiler_one_that_was_built_for_this_cpu_will_do",
+    ),
+    Mutant(
+        "a compiler without memory is remembered as one that refuses the source",
+        "if done.returncode == 1 and _OF_CODE.search(words) and",
+        "if",
+        BUILD + "test_a_failure_that_may_pass_is_not_remembered",
+    ),
+    Mutant(
+        "a source that does not compile is compiled again in each process",
+        "        os.replace(words, folder / words.name)\n",
+        "",
+        BUILD + "test_what_does_not_compile_is_not_compiled_in_vain",
+    ),
+    Mutant(
+        "one family that does not compile costs all",
+        "return kernels if kernels.libraries else",
+        "return kernels if not kernels.reasons else",
+        BUILD + "test_a_source_that_does_not_compile_costs_its_own_family",
+    ),
+    Mutant(
         "code is loaded from where others can write",
-        "src/pdinfer/process/compiled.py",
         "return status.st_uid != os.getuid() or _others_write(status)",
         "return status.st_uid != os.getuid()",
         BUILD + "test_a_folder_that_others_can_write_is_not_used",
     ),
     Mutant(
         "a scratch folder of a living process is removed",
-        "src/pdinfer/process/scratch.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            shutil",
         "            shutil",
         SCRATCH + "test_it_is_there_until_it_is_closed",
     ),
     Mutant(
         "what a config promises is not counted",
-        "src/pdinfer/model/load.py",
         "    if least > len(files.tensors) + MANY:",
         "    if False:",
         HOSTILE + "test_promises_are_counted_against_the_files_before_anything_is_made",
     ),
     Mutant(
         "a refused layout is listed as the other end sees it",
-        "src/pdinfer/kv/channel/links.py",
         "for name, theirs, ours in message.fields)",
         "for name, ours, theirs in message.fields)",
-        "tests/unit/kv/channel/test_handshake.py::test_the_connecting_end_learns_every_difference",
+        "test_handshake.py::test_the_connecting_end_learns_every_difference",
     ),
 ]

@@ -4,49 +4,43 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-CHANNEL = "tests/unit/kv/channel/test_heads.py::"
-VLLM = "tests/unit/adapters/test_vllm_heads.py::"
-SHAPES = "tests/unit/kv/test_shapes.py::"
+CHANNEL = "test_heads.py::"
+VLLM = "test_vllm_heads.py::"
+SHAPES = "test_shapes.py::"
 
 MUTANTS = [
     Mutant(
         "a rank's first head counts as head 0",
-        "src/pdinfer/kv/layout.py",
         "(np.arange(heads.start, heads.stop) - held.start)",
         "np.arange(heads.start, heads.stop)",
         SHAPES + "test_a_payload_means_the_same_in_another_order_page_size_and_slice_of_heads",
     ),
     Mutant(
         "every rank of decode is sent every head",
-        "src/pdinfer/kv/channel/sender.py",
         "return self.shares.get(destination, self.heads)",
         "return self.heads",
         CHANNEL + "test_every_byte_lands_between_ranks_with_other_heads",
     ),
     Mutant(
         "a payload is read in the order of the reader's pages",
-        "src/pdinfer/kv/channel/receiver.py",
         "by_token=peer.layout is not None and peer.layout.by_token",
         "by_token=layout.by_token",
         CHANNEL + "test_every_byte_lands_between_ranks_with_other_heads",
     ),
     Mutant(
         "of several heads only the first is noted as announced",
-        "src/pdinfer/kv/channel/rooms.py",
         "for layer in layers for head in heads]",
         "for layer in layers for head in heads[:1]]",
         CHANNEL + "test_a_head_that_two_writers_send_costs_the_second_its_link",
     ),
     Mutant(
         "packed pages of other sizes meet",
-        "src/pdinfer/kv/layout.py",
         "may_differ: set[str] = set()",
         'may_differ: set[str] = {"page_size"}',
         CHANNEL + "test_packed_pages_need_the_same_pages_at_both_ends",
     ),
     Mutant(
         "a peer that knows no heads is welcome where there are heads",
-        "src/pdinfer/kv/channel/links.py",
         "peer.version < wire.HEADS_SINCE",
         "False",
         CHANNEL + "test_a_peer_that_knows_no_heads_is_refused_by_name",
@@ -54,14 +48,12 @@ MUTANTS = [
     # -- inside vLLM
     Mutant(
         "a packed block leaves before it is full, and not again",
-        "src/pdinfer/adapters/vllm/sending.py",
         "border(save.stop, up=save.whole)",
         "border(save.stop, up=True)",
         VLLM + "test_packed_blocks_land_whole",
     ),
     Mutant(
         "blocks that another instruction set packs are taken",
-        "src/pdinfer/adapters/vllm/heads.py",
         "cpu_attn {isa} ",
         "cpu_attn ",
         VLLM + "test_blocks_of_another_form_are_refused_by_name",

@@ -4,143 +4,118 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-EXPERTS = "src/pdinfer/kernels/native/experts.c"
-FLOATS = "src/pdinfer/kernels/native/floats.c"
-PRODUCTS = "src/pdinfer/kernels/native/products.c"
-STRIPS = "src/pdinfer/kernels/native/strips.c"
-FP8_STRIPS = "src/pdinfer/kernels/native/fp8_strips.c"
-TILES = "src/pdinfer/kernels/native/tiles.c"
-OPS = "tests/conformance/test_ops.py"
-BODIES = "tests/conformance/test_native_bodies.py"
-SHAPES = "tests/conformance/test_native_shapes.py"
-FORMATS = "src/pdinfer/kernels/weight_formats.py"
-LOADED = "tests/unit/model/test_strips.py"
+OPS = "test_ops.py"
+BODIES = "test_native_bodies.py"
+SHAPES = "test_native_shapes.py"
+LOADED = "test_strips.py"
 
 MUTANTS = [
     Mutant(
         "native linear leaves out the end of a row",
-        FLOATS,
         "ADD(M, R, rest[r])",
         "",
         f"{BODIES}::test_linear",
     ),
     Mutant(
         "native experts activate all rows but the last",
-        EXPERTS,
         "for (i64 r = 0; r < rows; r++)\n            silu_times(wide",
         "for (i64 r = 0; r < rows - 1; r++)\n            silu_times(wide",
         f"{OPS}::test_grouped_mlp",
     ),
     Mutant(
         "native router's product leaves out the last columns",
-        PRODUCTS,
         "for (; i < n; i++) sum += a[i] * b[i];",
         "",
         f"{OPS}::test_a_router_stays_float32",
     ),
     Mutant(
         "native strips drop the last inputs of a row",
-        STRIPS,
         "for (i64 i = 0; i < MIN(32, inputs); i++) to[",
         "for (i64 i = 0; i < MIN(32, inputs) - 1; i++) to[",
         f"{BODIES}::test_linear",
     ),
     Mutant(
         "native experts keep what a strip has beyond the hidden values",
-        EXPERTS,
         "for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;",
         "for (i64 i = MAX(0, there); i < 16; i++) row[i] = NAN;",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "native experts of many rows all read the first expert's weights",
-        EXPERTS,
         "        to_next(&gate_up);\n        to_next(&down);\n",
         "",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "tiles forget the sums of the inputs before",
-        TILES,
         "line, end, k > 0, to);\n            else",
         "line, end, 0, to);\n            else",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "tiles take a block of rows twice",
-        TILES,
         "const bf16 *b = a + 16 * padded(n);",
         "const bf16 *b = a;",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "native products read two matrices in strips as one",
-        "src/pdinfer/kernels/native/products.py",
         "outs, width, weight.parts\n",
         "outs, width, 1\n",
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(
         "products with FP8 in strips take the scale of the first half for both",
-        FP8_STRIPS,
         "LOWER * scales[h][b]",
         "LOWER * scales[0][b]",
         f"{BODIES}::test_fp8_in_strips",
     ),
     Mutant(
         "products with FP8 in strips make numbers of weights that are NaN",
-        FP8_STRIPS,
         "int lost = holds_nan(strip, steps * STEP), few",
         "int lost = 0, few",
         f"{BODIES}::test_fp8_weights_that_are_nan_spoil_their_own_columns",
     ),
     Mutant(
         "experts with FP8 in strips multiply hidden values that were not rounded",
-        EXPERTS,
         "            if (way->finish) way->finish(part->rows, inner, part->hidden);\n",
         "            if (way->finish) way->finish(0, inner, part->hidden);\n",
         f"{BODIES}::test_experts_with_fp8_in_strips",
     ),
     Mutant(
         "threads that share experts have one panel for all of them",
-        EXPERTS,
         "whole ? own : shared + all * p",
         "whole ? own : shared",
         f"{SHAPES}::test_experts",
     ),
     Mutant(
         "a few rows pass over steps behind the end of a strip",
-        STRIPS,
         "MIN(deep, steps - k),",
         "deep,",
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(
         "strips swap the columns of a pair",
-        "src/pdinfer/kernels/strips.py",
         "_pairs(matrix_OI.contiguous())",
         "_pairs(matrix_OI.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous())",
         f"{LOADED}::test_they_hold_the_same_values_in_another_order",
     ),
     Mutant(
         "the second of two matrices is written over the first",
-        FORMATS,
         "Strips(weight.numbers.chunk(parts, -4)[index])",
         "Strips(weight.numbers.chunk(parts, -4)[0])",
         f"{LOADED}::test_they_hold_the_same_values_in_another_order",
     ),
     Mutant(
         "a model whose products torch was to compute lies in strips",
-        "src/pdinfer/model/destinations.py",
         'Tensor: ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")',
         'Tensor: ("linear_strips", "grouped_mlp_strips")',
         f"{LOADED}::test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_them",
     ),
     Mutant(
         "a rank holds experts in strips that another reads as plain",
-        "src/pdinfer/model/load.py",
         "reduce(and_, theirs[:, -1].tolist())",
         "bits",
-        "tests/e2e/test_ranks.py::test_ranks_hold_experts_alike",
+        "test_ranks.py::test_ranks_hold_experts_alike",
     ),
 ]

@@ -4,56 +4,48 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-PROFILES = "tests/unit/planning/test_profiles.py::"
-ADDRESSES = "tests/conformance/test_socket_transport.py::TestAddresses::"
-FILES = "src/pdinfer/planning/profiles/"
+PROFILES = "test_profiles.py::"
+ADDRESSES = "test_socket_transport.py::TestAddresses::"
 
 MUTANTS = [
     Mutant(
         "a profile gives prefill what is decode's",
-        FILES + "profile.py",
         'if setting.role == role or (setting.role == "both" and role in ("prefill", "decode")):',
         'if role in ("prefill", "decode") and setting.role != "host":',
         PROFILES + "test_the_h800_study_in_our_values",
     ),
     Mutant(
         "a profile forgets the variables of all settings but the last",
-        FILES + "profile.py",
         "        environment |= setting.environment",
         "        environment = setting.environment or environment",
         PROFILES + "test_the_ascend_recipe_in_our_values",
     ),
     Mutant(
         "a profile counts data parallel ranks without the context parallel ones",
-        FILES + "profile.py",
         'dp_size = size // (groups["tp_size"] * groups["cp_size"])',
         'dp_size = size // groups["tp_size"]',
         PROFILES + "test_a_profile_plans",
     ),
     Mutant(
         "a setting of a deployment is lost",
-        FILES + "deepseek-v3-h800.json",
         '{"name": "--max-total-tokens"',
         '{"name": "--context-length"',
         PROFILES + "test_every_setting_of_a_deployment_is_named",
     ),
     Mutant(
         "a setting may say nothing",
-        FILES + "settings.py",
         "if not (self.ours or self.environment or self.why):",
         "if not self.name:",
         PROFILES + "test_a_file_is_read_strictly",
     ),
     Mutant(
         "a value of a deployment changes and its docs do not",
-        FILES + "deepseek-v3.2-ascend-a3.json",
         '"CacheConfig.mem_fraction_static": 0.79',
         '"CacheConfig.mem_fraction_static": 0.78',
         PROFILES + "test_the_docs_show_the_whole_table",
     ),
     Mutant(
         "peers are told the wildcard's name in spite of what is advertised",
-        "src/pdinfer/kv/transports/stream/endpoints.py",
         "    name = advertise or (socket.gethostname() if host in WILDCARDS else host)",
         "    name = socket.gethostname() if host in WILDCARDS else advertise or host",
         ADDRESSES + "test_peers_are_told_the_host_that_is_advertised",

@@ -4,108 +4,93 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-_FILES = "src/pdinfer/planning/simulation"
-_TESTS = "tests/unit/planning/simulation"
-_RUNS = f"{_TESTS}/test_simulate.py"
-_PARITY = f"{_TESTS}/test_parity.py"
+_RUNS = "test_simulate.py"
+_PARITY = "test_parity.py"
 
 MUTANTS = [
     Mutant(
         "a simulated burst forgets that contexts grow",
-        f"{_FILES}/decode.py",
         "contexts = np.arange(context, context + num_rows * count, num_rows)",
         "contexts = np.full(count, context)",
         f"{_RUNS}::test_bursts_are_the_steps_that_walking_gives",
     ),
     Mutant(
         "a simulated burst runs over the end of a request",
-        f"{_FILES}/decode.py",
         "min(MAX_BURST, finishes[0][0] - len(self.ends))",
         "min(MAX_BURST, finishes[0][0] - len(self.ends) + 1)",
         f"{_RUNS}::test_tokens_bytes_and_slots_are_neither_lost_nor_made",
     ),
     Mutant(
         "a simulated burst is not cut when something lands",
-        f"{_FILES}/decode.py",
         "if len(self._burst) > 1:",
         "if len(self._burst) > 999:",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
         "simulated decode grants a request one page too few",
-        f"{_FILES}/decode.py",
         "found.num_own = -(-reserved // self.page_size) - found.num_known",
         "found.num_own = reserved // self.page_size - found.num_known",
         f"{_RUNS}::test_tokens_bytes_and_slots_are_neither_lost_nor_made",
     ),
     Mutant(
         "simulated engines begin before everything has happened that happens at that time",
-        f"{_FILES}/simulator.py",
         "while self._soon and (not heap or heap[0][0] > now_s):",
         "while self._soon:",
         f"{_RUNS}::test_what_lands_together_joins_one_step",
     ),
     Mutant(
         "simulated grants reach the prefill in the middle of decode's step",
-        f"{_FILES}/decode.py",
         "self._world.tell(told_s, granted, ended)",
         "self._world.tell(now_s, granted, ended)",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
         "a policy is not shown what was promised to simulated prefills",
-        f"{_FILES}/view.py",
         "self._promised[job.prefill][job] = job.num_tokens - known",
         "self._promised[job.prefill].pop(job, known)",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
         "simulated links share evenly and not max-min",
-        f"{_FILES}/links.py",
         "fullest = min(counts, key=lambda end: left[end] / counts[end])",
         "fullest = next(iter(counts))",
-        f"{_TESTS}/test_links.py",
+        "simulation/test_links.py",
     ),
     Mutant(
         "the last push of a simulated prompt takes no time",
-        f"{_FILES}/simulator.py",
         "ready_s = now_s + prompt.pushes * network.token_bytes / network.num_pushes / network.bytes_per_s",
         "ready_s = now_s",
         f"{_RUNS}::test_compute_hides_what_the_link_can_carry_meanwhile",
     ),
     Mutant(
         "simulated pages that are in use are evicted",
-        f"{_FILES}/pages.py",
         "            del self._resting[run]\n                self.num_cached -= run.num_pages",
         "            self.num_cached -= run.num_pages",
-        f"{_TESTS}/test_pages.py",
+        "simulation/test_pages.py",
     ),
     Mutant(
         "two simulated prompts keep what they have in common twice",
-        f"{_FILES}/pages.py",
         "self.num_free += num_kept - num_new",
         "self.num_free += 0 * (num_kept - num_new)",
-        f"{_TESTS}/test_pages.py",
+        "simulation/test_pages.py",
     ),
     Mutant(
         "the wait in a simulated prefill's queue is that of another discipline",
-        f"{_FILES}/prefill.py",
         "order=(0, not job.num_output, due_at(now_s, None), self._num_arrivals),",
         "order=(0, not job.num_output, -now_s, self._num_arrivals),",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
         "a simulated host that stalls reads in time",
-        f"{_FILES}/records.py",
         "until_s if stall.at_s <= at_s < until_s else at_s",
         "at_s",
         f"{_RUNS}::test_a_host_that_stalls_shows_as_slip_and_delivery_and_not_as_speed",
     ),
     Mutant(
         "a simulated engine that slows down does not",
-        f"{_FILES}/decode.py",
         "self.speed = speed",
         "self.speed = 1.0",
         f"{_RUNS}::test_a_slower_engine_takes_longer_from_then_on",
+        where="decode.py",
     ),
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 SHOWN, REQUEST, ARGUMENTS = (
-    "tests/unit/test_values.py::",
-    "tests/unit/test_request.py::",
-    "tests/unit/test_arguments.py::",
+    "test_values.py::",
+    "test_request.py::",
+    "test_arguments.py::",
 )
 REPRS = SHOWN + "test_reprs_are_short_and_touch_no_tensor"
 REFUSED = REQUEST + "test_what_holds_no_token_ids_is_refused_when_the_request_is_made"
@@ -15,65 +15,56 @@ REFUSED = REQUEST + "test_what_holds_no_token_ids_is_refused_when_the_request_is
 MUTANTS = [
     Mutant(
         "the repr of a value has no bound",
-        "src/pdinfer/values.py",
         """            if len(text) + len(part) > limit - len(", …)"):""",
         """            if False:""",
         REPRS,
     ),
     Mutant(
         "the repr of a value prints its tensors",
-        "src/pdinfer/values.py",
         "            text = _tensor(value) or (",
         "            text = (",
         REPRS,
     ),
     Mutant(
         "plain data holds NaN, which is no JSON",
-        "src/pdinfer/values.py",
         "            return value if math.isfinite(value) else None",
         "            return value",
         SHOWN + "test_errors_ranges_mappings_and_what_is_not_finite",
     ),
     Mutant(
         "a bool goes for a token id",
-        "src/pdinfer/tokens.py",
         "        if not isinstance(token, bool) and",
         "        if",
         REFUSED,
     ),
     Mutant(
         "a prompt of two dimensions is not seen",
-        "src/pdinfer/tokens.py",
         "        if given.ndim != 1:",
         "        if given.ndim > 2:",
         REFUSED,
     ),
     Mutant(
         "a class goes for its object",
-        "src/pdinfer/checks.py",
         "        return lambda value: not isinstance(value, type) and all(",
         "        return lambda value: all(",
         ARGUMENTS + "test_the_mistakes_of_a_first_day",
     ),
     Mutant(
         "only the first of several arguments is checked",
-        "src/pdinfer/checks.py",
         "itertools.cycle(rest)), args, strict=False)",
         "itertools.cycle(rest)), args[:1], strict=False)",
         ARGUMENTS + "test_wrong_arguments_are_told_with_call_name_kind_and_value",
     ),
     Mutant(
         "an engine computes into pages of another model",
-        "src/pdinfer/engine/engine.py",
         "        if channel.pool.layout.model_id != model.config.fingerprint:",
         "        if False:",
         ARGUMENTS + "test_an_engine_takes_an_open_channel_with_pages_of_its_own_model",
     ),
     Mutant(
         "all rooms are imported at once",
-        "src/pdinfer/__init__.py",
         'logging.getLogger("pdinfer").addHandler',
         'import pdinfer.pairing\nlogging.getLogger("pdinfer").addHandler',
-        "tests/test_architecture.py::test_import_loads_no_room_before_a_name_is_used",
+        "test_architecture.py::test_import_loads_no_room_before_a_name_is_used",
     ),
 ]

@@ -30,8 +30,9 @@ class Capture(Watch):
 
     @property
     def illegal(self) -> list[str]:
-        """What a CUDA graph cannot hold: waits of the host, and copies from memory that is not page-locked."""
-        return sorted(self.counts["syncs"] + self.counts["pageable"])
+        """What a CUDA graph cannot hold: waits of the host, copies from memory that is not page-locked, and the end of
+        another graph."""
+        return sorted(self.counts["syncs"] + self.counts["pageable"] + self.counts["destroyed"])
 
     def replay(self) -> None:
         """Run it all again on the current stream. Every result is written to where it was the first time."""
@@ -58,6 +59,9 @@ class CUDAGraph:
 
     def pool(self) -> object:
         return self
+
+    def __del__(self) -> None:
+        note("destroyed", "graph")
 
 
 @contextlib.contextmanager

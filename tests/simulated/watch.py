@@ -15,7 +15,7 @@ import attrs
 LOCK = threading.RLock()
 """Held by each op and by each change of what is known of it: the device does one thing at a time."""
 
-KINDS = ("launches", "allocations", "syncs", "pageable", "pinned")
+KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed")
 
 _WATCHES: list[Watch] = []
 _OURS = str(Path(__file__).parent)
@@ -32,6 +32,7 @@ class Watch:
     syncs         the host waits for the device: .item(), .tolist(), .cpu(), nonzero, boolean masks, events, …
     pageable      copies to the device from memory that is not page-locked
     pinned        asynchronous copies from or to page-locked memory
+    destroyed     captured graphs that ended
     """
 
     everywhere: bool = attrs.field(default=False, kw_only=True)

@@ -9,7 +9,8 @@ from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
 from pdinfer.kernels.native.build import EXTENSIONS
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
-from pdinfer.process.compiled import COMPILERS, cache_path, cpu_flags, is_open_to_others
+from pdinfer.process.compiled import cache_path, cpu_flags, is_open_to_others
+from pdinfer.process.compiler import COMPILERS
 
 PYTHON = (3, 11)
 REQUIRED = {

@@ -2,6 +2,7 @@
 records.
 
     compiled.py  C sources that are compiled for this machine on first use
+    compiler.py  the C compiler: its version, the instruction sets that it may use, and what its failures mean
     forked.py    what belongs to one process; a forked child may neither use nor end it
     huge_pages.py  huge pages for what is read from end to end
     locks.py     locks that an interrupt cannot keep closed for ever

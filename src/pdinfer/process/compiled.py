@@ -3,77 +3,107 @@
 A library is kept in a folder of the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it) that nobody else
 may write. Without such a folder it is built anew for each process. Its name says what went into it and what came out:
 
-    <name>-<sources, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
+    <name>-<sources, flags, OpenMP>-<instruction sets>-<compiler and CPU>-<the file's own bytes>.so
 
-so that a library that was cut short or changed is recognised and built anew. Without a compiler any library that fits
-this CPU will do, in the cache or beside the sources. It uses the OpenMP runtime that torch has loaded: two of them
-would each keep a thread per core spinning.
+so that a library that was cut short or changed is recognised and built anew. Where the compiler finds fault with a
+source, a file of this name, without the last part and with the ending .failed, keeps its words: the next process does
+not compile in vain. Without a compiler the library with most instruction sets will do of those whose sets this CPU has,
+in the cache or beside the sources. A library uses the OpenMP runtime that torch has loaded: two of them would each keep
+a thread per core spinning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import logging
 import os
 import re
-import shutil
 import stat
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from pdinfer.errors import BackendUnavailable
+from pdinfer.process import compiler
+from pdinfer.process.compiler import INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
 from pdinfer.process.scratch import ScratchFolder
 
 _log = logging.getLogger("pdinfer")
 
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
-COMPILERS = ("cc", "gcc", "clang")
-COMPILE_TIMEOUT_S = 120.0
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class NativeLibrary:
-    """What the sources in `folder` become: every .c file is compiled, every .h file may be included. `signatures` are
-    the types of the arguments of each function, `results` those of the functions that return something. With
-    `keeps_lock` calls keep the interpreter lock."""
+    """A library of some `sources` in `folder`; a source may be part of several. `signatures` are the types of the
+    arguments of each function, `results` those of the functions that return something. With `keeps_lock` calls keep the
+    interpreter lock."""
 
     name: str
     folder: Path
+    sources: tuple[str, ...]
     signatures: Mapping[str, tuple[Any, ...]]
     results: Mapping[str, Any]
     openmp: bool = False
     keeps_lock: bool = False
 
+    def text(self) -> list[bytes]:
+        """Return the sources and the headers that they include, each once, with their names."""
+        left, seen = [*self.sources], {}
+        while left:
+            name = left.pop()
+            if name not in seen and (path := self.folder / name).exists():
+                seen[name] = path.read_bytes()
+                left += re.findall(r'^#include "([\w./]+)"', seen[name].decode(errors="replace"), re.MULTILINE)
+        return [part for name in sorted(seen) for part in (name.encode(), seen[name])]
 
-def find_or_build(library: NativeLibrary, cpu: frozenset[str]) -> ctypes.CDLL:
-    """Load a library that was kept, or build one, for a CPU with these flags. Raises BackendUnavailable with the reason
-    when neither can be."""
-    openmp = _loaded_openmp() if library.openmp else None
-    sources = [path.read_bytes() for path in sorted(library.folder.glob("*.[ch]"))]
-    fits = _digest(*sources, " ".join(FLAGS), openmp or "", " ".join(sorted(cpu)))
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    folder = _cache_folder()
-    if compiler is not None:
-        stem = f"{library.name}-{fits}-{_digest(_version(compiler))}"
-        try:
-            return _first_loaded(library, stem, folder) or _built(library, compiler, openmp, stem, folder)
-        except BackendUnavailable as error:
-            problem = error
+
+def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> dict[str, ctypes.CDLL | str]:
+    """Load those of the libraries that were kept, and build the others, side by side, for a CPU with these flags ->
+    each by its name, or the reason why there is none."""
+    folder, openmp = _cache_folder(), _loaded_openmp()
+    stems = {library.name: f"{library.name}-{_fits(library, openmp)}" for library in libraries}
+    cc = _compiler_or_reason(folder)
+    if isinstance(cc, str):
+        found: dict[str, ctypes.CDLL | str] = dict.fromkeys(stems, cc)
     else:
-        problem = BackendUnavailable(
+        found = _by_compiler(libraries, cc, openmp, stems, folder)
+    for library in libraries:
+        if isinstance(found[library.name], str):
+            fitting = _fitting(library, stems[library.name], folder, cpu)
+            found[library.name] = _first_loaded(library, fitting, folder) or found[library.name]
+    return found
+
+
+def _compiler_or_reason(folder: Path | None) -> Compiler | str:
+    try:
+        return Compiler.here() or (
             "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
             f"built for this CPU is in {folder or 'a cache folder'}"
         )
-    found = _first_loaded(library, f"{library.name}-{fits}", folder)
-    if found is None:
-        raise problem
-    return found
+    except CompilationError as error:
+        return str(error)
+
+
+def _by_compiler(
+    libraries: Sequence[NativeLibrary],
+    cc: Compiler,
+    openmp: str | None,
+    stems: Mapping[str, str],
+    folder: Path | None,
+) -> dict[str, ctypes.CDLL | str]:
+    """Return what this compiler made, or makes now."""
+    exact = {name: f"{stem}-{bits_of(cc.sets):x}-{cc.version}" for name, stem in stems.items()}
+    found: dict[str, ctypes.CDLL | str] = {}
+    for library in libraries:
+        stem = exact[library.name]
+        kept = _first_loaded(library, _named(library, stem, folder), folder) or _remembered(library, stem, folder)
+        if kept is not None:
+            found[library.name] = kept
+    missing = [library for library in libraries if library.name not in found]
+    return found | _built(missing, cc, openmp, exact, folder) if missing else found
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
@@ -86,6 +116,12 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     return frozenset(match[1].split()) if match else frozenset()
 
 
+def _fits(library: NativeLibrary, openmp: str | None) -> str:
+    """Return the part of a library's name that a CPU has no part in."""
+    runtime = Path(openmp).name if openmp and library.openmp else ""
+    return digest(*library.text(), " ".join(compiler.FLAGS), runtime, " ".join(INSTRUCTION_SETS))
+
+
 def _loaded_openmp() -> str | None:
     """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -93,19 +129,6 @@ def _loaded_openmp() -> str | None:
         if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2]):
             return path
     return None
-
-
-def _version(compiler: str) -> bytes:
-    done = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
-    return done.stdout
-
-
-def _digest(*parts: bytes | str) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()[:24]
 
 
 def cache_path(environment: Mapping[str, str]) -> Path | None:
@@ -147,9 +170,9 @@ def _others_write(status: os.stat_result) -> bool:
     return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def _first_loaded(library: NativeLibrary, stem: str, folder: Path | None) -> ctypes.CDLL | None:
-    """Return the first library whose name begins with `stem`, and which is whole and can be loaded."""
-    for path in _candidates(library, stem, folder):
+def _first_loaded(library: NativeLibrary, paths: Iterable[Path], folder: Path | None) -> ctypes.CDLL | None:
+    """Return the first of these libraries that is whole and can be loaded."""
+    for path in paths:
         with contextlib.suppress(OSError, BackendUnavailable):
             if _is_whole(library, path):
                 return _load(library, path)
@@ -159,36 +182,91 @@ def _first_loaded(library: NativeLibrary, stem: str, folder: Path | None) -> cty
     return None
 
 
-def _candidates(library: NativeLibrary, stem: str, folder: Path | None) -> Iterator[Path]:
+def _named(library: NativeLibrary, stem: str, folder: Path | None) -> Iterator[Path]:
+    """Yield the libraries whose name begins with `stem`."""
     for each in (folder, library.folder):
         if each is not None:
             yield from sorted(each.glob(f"{stem}-*.so"))
 
 
+def _fitting(library: NativeLibrary, stem: str, folder: Path | None, cpu: frozenset[str]) -> list[Path]:
+    """Return those of them that use no instruction set that the CPU lacks, the one with most sets first."""
+    has = bits_of(cpu)
+    names = [(re.fullmatch(rf"{stem}-([0-9a-f]+)-.*", path.name), path) for path in _named(library, stem, folder)]
+    sets = {path: int(name[1], 16) for name, path in names if name and cpu}
+    return sorted((path for path in sets if not sets[path] & ~has), key=lambda path: -sets[path].bit_count())
+
+
 def _is_whole(library: NativeLibrary, path: Path) -> bool:
-    """Return whether it is a file of ours, or of the user who installed us, and holds the bytes that its name tells."""
+    """Return whether it is ours and holds the bytes that its name tells."""
+    content = _read_ours(library, path)
+    return content is not None and path.stem.rpartition("-")[2] == digest(content)
+
+
+def _read_ours(library: NativeLibrary, path: Path) -> bytes | None:
+    """Return what is in a file of this user, or of the one who installed us, that others cannot write; else None."""
     owners = (os.getuid(), library.folder.stat().st_uid)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners or _others_write(status):
-            return False
-        return path.stem.rpartition("-")[2] == _digest(file.read())
+            return None
+        return file.read()
 
 
-def _built(library: NativeLibrary, compiler: str, openmp: str | None, stem: str, folder: Path | None) -> ctypes.CDLL:
-    """Compile and load the library. It is kept in `folder` if that can be written."""
+def _remembered(library: NativeLibrary, stem: str, folder: Path | None) -> str | None:
+    """Return what the compiler said of the same sources before, or None where it was not asked or may say another
+    thing now."""
+    if folder is None:
+        return None
+    path = folder / f"{stem}.failed"
+    with contextlib.suppress(OSError):
+        if (content := _read_ours(library, path)) is not None:
+            return f"{content.decode(errors='replace')} (found earlier; to try again, delete {path})"
+    return None
+
+
+def _built(
+    libraries: Sequence[NativeLibrary],
+    cc: Compiler,
+    openmp: str | None,
+    stems: Mapping[str, str],
+    folder: Path | None,
+) -> dict[str, ctypes.CDLL | str]:
+    """Compile and load libraries. They are kept in `folder` if that can be written."""
     if folder is not None:
         with contextlib.suppress(OSError), ScratchFolder(folder) as scratch:
-            return _load(library, _kept(_compile(library, compiler, openmp, scratch.path), folder, stem))
-    with ScratchFolder() as scratch:
-        return _load(library, _compile(library, compiler, openmp, scratch.path))
+            return {
+                library.name: _kept_or_remembered(library, made, scratch.path, folder, stems[library.name])
+                for library, made in build(libraries, cc, openmp, scratch.path)
+            }
+    try:
+        with ScratchFolder() as scratch:
+            return {
+                library.name: str(made) if isinstance(made, CompilationError) else _loaded_or_reason(library, made)
+                for library, made in build(libraries, cc, openmp, scratch.path)
+            }
+    except OSError as error:
+        return {library.name: f"could not be compiled: {error}" for library in libraries}
+
+
+def _kept_or_remembered(
+    library: NativeLibrary, made: Path | CompilationError, scratch: Path, folder: Path, stem: str
+) -> ctypes.CDLL | str:
+    if isinstance(made, Path):
+        return _loaded_or_reason(library, _kept(made, folder, stem))
+    if made.of_code:
+        words = scratch / f"{stem}.failed"
+        words.write_text(str(made))
+        words.chmod(0o600)
+        os.replace(words, folder / words.name)
+    return str(made)
 
 
 def _kept(compiled: Path, folder: Path, stem: str) -> Path:
     """Name the library once its bytes are on disk, so that a process that finds the name finds all of it."""
     compiled.chmod(0o700)
     with compiled.open("rb") as file:
-        path = folder / f"{stem}-{_digest(file.read())}.so"
+        path = folder / f"{stem}-{digest(file.read())}.so"
         os.fsync(file.fileno())
     os.replace(compiled, path)
     listing = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -199,23 +277,28 @@ def _kept(compiled: Path, folder: Path, stem: str) -> Path:
     return path
 
 
-def _compile(library: NativeLibrary, compiler: str, openmp: str | None, folder: Path) -> Path:
-    sources, linked = sorted(library.folder.glob("*.c")), folder / "native.so"
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    threads = ["-fopenmp"] if library.openmp else []
-    link = [str(openmp)] if openmp else threads
-    for command in (
-        [compiler, *FLAGS, *threads, "-c", *map(str, sources)],
-        [compiler, "-shared", *objects, *link, "-lm", "-o", str(linked)],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S, cwd=folder)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BackendUnavailable(f"could not be compiled: {error}") from error
-        if done.returncode:
-            words = done.stderr.decode(errors="replace").strip().splitlines()
-            raise BackendUnavailable(f"could not be compiled by {compiler}: {words[0] if words else 'no message'}")
-    return linked
+def build(
+    libraries: Sequence[NativeLibrary], cc: Compiler, openmp: str | None, folder: Path
+) -> Iterator[tuple[NativeLibrary, Path | CompilationError]]:
+    """Compile in `folder`, with a compiler on each core -> each library's file, or what the compiler said."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        needed = {(library.folder / source, library.openmp) for library in libraries for source in library.sources}
+        longest_first = sorted(needed, key=lambda each: -each[0].stat().st_size)
+        objects = {each: pool.submit(cc.compile, each[0], folder, openmp=each[1]) for each in longest_first}
+        for library in libraries:
+            try:
+                parts = [objects[library.folder / source, library.openmp].result() for source in library.sources]
+                runtime = (openmp or "-fopenmp") if library.openmp else None
+                yield library, cc.link(parts, folder / f"{library.name}.so", openmp=runtime)
+            except CompilationError as error:
+                yield library, error
+
+
+def _loaded_or_reason(library: NativeLibrary, path: Path) -> ctypes.CDLL | str:
+    try:
+        return _load(library, path)
+    except BackendUnavailable as error:
+        return str(error)
 
 
 def _load(library: NativeLibrary, path: Path) -> ctypes.CDLL:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -13,38 +13,47 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native import build as native_build
-from pdinfer.kernels.native.build import SIGNATURES
+from pdinfer.kernels.native import ops as native_ops
+from pdinfer.kernels.native.build import SIGNATURES, Kernels
 from pdinfer.process import compiled as process_compiled
+from pdinfer.process import compiler as process_compiler
+from pdinfer.process.compiler import INSTRUCTION_SETS
+from pdinfer.testing import random_model, tiny_config
 
-Build = Callable[[], ctypes.CDLL]
+Build = Callable[[], Kernels]
 
 can_build = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
-    """Return a function that loads the library anew, as in a new process, for a CPU that can run it and with a home of
-    its own. Its kernels do nothing, so that they compile in no time."""
-    source = tmp_path / "source" / "native.c"
-    source.parent.mkdir()
-    first, *others = SIGNATURES
-    stub = '__attribute__((visibility("default"))) void {}(void) {{}}\n'
-    source.with_name("first.c").write_text('#include "shared.h"\n' + stub.format(first))
-    source.with_name("shared.h").write_text("")
-    source.write_text("".join(stub.format(name) for name in others))
-    monkeypatch.setattr(native_build, "FOLDER", source.parent)
+    """Return a function that loads two families anew, as in a new process, for a CPU that can run them and with a home
+    of its own. Their kernels do nothing, so that they compile in no time; "attention" and "rows" share a source."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    stub = '__attribute__((visibility("default"))) int {}(void) {{ return 0; }}\n'
+    for family in ("attention", "rows"):
+        kernels = "".join(stub.format(name) for name in SIGNATURES[family])
+        (folder / f"{family}.c").write_text(f'#include "{family}.h"\n{kernels}')
+        (folder / f"{family}.h").write_text('#include "all.h"\n')
+    (folder / "all.h").write_text("")
+    (folder / "shared.c").write_text("")
+    monkeypatch.setattr(native_build, "FAMILIES", {name: (f"{name}.c", "shared.c") for name in ("attention", "rows")})
+    monkeypatch.setattr(native_build, "FIND_TILES", ())
+    monkeypatch.setattr(native_build, "FOLDER", folder)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2"}))
 
-    def anew() -> ctypes.CDLL:
+    def anew() -> Kernels:
         native_build.library_or_reason.cache_clear()
         native_build._library.cache_clear()
         try:
-            return native_build.library()
+            return native_build._library()
         finally:
             native_build.library_or_reason.cache_clear()
             native_build._library.cache_clear()
@@ -54,12 +63,12 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record which command of the compiler runs, and how often: "--version", "-c" or "-shared"."""
+    """Record which command of the compiler runs, and how often: "-E", "-c" or "-shared"."""
     ran: list[str] = []
     run = subprocess.run
 
     def noted(command: list[str], **options: object) -> object:
-        ran.extend({"--version", "-c", "-shared"} & set(command))
+        ran.extend({"-E", "-c", "-shared"} & set(command))
         return run(command, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "run", noted)
@@ -72,7 +81,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     path = folder / "cc"
-    path.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    path.write_text("#!/bin/sh\necho 'In function f:\ncc: error: no such flag' >&2\nexit 1\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     return path
@@ -98,7 +107,7 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch, build: B
 
 
 def test_what_the_compiler_says_is_told(build: Build, compiler: Path) -> None:
-    with pytest.raises(BackendUnavailable, match=r"could not be compiled by .*: no such flag"):
+    with pytest.raises(BackendUnavailable, match=r"could not be compiled by .*: cc: error: no such flag$"):
         build()
 
 
@@ -128,7 +137,7 @@ def test_a_compiler_that_hangs_or_is_no_program_is_told(
     with pytest.raises(BackendUnavailable, match="could not be compiled"):
         build()
     compiler.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr(process_compiled, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process_compiler, "COMPILE_TIMEOUT_S", 0.05)
     with pytest.raises(BackendUnavailable, match="timed out"):
         build()
 
@@ -137,17 +146,20 @@ def test_a_compiler_that_hangs_or_is_no_program_is_told(
 def test_it_is_compiled_once(build: Build, commands: list[str], tmp_path: Path) -> None:
     build()
     folder = tmp_path / ".cache" / "pdinfer"
-    (compiled,) = kept(tmp_path)  # and nothing of the build
-    assert not stat.S_IMODE(folder.stat().st_mode) & 0o022
-    assert not stat.S_IMODE(compiled.stat().st_mode) & 0o022
+    compiled = kept(tmp_path)  # and nothing of the build
+    assert [path.name.partition("-")[0] for path in compiled] == ["attention", "rows"]
+    for path in (folder, *compiled):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o022
+    assert sorted(commands) == ["-E", *["-c"] * 3, *["-shared"] * 2]  # what they share, once
+    commands.clear()
     build()
-    assert sorted(commands) == ["--version", "--version", "-c", "-shared"]
+    assert commands == ["-E"]
 
 
 @can_build
 def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build()
-    (compiled,) = kept(tmp_path)
+    compiled, other = kept(tmp_path)
     content = compiled.read_bytes()
     for broken in (b"", content[:4096], content[:-1], content + b"\0", bytes(len(content)), b"nonsense"):
         compiled.unlink()  # it is mapped: cutting it short would be felt
@@ -156,7 +168,7 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
         caplog.clear()
         build()
         assert "is not what was written there" in caplog.text
-        assert kept(tmp_path) == [compiled]
+        assert kept(tmp_path) == [compiled, other]
         assert compiled.read_bytes() == content
     compiled.chmod(0o722)  # others could have written it
     build()
@@ -169,41 +181,130 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
 
 
 @can_build
-@pytest.mark.parametrize("name", ["first.c", "native.c", "shared.h"])
-def test_any_source_that_changes_makes_another_library(build: Build, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "families"),
+    [
+        ("rows.c", {"rows"}),
+        ("attention.h", {"attention"}),
+        ("all.h", {"attention", "rows"}),
+        ("shared.c", {"attention", "rows"}),
+    ],
+)
+def test_a_source_that_changes_makes_other_libraries_of_what_it_is_part_of(
+    build: Build, commands: list[str], tmp_path: Path, name: str, families: set[str]
+) -> None:
     build()
+    before = kept(tmp_path)
     with (native_build.FOLDER / name).open("a") as source:
         source.write("/* another */\n")
+    commands.clear()
     build()
-    assert len(kept(tmp_path)) == 2
+    assert {path.name.partition("-")[0] for path in kept(tmp_path) if path not in before} == families
+    assert commands.count("-shared") == len(families)
+    assert commands.count("-c") == len(families) + 1
+
+
+def breaks(name: str) -> None:
+    with (native_build.FOLDER / name).open("a") as source:
+        source.write("int unknown(void) { return missing; }\n")
+
+
+@can_build
+def test_a_source_that_does_not_compile_costs_its_own_family(build: Build) -> None:
+    breaks("rows.c")
+    kernels = build()
+    assert kernels.mla_prefill
+    assert set(kernels.reasons) == {"rows"}
+    said = r"^has a source, rows\.c, that \S+ does not compile; please report this: rows\.c:\d+:\d+: error: .*missing"
+    assert re.search(said, kernels.reasons["rows"])
+    with pytest.raises(BackendUnavailable, match=said):
+        kernels.rms_norm  # noqa: B018
+
+
+@can_build
+def test_a_source_of_two_families_that_does_not_compile_costs_both(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaks("shared.c")
+    with pytest.raises(BackendUnavailable, match=r"shared\.c:1:"):
+        build()
+    assert [record.getMessage().count("(attention, rows)") for record in caplog.records] == [1]
+
+
+@can_build
+def test_what_does_not_compile_is_not_compiled_in_vain(build: Build, commands: list[str], tmp_path: Path) -> None:
+    breaks("rows.c")
+    first = build().reasons["rows"]
+    (remembered,) = (tmp_path / ".cache" / "pdinfer").glob("*.failed")
+    assert remembered.read_text() == first
+    assert not stat.S_IMODE(remembered.stat().st_mode) & 0o077
+    commands.clear()
+    assert build().reasons["rows"] == f"{first} (found earlier; to try again, delete {remembered})"
+    assert commands == ["-E"]
+    remembered.chmod(0o622)  # others could have written it
+    assert build().reasons["rows"] == first
+    with (native_build.FOLDER / "rows.c").open("a") as source:
+        source.write("#define missing 1\n")  # which is too late
+    assert "rows" in build().reasons
+    (native_build.FOLDER / "rows.h").write_text("#define missing 1\n")
+    assert not build().reasons
+
+
+@can_build
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'rows.c:1:1: error: no' >&2; kill -9 $$",
+        "echo 'rows.c:1:10: fatal error: stdlib.h: No such file or directory' >&2; exit 1",
+        "echo 'rows.c:9:1: fatal error: error writing to rows.s: No space left on device' >&2; exit 1",
+        "echo 'gcc: fatal error: Killed signal terminated program cc1' >&2; exit 1",
+        "echo 'rows.c:3:2: internal compiler error: Segmentation fault' >&2; exit 4",
+    ],
+    ids=["a signal", "no header", "a full disk", "no memory", "a bug"],
+)
+def test_a_failure_that_may_pass_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path, script: str
+) -> None:
+    real, folder = shutil.which("cc"), tmp_path / "bin"
+    folder.mkdir()
+    cc = folder / "cc"
+    cc.write_text(f'#!/bin/sh\ncase "$*" in *rows.c*) {script};; esac\nexec {real} "$@"\n')
+    cc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert set(build().reasons) == {"rows"}
+    cc.write_text(cc.read_text().replace(script, ":"))
+    assert not build().reasons
 
 
 @can_build
 def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset(INSTRUCTION_SETS.values()))
     build()
-    (compiled,) = kept(tmp_path)
+    compiled = kept(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     commands.clear()
     build()
     assert commands == []
     beside = tmp_path / "installed"
     beside.mkdir()
-    for source in native_build.FOLDER.iterdir():
-        shutil.copy(source, beside)
+    for path in (*native_build.FOLDER.iterdir(), *compiled):
+        shutil.copy2(path, beside)
+    for path in compiled:
+        path.unlink()
     monkeypatch.setattr(native_build, "FOLDER", beside)
-    compiled.rename(beside / compiled.name)
-    build()
-    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2", "another"}))
+    assert not build().reasons
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"sse"}))
     with pytest.raises(BackendUnavailable, match="needs a C compiler"):
         build()
 
 
 @can_build
 def test_a_compiler_that_fails_leaves_one_that_another_compiler_made(
-    build: Build, tmp_path: Path, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, build: Build, request: pytest.FixtureRequest
 ) -> None:
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset(INSTRUCTION_SETS.values()))
     build()
     request.getfixturevalue("compiler")
     build()
@@ -256,10 +357,10 @@ def test_where_the_folder_cannot_be_written_it_is_built_for_this_process(
 def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     build()
-    assert len(list((tmp_path / "mine" / "pdinfer").glob("native-*.so"))) == 1
+    assert len(list((tmp_path / "mine" / "pdinfer").glob("*.so"))) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     build()
-    assert len(kept(tmp_path)) == 1
+    assert len(kept(tmp_path)) == 2
 
 
 @can_build
@@ -268,7 +369,8 @@ def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
 
     def one() -> None:
         try:
-            process_compiled.find_or_build(native_build.sources(), native_build.cpu_flags())
+            found = process_compiled.find_or_build(native_build.families(), native_build.cpu_flags())
+            assert not any(isinstance(each, str) for each in found.values())
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 
@@ -280,3 +382,26 @@ def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
     assert not failures
     assert all(path.suffix == ".so" for path in kept(tmp_path))
     build()
+
+
+@pytest.mark.parametrize("lost", SIGNATURES)
+def test_an_op_whose_family_is_lost_says_why_and_the_others_do_without(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    there = native_build.library_or_reason()
+    if isinstance(there, str):
+        pytest.skip(f"the library {there}")
+    if there.reasons:
+        pytest.fail(str(there.reasons))
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    whole = random_model(tiny_config("v3", **sizes), dtype=torch.bfloat16)
+    expected = whole.logits(list(range(40)))
+    before = {choice.op: choice.provider for choice in whole.resolved.choices}
+    monkeypatch.setattr(native_build, "_library", lambda: Kernels({**there.libraries, lost: "has a bad source"}))
+    model = random_model(tiny_config("v3", **sizes), dtype=torch.bfloat16)
+    for choice in model.resolved.choices:
+        its_own = native_build.FAMILY_OF.get(native_ops.KERNELS.get(choice.op, choice.op)) == lost
+        assert ("native: has a bad source" in choice.refusals) == its_own
+        assert choice.provider == before[choice.op] or its_own
+    difference = (model.logits(list(range(40))) - expected).abs()
+    assert difference.median() < 0.05  # a rounded score may choose another expert, which some rows show

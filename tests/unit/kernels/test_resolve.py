@@ -152,7 +152,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) 
     """Have the native provider see a CPU with these flags, whose kernels read weights in strips or do not."""
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
     of_fp8 = strips and flags == ("avx2",)
-    served = SimpleNamespace(strips_are_served=lambda: strips, fp8_strips_are_served=lambda: of_fp8)
+    served = SimpleNamespace(
+        why_not=lambda _: None, strips_are_served=lambda: strips, fp8_strips_are_served=lambda: of_fp8
+    )
     monkeypatch.setattr(native.build, "library", lambda: served)
 
 

@@ -6,16 +6,18 @@
     fused.py      several of these in one call
     draws.py      draws of tokens, as far as all of them go the same way
     calls.py      what all calls look at before and behind
-    build.py      says what is compiled for this machine on first use, and why it cannot be
-    products.c    linear maps; products.h says what the next four share
+    build.py      families of sources: a library of each is compiled for this machine on first use, or says why not
+    products.c    linear maps; products.h says what the next five share
     experts.c     gated MLPs of rows that are sorted by expert
+    parts.c       experts of many rows, of bfloat16 or FP8
     pairs.c       products of few rows with AVX-512 BF16
     floats.c      products of few rows without
     strips.c      products of many rows without, and with weights that lie in strips
     tiles.c       the same by AMX, whose instructions are in tiles.h
     int8.c        products and experts of INT8
     fp8.c         products of few rows with FP8, and its conversions
-    room.c        memory that threads keep from call to call
+    fp8_strips.c  products and experts of FP8 in strips; fp8.h says what the two share
+    room.c        memory that threads keep from call to call, as room.h has it
     rows.c        what lies between products: routing, norms, rotations
     draws.c       the largest logit, and the normalizer
     decode.c      latent attention of few queries, over pages
@@ -23,6 +25,7 @@
     prefill.c     latent attention of many queries
     attention.h   the softmax of both
     vectors.h     bfloat16 and vectors of any width, for all sources
+    sets.h        lanes and instruction sets, by what the compiler says
 
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.

@@ -10,7 +10,7 @@
  * PAIRS_IN_C is for tests: pairs, on any CPU. */
 typedef uint32_t unit;
 
-#if defined(__AVX512BF16__) || defined(PAIRS_IN_C)
+#if defined(HAVE_BF16) || defined(PAIRS_IN_C)
 #define PER 2 /* values in a unit */
 #else
 #define PER 1
@@ -26,7 +26,7 @@ INLINE void to_floats(const bf16 *p, i64 n, float *to) {
 
 /* The weights of a block, rounded to bf16. */
 INLINE void weights_to_bf16(const floats *s, bf16 *to) {
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
     for (int k = 0; k < 4; k += 2)
         _mm512_storeu_si512(to + 16 * k, (__m512i)_mm512_cvtne2ps_pbh((__m512)s[k + 1], (__m512)s[k]));
 #else

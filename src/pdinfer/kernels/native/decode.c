@@ -2,14 +2,14 @@
  * shapes and strides; sizes here are numbers of elements. */
 
 #include "decode.h"
-#include "products.h"
+#include "room.h"
 
 /* The weight of token t. */
 INLINE float weight_at(const unit *weights, i64 t) {
     return PER == 2 ? from_bf16(((const bf16 *)weights)[t]) : ((const float *)weights)[t];
 }
 
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
 
 typedef bf16 value; /* of a query, as decode reads it */
 

@@ -3,7 +3,6 @@
  * weights that come of it by the tokens. */
 
 #include "decode.h"
-#include "products.h"
 #include "tiles.h"
 
 #ifdef HAVE_TILES
@@ -168,9 +167,14 @@ static const Body by_tiles = {GROUP, bytes_of_tiles, absorb};
 
 #endif
 
+static int found;
+
+/* As `find_tiles`, for attention. */
+EXPORT int find_decode_tiles(void) { return found = tiles_work(); }
+
 const Body *decode_by_tiles_or_null(void) {
 #ifdef HAVE_TILES
-    return by_tiles_or_null() ? &by_tiles : NULL;
+    return found ? &by_tiles : NULL;
 #else
     return NULL;
 #endif

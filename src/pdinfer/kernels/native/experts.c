@@ -1,4 +1,4 @@
-/* Experts: gated MLPs of rows that are sorted by expert. */
+/* Experts of bf16: gated MLPs of rows that are sorted by expert. */
 
 #include "products.h"
 
@@ -38,109 +38,10 @@ static i64 few_of_each(const bf16 *x, const i64 *counts, i64 num_experts, const 
     return lacking;
 }
 
-/* Rows of one expert: as many as a panel of its hidden values may have. */
-typedef struct {
-    Input x;
-    Matrix gate_up, down;
-    bf16 *y;
-    i64 rows;
-    char *panels, *hidden;
-} Part;
-
-/* Strip s of gate and up, 16 outs of each -> these 16 inputs of the panels of hidden values. */
-static void gated_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
-    _Alignas(64) float c[MOST_AT_ONCE * STRIP];
-    i64 inner = part->down.n, there = MIN(16, inner - 16 * s);
-    way->times(part->panels, part->rows, &part->gate_up, s, strip_of(&part->gate_up, s, packed), c);
-    for (i64 m = 0; m < part->rows; m++) {
-        float *row = c + STRIP * m;
-        for (int i = 0; i < 16; i += LANES) store(row + i, rounded(silu(rounded(load(row + i)), rounded(load(row + 16 + i)))));
-        for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;
-    }
-    way->put(c, STRIP, part->rows, inner, 16 * s, part->hidden);
-}
-
-/* Strip s of down, 32 outs -> these columns of y. */
-static void down_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
-    _Alignas(64) float c[MOST_AT_ONCE * STRIP];
-    way->times(part->hidden, part->rows, &part->down, s, strip_of(&part->down, s, packed), c);
-    store_strip(&part->down, s, c, part->rows, part->y, part->down.outs);
-}
-
-/* With many parts each thread takes one at a time; where there are few, threads share the strips of all. */
-static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
-    i64 width = parts->gate_up.n, inner = parts->down.n, lacking = 0;
-    i64 of_x = panel_bytes(way, way->rows, width), all = of_x + panel_bytes(way, way->rows, inner);
-    i64 ups = padded(inner) / 16, downs = num_strips(&parts->down);
-    i64 of_strip = MAX(packed_bytes(&parts->gate_up), packed_bytes(&parts->down));
-    int whole = threads == 1 || num_parts >= 4 * threads;
-    char *shared = whole ? NULL : room(2, all * num_parts);
-    if (!whole && !shared) return all * num_parts;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
-    {
-        bf16 *packed = of_strip ? room(1, of_strip) : NULL;
-        char *own = whole ? room(2, all) : shared;
-        int able = own && (packed || !of_strip);
-        if (!able) lacking = own ? of_strip : all;
-#pragma omp for schedule(dynamic)
-        for (i64 p = 0; p < num_parts; p++) {
-            if (!own) continue;
-            Part *part = parts + p;
-            part->panels = whole ? own : shared + all * p;
-            part->hidden = part->panels + of_x;
-            way->pack(&part->x, part->rows, width, part->panels);
-            if (!whole || !able) continue; /* a thread without memory for strips still packs for the others */
-            for (i64 s = 0; s < ups; s++) gated_strip(way, part, s, packed);
-            if (way->finish) way->finish(part->rows, inner, part->hidden);
-            for (i64 s = 0; s < downs; s++) down_strip(way, part, s, packed);
-        }
-        if (!whole) {
-#pragma omp for schedule(dynamic)
-            for (i64 item = 0; item < num_parts * ups; item++)
-                if (able) gated_strip(way, parts + item / ups, item % ups, packed);
-#pragma omp for schedule(dynamic)
-            for (i64 p = 0; p < num_parts; p++)
-                if (able && way->finish) way->finish(parts[p].rows, inner, parts[p].hidden);
-#pragma omp for schedule(dynamic)
-            for (i64 item = 0; item < num_parts * downs; item++)
-                if (able) down_strip(way, parts + item / downs, item % downs, packed);
-        }
-    }
-    return lacking;
-}
-
-/* To the matrix of the next expert. */
-static void to_next(Matrix *w) {
-    i64 size = w->scales ? 1 : sizeof(bf16), blocks = w->parts * ((w->outs / w->parts + 127) / 128);
-    w->weights = (const bf16 *)((const char *)w->weights + size * w->outs * w->n);
-    if (w->scales) w->scales += blocks * ((w->n + 127) / 128);
-}
-
-/* Weights of all experts, one after another, each as these of the first -> products of the rows of each. */
-static i64 by_parts(const Way *way, Input x, const i64 *counts, i64 num_experts, Matrix gate_up, Matrix down, bf16 *y,
-                    int threads) {
-    i64 num_parts = 0, width = gate_up.n;
-    for (i64 e = 0; e < num_experts; e++) num_parts += (counts[e] + way->rows - 1) / way->rows;
-    if (!num_parts) return 0;
-    Part *parts = malloc(sizeof *parts * num_parts), *part = parts;
-    if (!parts) return sizeof *parts * num_parts;
-    for (i64 e = 0; e < num_experts; e++) {
-        for (i64 left = counts[e]; left > 0; left -= part->rows, y += part->rows * width, part++) {
-            *part = (Part){x, gate_up, down, y, MIN(way->rows, left), NULL, NULL};
-            x = from_row(x, part->rows);
-        }
-        to_next(&gate_up);
-        to_next(&down);
-    }
-    i64 lacking = run_parts(way, parts, num_parts, threads);
-    free(parts);
-    return lacking;
-}
-
 /* How experts of up to `most` rows are multiplied where they are many: NULL where few are served or none. */
 static const Way *way_of(i64 most, i64 width, i64 inner) {
     if (most <= FEW_OF_EACH && width % 8 == 0 && inner % 8 == 0) return NULL;
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
     return by_tiles_or_null();
 #else
     return best_way();
@@ -170,15 +71,6 @@ EXPORT i64 experts_strips(const bf16 *x, const i64 *counts, i64 num_experts, con
                           i64 width, i64 inner, bf16 *y, int threads) {
     return by_parts(best_way(), (Input){x, width}, counts, num_experts, (Matrix){gate_up, 2 * inner, width, 2, 1},
                     (Matrix){down, width, inner, 1, 1}, y, threads);
-}
-
-/* The same with FP8 numbers in strips, their scales, and rows of FP8 numbers, whose scales are `lds` and `ldb` apart. */
-EXPORT i64 experts_fp8_strips(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, const i64 *counts,
-                              i64 num_experts, const uint8_t *gate_up, const float *gate_up_scales, const uint8_t *down,
-                              const float *down_scales, i64 width, i64 inner, int ue8m0, bf16 *y, int threads) {
-    return by_parts(ue8m0 ? &by_fp8_ue8m0 : &by_fp8, (Input){numbers, width, scales, lds, ldb}, counts, num_experts,
-                    (Matrix){(const bf16 *)gate_up, 2 * inner, width, 2, 1, gate_up_scales},
-                    (Matrix){(const bf16 *)down, width, inner, 1, 1, down_scales}, y, threads);
 }
 
 /* Whether weights should lie in strips here. With AVX-512 BF16 and no tiles torch's products need them as they are. */

@@ -3,7 +3,7 @@
 
 #include "products.h"
 
-#ifndef __AVX512BF16__
+#ifndef HAVE_BF16
 
 #define PAIRS (2 * LANES)
 #define OUTS 4 /* weight rows read side by side, so that what is read of x serves all of them */

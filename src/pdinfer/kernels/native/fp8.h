@@ -20,12 +20,12 @@ INLINE float small(uint8_t code) {
 
 /* The values of TWO numbers over 256. */
 INLINE void load_small(const uint8_t *p, floats *low, floats *high) {
-#if defined(__AVX512BW__)
+#if LANES == 16
     __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p)), 7);
     bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xBFFF));
     *low = (floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits));
     *high = (floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
-#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+#elif defined(HAVE_FLOAT16)
     __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
     bits = _mm256_and_si256(bits, _mm256_set1_epi16((short)0xBFFF));
     *low = (floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));

@@ -4,6 +4,7 @@
  * both scales come to the sums of a block. */
 
 #include "fp8.h"
+#include "tiles.h"
 
 #define VECTORS (16 / LANES)        /* of half a strip */
 #define HALF (STEP / 2)
@@ -12,43 +13,14 @@
 #define FAR 4096                    /* bytes between the weights that are read and those that are asked for */
 #define CHUNK 144                   /* rows that are taken through a strip at once */
 
-/* A number in the place of a float's exponent and mantissa is 2^120 times too small, and a denormal below 2^-6. AMD's CPUs
- * multiply denormals as fast as others, so there that is all. LIFT on the other side keeps products normal. On CPUs for
- * which a denormal is an exception, float16's conversion makes numbers that are 2^8 times too small. */
-#if (defined(__znver1__) || defined(__znver2__) || defined(__znver3__)) && defined(__AVX2__) && !defined(__AVX512F__) \
-    && !defined(AS_FLOAT16)
-#define DENORMAL
-#define LIFT 0x1p112f
-#else
-#define LIFT 1.0f
-#endif
+/* What FP8 numbers become as they are read: floats that are 2^8 times too small, or denormals. */
 #define LOWER 256 /* what products are too small by */
 
-/* 16 outs of two inputs -> those of the first, or of the second. With DENORMAL the outs are 0, 2, ... 14 and 1, 3, ... 15
- * until `in_order`. */
-#if defined(DENORMAL)
-#define BYTE(x, at) (floats)_mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * (at)), 4), mask)
-
-INLINE void firsts(const uint8_t *p, floats *to) {
-    __m256i x = _mm256_loadu_si256((const void *)p), mask = _mm256_set1_epi32((int)0x87F00000);
-    to[0] = BYTE(x, 0), to[1] = BYTE(x, 2);
-}
-
-INLINE void seconds(const uint8_t *p, floats *to) {
-    __m256i x = _mm256_loadu_si256((const void *)p), mask = _mm256_set1_epi32((int)0x87F00000);
-    to[0] = BYTE(x, 1), to[1] = BYTE(x, 3);
-}
-
-INLINE void in_order(floats *v) {
-    __m256 low = _mm256_unpacklo_ps((__m256)v[0], (__m256)v[1]), high = _mm256_unpackhi_ps((__m256)v[0], (__m256)v[1]);
-    v[0] = (floats)_mm256_permute2f128_ps(low, high, 0x20), v[1] = (floats)_mm256_permute2f128_ps(low, high, 0x31);
-}
-#else
-#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__))
+#ifdef HAVE_FLOAT16
 /* Codes in the high bytes of 16 bits. */
 INLINE void from_high(__m256i x, floats *to) {
     __m256i bits = _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16((short)0xBF80));
-#ifdef __AVX512BW__
+#if LANES == 16
     to[0] = (floats)_mm512_cvtph_ps(bits);
 #else
     to[0] = (floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
@@ -56,6 +28,7 @@ INLINE void from_high(__m256i x, floats *to) {
 #endif
 }
 
+/* 16 outs of two inputs -> those of the first, or of the second. */
 INLINE void firsts(const uint8_t *p, floats *to) {
     from_high(_mm256_slli_epi16(_mm256_loadu_si256((const void *)p), 8), to);
 }
@@ -69,12 +42,11 @@ INLINE void firsts(const uint8_t *p, floats *to) {
 INLINE void seconds(const uint8_t *p, floats *to) { firsts(p + 1, to); }
 #endif
 
-INLINE void in_order(floats *v) { (void)v; }
-#endif
+INLINE void as_they_are(floats *v) { (void)v; }
 
-/* c[m][0..32) = M rows, [inputs][M], times a block of a strip. */
-#define SCAN(M)                                                                                                        \
-    static void scan_##M(const float *a, const uint8_t *w, i64 steps, float *c) {                                      \
+/* c[m][0..32) = M rows, [inputs][M], times a block of a strip, whose numbers FIRSTS and SECONDS read. */
+#define SCAN(M, NAME, FIRSTS, SECONDS, IN_ORDER)                                                                       \
+    static void NAME##_##M(const float *a, const uint8_t *w, i64 steps, float *c) {                                    \
         floats acc[M][2][VECTORS], b[VECTORS];                                                                         \
         for (int m = 0; m < M; m++)                                                                                    \
             for (int h = 0; h < 2; h++)                                                                                \
@@ -83,47 +55,28 @@ INLINE void in_order(floats *v) { (void)v; }
             for (i64 p = 0; p < HALF; p += 32, a += 2 * M) {                                                           \
                 __builtin_prefetch(w + 2 * p + FAR, 0, 3);                                                             \
                 for (int h = 0; h < 2; h++) {                                                                          \
-                    firsts(w + h * HALF + p, b);                                                                       \
+                    FIRSTS(w + h * HALF + p, b);                                                                       \
                     for (int m = 0; m < M; m++)                                                                        \
                         for (int v = 0; v < VECTORS; v++) acc[m][h][v] += a[m] * b[v];                                 \
-                    seconds(w + h * HALF + p, b);                                                                      \
+                    SECONDS(w + h * HALF + p, b);                                                                      \
                     for (int m = 0; m < M; m++)                                                                        \
                         for (int v = 0; v < VECTORS; v++) acc[m][h][v] += a[M + m] * b[v];                             \
                 }                                                                                                      \
             }                                                                                                          \
         for (int m = 0; m < M; m++)                                                                                    \
             for (int h = 0; h < 2; h++) {                                                                              \
-                in_order(acc[m][h]);                                                                                   \
+                IN_ORDER(acc[m][h]);                                                                                   \
                 for (int v = 0; v < VECTORS; v++) store(c + STRIP * m + 16 * h + LANES * v, acc[m][h][v]);             \
             }                                                                                                          \
     }
-SCAN(1)
-SCAN(2)
-SCAN(3)
-static void (*const scan_of[])(const float *, const uint8_t *, i64, float *) = {0, scan_1, scan_2, scan_3};
-
-/* A number as bf16, as much too small as those above. */
-INLINE bf16 widened(uint8_t code) {
-    if ((code & 0x7f) == 0x7f) return 0x7fc0;
-#ifdef DENORMAL
-    return (bf16)((code & 0x80) << 8 | (code & 0x7f) << 4);
-#else
-    union { float f; uint32_t u; } v = {small(code)};
-    return v.u >> 16;
-#endif
-}
+SCAN(1, floats_scan, firsts, seconds, as_they_are)
+SCAN(2, floats_scan, firsts, seconds, as_they_are)
+SCAN(3, floats_scan, firsts, seconds, as_they_are)
 
 /* `count` numbers, a multiple of 32, -> bf16. What lies FAR behind is asked for. */
-static void widen(const uint8_t *from, i64 count, int with_nan, bf16 *to) {
-    for (i64 i = 0; with_nan && i < count; i++) to[i] = widened(from[i]);
-    for (i64 i = 0; !with_nan && i < count; i += 32) {
+static void floats_widen(const uint8_t *from, i64 count, bf16 *to) {
+    for (i64 i = 0; i < count; i += 32) {
         __builtin_prefetch(from + i + FAR, 0, 3);
-#ifdef DENORMAL
-        for (int u = 0; u < 32; u += 16) {
-            __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(from + i + u))), 4);
-            _mm256_storeu_si256((void *)(to + i + u), _mm256_and_si256(bits, _mm256_set1_epi16((short)0x87F0)));
-        }
-#else
         floats first[VECTORS], second[VECTORS];
         firsts(from + i, first);
         seconds(from + i, second);
@@ -131,11 +84,82 @@ static void widen(const uint8_t *from, i64 count, int with_nan, bf16 *to) {
             words pairs = ((words)first[v] >> 16) | ((words)second[v] & 0xFFFF0000u);
             memcpy(to + i + 2 * LANES * v, &pairs, sizeof pairs);
         }
-#endif
     }
 }
 
-/* Panels are floats, of a few rows each: [inputs][rows], of numbers times LIFT. Behind them are the scales, [rows][blocks];
+INLINE bf16 float_of(uint8_t code) {
+    union { float f; uint32_t u; } v = {small(code)};
+    return v.u >> 16;
+}
+
+/* A way to read numbers. */
+typedef struct {
+    void (*scan[FEW + 1])(const float *, const uint8_t *, i64, float *);
+    void (*widen)(const uint8_t *from, i64 count, bf16 *to);
+    bf16 (*one)(uint8_t code); /* as `widen` */
+    float lift;                /* what the other side is multiplied by before */
+} Reading;
+
+static const Reading as_floats = {{0, floats_scan_1, floats_scan_2, floats_scan_3}, floats_widen, float_of, 1.0f};
+
+#ifdef HAVE_AVX2
+/* A number in the place of a float's exponent and mantissa is 2^120 times too small, and a denormal below 2^-6. The other
+ * side is lifted, so that products are normal. Outs are 0, 2, ... 14 and 1, 3, ... 15 until `in_order`. */
+#define BYTE(x, at) (floats)_mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * (at)), 4), mask)
+
+INLINE void first_bytes(const uint8_t *p, floats *to) {
+    __m256i x = _mm256_loadu_si256((const void *)p), mask = _mm256_set1_epi32((int)0x87F00000);
+    to[0] = BYTE(x, 0), to[1] = BYTE(x, 2);
+}
+
+INLINE void second_bytes(const uint8_t *p, floats *to) {
+    __m256i x = _mm256_loadu_si256((const void *)p), mask = _mm256_set1_epi32((int)0x87F00000);
+    to[0] = BYTE(x, 1), to[1] = BYTE(x, 3);
+}
+
+INLINE void in_order(floats *v) {
+    __m256 low = _mm256_unpacklo_ps((__m256)v[0], (__m256)v[1]), high = _mm256_unpackhi_ps((__m256)v[0], (__m256)v[1]);
+    v[0] = (floats)_mm256_permute2f128_ps(low, high, 0x20), v[1] = (floats)_mm256_permute2f128_ps(low, high, 0x31);
+}
+
+SCAN(1, denormals_scan, first_bytes, second_bytes, in_order)
+SCAN(2, denormals_scan, first_bytes, second_bytes, in_order)
+SCAN(3, denormals_scan, first_bytes, second_bytes, in_order)
+
+static void denormals_widen(const uint8_t *from, i64 count, bf16 *to) {
+    for (i64 i = 0; i < count; i += 32) {
+        __builtin_prefetch(from + i + FAR, 0, 3);
+        for (int u = 0; u < 32; u += 16) {
+            __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(from + i + u))), 4);
+            _mm256_storeu_si256((void *)(to + i + u), _mm256_and_si256(bits, _mm256_set1_epi16((short)0x87F0)));
+        }
+    }
+}
+
+INLINE bf16 denormal_of(uint8_t code) { return (bf16)((code & 0x80) << 8 | (code & 0x7f) << 4); }
+
+static const Reading as_denormals = {
+    {0, denormals_scan_1, denormals_scan_2, denormals_scan_3}, denormals_widen, denormal_of, 0x1p112f};
+
+/* AMD's CPUs multiply denormals as fast as other numbers, and then one or two rows take a fifth less time so. On others a
+ * denormal is an exception of a hundred cycles. No instruction set tells which. Tests say themselves. */
+#ifndef FAST_DENORMALS
+#define FAST_DENORMALS __builtin_cpu_is("amd")
+#endif
+
+INLINE const Reading *reading(void) { return FAST_DENORMALS ? &as_denormals : &as_floats; }
+#else
+INLINE const Reading *reading(void) { return &as_floats; }
+#endif
+
+static void widen(const uint8_t *from, i64 count, int with_nan, bf16 *to) {
+    const Reading *by = reading();
+    if (!with_nan) by->widen(from, count, to);
+    else
+        for (i64 i = 0; i < count; i++) to[i] = (from[i] & 0x7f) == 0x7f ? 0x7fc0 : by->one(from[i]);
+}
+
+/* Panels are floats, of a few rows each: [inputs][rows], of lifted numbers. Behind them are the scales, [rows][blocks];
  * bf16 values that have been put, [rows][inputs]; and numbers made of these. */
 #define BYTES 8 /* of a value: 4, less than 1, 2 and 1 */
 
@@ -151,15 +175,16 @@ INLINE Panels panels_at(const void *at, i64 rows, i64 n) {
     return (Panels){(float *)bytes, (float *)(bytes + 4 * all), (bf16 *)(bytes + 5 * all), (uint8_t *)bytes + 7 * all};
 }
 
-/* `count` numbers -> their values times LIFT. */
+/* `count` numbers -> their values, lifted. */
 INLINE void lift(const uint8_t *from, i64 count, float *to) {
+    float by = reading()->lift;
     i64 i = 0, lost = holds_nan(from, count);
     for (floats low, high; !lost && i + TWO <= count; i += TWO) {
         load_small(from + i, &low, &high);
-        store(to + i, low * (256 * LIFT));
-        store(to + i + LANES, high * (256 * LIFT));
+        store(to + i, low * (256 * by));
+        store(to + i + LANES, high * (256 * by));
     }
-    for (; i < count; i++) to[i] = from_e4m3(from[i]) * LIFT;
+    for (; i < count; i++) to[i] = from_e4m3(from[i]) * by;
 }
 
 static void pack(const Input *x, i64 rows, i64 n, void *to) {
@@ -203,7 +228,7 @@ INLINE void add_scaled(const float *sums, i64 rows, const float *by, int add, fl
         }
 }
 
-static void multiply(const Panels *panels, i64 rows, const Matrix *w, i64 s, const uint8_t *strip, float *c) {
+static void multiply_rows(const Panels *panels, i64 rows, const Matrix *w, i64 s, const uint8_t *strip, float *c) {
     _Alignas(64) bf16 wide[DEPTH * STEP];
     i64 blocks = blocks_of(w->n), each = w->outs / w->parts;
     Halves half = halves_of(w, s);
@@ -218,7 +243,7 @@ static void multiply(const Panels *panels, i64 rows, const Matrix *w, i64 s, con
             _Alignas(64) float sums[FEW * STRIP];
             count = panel_of(rows - first);
             const float *panel = panels->values + first * w->n + b * BLOCK * count;
-            if (few) scan_of[count](panel, strip, steps, sums);
+            if (few) reading()->scan[count](panel, strip, steps, sums);
             for (int h = 0; h < 2; h++) {
                 float by[MOST_OF_PANEL], *to = c + STRIP * first + 16 * h;
                 for (i64 m = 0; m < count; m++) by[m] = LOWER * scales[h][b] * panels->scales[(first + m) * blocks + b];
@@ -231,17 +256,19 @@ static void multiply(const Panels *panels, i64 rows, const Matrix *w, i64 s, con
 
 static void times(const void *at, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c) {
     Panels panels = panels_at(at, rows, w->n);
-#ifdef DENORMAL
+#ifdef HAVE_AVX2
     unsigned before = _mm_getcsr(), needed = before & ~0x8040u; /* torch.set_flush_denormal makes zeros of denormals */
     if (needed != before) _mm_setcsr(needed);
-    multiply(&panels, rows, w, s, (const uint8_t *)strip, c);
+    multiply_rows(&panels, rows, w, s, (const uint8_t *)strip, c);
     if (needed != before) _mm_setcsr(before);
 #else
-    multiply(&panels, rows, w, s, (const uint8_t *)strip, c);
+    multiply_rows(&panels, rows, w, s, (const uint8_t *)strip, c);
 #endif
 }
 
-const Way by_fp8 = {CHUNK, BYTES, pack, times, put, finish}, by_fp8_ue8m0 = {CHUNK, BYTES, pack, times, put, finish_ue8m0};
+/* FP8 numbers; activations that are put are rounded to FP8, with scales that are powers of two in the second. */
+static const Way by_fp8 = {CHUNK, BYTES, pack, times, put, finish};
+static const Way by_fp8_ue8m0 = {CHUNK, BYTES, pack, times, put, finish_ue8m0};
 
 /* y[rows, outs] = x . w^T for rows of FP8 numbers, whose scales are `lds` and `ldb` apart, and weights in strips. The bytes
  * of memory that it could not have, or 0. */
@@ -251,11 +278,21 @@ EXPORT i64 linear_fp8_strips(const uint8_t *numbers, const float *scales, i64 ld
     return by_strips(&by_fp8, (Input){numbers, n, scales, lds, ldb}, rows, &w, y, outs, threads);
 }
 
+/* Gated MLPs of rows sorted by expert, as `experts_strips`, with FP8 numbers in strips, their scales, and rows of FP8
+ * numbers, whose scales are `lds` and `ldb` apart. */
+EXPORT i64 experts_fp8_strips(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, const i64 *counts,
+                              i64 num_experts, const uint8_t *gate_up, const float *gate_up_scales, const uint8_t *down,
+                              const float *down_scales, i64 width, i64 inner, int ue8m0, bf16 *y, int threads) {
+    return by_parts(ue8m0 ? &by_fp8_ue8m0 : &by_fp8, (Input){numbers, width, scales, lds, ldb}, counts, num_experts,
+                    (Matrix){(const bf16 *)gate_up, 2 * inner, width, 2, 1, gate_up_scales},
+                    (Matrix){(const bf16 *)down, width, inner, 1, 1, down_scales}, y, threads);
+}
+
 /* Whether FP8 weights should lie in strips here, where they are then multiplied about as fast as bf16 or faster. AVX-512
  * BF16 and AMX multiply bf16 faster than others make it of FP8. */
 EXPORT int fp8_strips_are_served(void) {
-#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512BF16__)
-    return !by_tiles_or_null();
+#if defined(HAVE_FLOAT16) && !defined(HAVE_BF16)
+    return !tiles_work();
 #else
     return 0;
 #endif

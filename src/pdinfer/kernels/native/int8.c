@@ -9,9 +9,9 @@
 /* A number is a rounded activation as the CPU multiplies it. VNNI multiplies bytes, the left ones without a sign: they
  * are OFFSET more than they stand for, and OFFSET times the sum of the weights comes off. Elsewhere both sides are
  * widened to 16 bits. */
-#ifdef __AVX512VNNI__
+#ifdef HAVE_VNNI
 #define WIDTH 64 /* values that are multiplied at once */
-#define AHEAD 2048 /* bytes between the weights that are read and those that are asked for */
+#define FAR 2048 /* bytes between the weights that are read and those that are asked for */
 #define OFFSET 128
 typedef uint8_t number;
 typedef __m512i some_weights; /* WIDTH of them */
@@ -27,15 +27,15 @@ INLINE ints add_weights(ints sum, some_weights w) {
 }
 #else
 #define WIDTH (2 * LANES)
-#define AHEAD 1024 /* 16 lines: a Zen 3 core waits for 24 at once, and twice as many made it a tenth slower */
+#define FAR 1024 /* 16 lines: a Zen 3 core waits for 24 at once, and twice as many made it a tenth slower */
 #define OFFSET 0
 typedef int16_t number;
 typedef int16_t some_weights __attribute__((vector_size(2 * WIDTH)));
 
 INLINE some_weights load_weights(const int8_t *p) {
-#ifdef __AVX512BW__
+#if LANES == 16
     return (some_weights)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(HAVE_AVX2)
     return (some_weights)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
 #else
     int8_t x __attribute__((vector_size(WIDTH)));
@@ -48,9 +48,9 @@ INLINE some_weights load_weights(const int8_t *p) {
 INLINE ints add_products(ints sum, const number *x, some_weights w) {
     some_weights a;
     memcpy(&a, x, sizeof a);
-#if defined(__AVX512BW__)
+#if LANES == 16
     return sum + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)w);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(HAVE_AVX2)
     return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)w);
 #else
     for (int i = 0; i < LANES; i++) sum[i] += a[2 * i] * w[2 * i] + a[2 * i + 1] * w[2 * i + 1];
@@ -162,7 +162,7 @@ static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i6
             now = left / passes;
             if (outs < LANES) memset(sums, 0, sizeof sums);
             for (i64 r = 0; r < outs; r++)
-                dots[now](x.numbers + m * x.ldq, x.ldq, w + (o + r) * n, n, m ? 0 : AHEAD, sums[r]);
+                dots[now](x.numbers + m * x.ldq, x.ldq, w + (o + r) * n, n, m ? 0 : FAR, sums[r]);
             for (i64 k = 0; k < now; k++) {
                 for (int r = 0; r < LANES; r += 4) {
                     four some = totals_of(&sums[r][k], MOST);
@@ -182,7 +182,7 @@ INLINE i64 padded_row(i64 n) { return (n + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * W
 
 /* Whether a product of so many rows is one for these kernels. With VNNI torch's are good where rows are many. */
 EXPORT int is_served_int8(i64 rows) {
-#ifdef __AVX512VNNI__
+#ifdef HAVE_VNNI
     return rows <= 16;
 #else
     return (void)rows, 1;

@@ -44,6 +44,15 @@ add_rms_norm = fused.add_rms_norm
 norm_rotate_store = fused.norm_rotate_store
 combine_experts = fused.combine_experts
 
+KERNELS = {
+    "grouped_mlp": "experts",
+    "grouped_mlp_strips": "experts_strips",
+    "grouped_mlp_int8": "experts_int8",
+    "grouped_mlp_fp8": "linear_fp8",
+    "grouped_mlp_fp8_strips": "experts_fp8_strips",
+    "draw": "draw_greedy",
+}
+"""The function of an op in C, where it has another name."""
 PART_TOKENS = 1024
 """The longest part of a context that one thread reads in decode."""
 KEYS = 4096
@@ -64,7 +73,10 @@ def unavailable(spec: OpSpec) -> str | None:
 
 
 def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return a sentence when the kernel of an op was not made for these sizes, and None when it was."""
+    """Return a sentence when the kernel of an op is not there or was not made for these sizes, else None."""
+    reason = build.library().why_not(KERNELS.get(op, op))
+    if reason is not None:
+        return str(reason)
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     if op in ("linear_strips", "grouped_mlp_strips") and not build.library().strips_are_served():
         return "leaves many rows to torch on this CPU (AVX-512 BF16 and no AMX), which reads plain matrices"
@@ -116,7 +128,7 @@ def mla_prefill(
             stop = min(start + step, context)
             table = page_table_BM[row, start // page_size : -(-stop // page_size)]
             cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
-            kv_SHX = linear(cached[:, :rank], kv_b_OC)
+            kv_SHX = products.linear_or_torch(cached[:, :rank], kv_b_OC)
             build.library().mla_prefill(
                 q_THQ[at].data_ptr(),
                 kv_SHX.data_ptr(),

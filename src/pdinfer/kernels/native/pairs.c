@@ -2,7 +2,7 @@
 
 #include "products.h"
 
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
 
 #define OUTS 8 /* weight rows per block */
 #define MOST 8 /* rows of x that pass over a block of weights at once */

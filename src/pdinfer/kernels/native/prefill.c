@@ -5,7 +5,7 @@
 
 /* sum + a . b in each lane, of the unit `a` and LANES units at b. */
 INLINE floats add_products(floats sum, unit a, const unit *b) {
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_loadu_si512(b));
 #elif PER == 2
     words ys = load_pairs((const bf16 *)b);
@@ -83,7 +83,7 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const unit *packed
     for (i64 r = 0; r < queries; r++) memcpy(o + r * ldo, sum + r * values, values * sizeof(float));
 }
 
-#if PER == 1 && defined(__AVX2__)
+#if PER == 1 && (LANES == 16 || defined(HAVE_AVX2))
 #define TRANSPOSE8
 
 /* to[i][row] = rows[row][i], 8 x 8, `STRIP` apart in `to`. */

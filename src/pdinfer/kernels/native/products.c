@@ -7,7 +7,7 @@
 /* Whether a product of so many rows and outs is one for these kernels. With AVX-512 BF16 torch's are good where rows are
  * many. */
 EXPORT int is_served(i64 rows, i64 outs) {
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
     return rows <= 16 && outs % 8 == 0;
 #else
     return (void)rows, (void)outs, 1;

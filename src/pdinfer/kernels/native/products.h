@@ -4,9 +4,9 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "room.h"
 
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
 #define FEW_ROWS INT64_MAX /* these are given no others */
 #define SHARE(outs, threads) 64 /* outs of a product, per thread and turn */
 #else
@@ -29,10 +29,6 @@ i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n,
 #define STEP 1024 /* values of a strip per 32 inputs */
 #define AHEAD 2048 /* how many values before few rows need them weights are asked for */
 #define DEEP 8    /* steps of a strip that all rows pass over before the next: 16 KiB stay in the first-level cache */
-
-/* Memory of this thread, kept from call to call; one of a few. What it held is lost when it grows. NULL when there is not
- * so much. */
-void *room(int which, i64 bytes);
 
 /* The inputs of a strip or a panel: those there are, and 0 up to a multiple of 32. */
 INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
@@ -102,9 +98,6 @@ typedef struct {
 
 extern const Way by_floats;
 
-/* FP8 numbers; activations that are put are rounded to FP8, with scales that are powers of two in the second. */
-extern const Way by_fp8, by_fp8_ue8m0;
-
 /* The rows of the next panel of floats when `left` are left of a chunk. */
 i64 panel_of(i64 left);
 
@@ -127,3 +120,8 @@ INLINE i64 panel_bytes(const Way *way, i64 rows, i64 n) { return way->bytes * ((
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows. */
 i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads);
+
+/* y = down . (silu(gate . x) * (up . x)) of rows sorted by expert, counts[e] of each. Weights of all experts lie one after
+ * another, each as these of the first. */
+i64 by_parts(const Way *way, Input x, const i64 *counts, i64 num_experts, Matrix gate_up, Matrix down, bf16 *y,
+             int threads);

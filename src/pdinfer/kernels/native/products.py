@@ -46,6 +46,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return _multiply(kernel, x_TI, outs, weight_OI.data_ptr(), outs, width)
 
 
+def linear_or_torch(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Multiply for an op of another family, which may be there while `linear` is not."""
+    return linear(x_TI, weight_OI) if build.serves("linear") else F.linear(x_TI, weight_OI)
+
+
 def _multiply(kernel: Callable[..., int | None], x_TI: Tensor, outs: int, *matrix: int, form: str = "") -> Tensor:
     """Run a kernel on rows and a matrix of so many outs, of which `matrix` is what it is told -> [T, outs]."""
     rows = x_TI.shape[0]
@@ -198,7 +203,7 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
         for first in range(0, outs, step):
             count = min(step, outs - first)
             build.library().dequantize_fp8(*matrix, first, count, block_OI.data_ptr(), torch.get_num_threads())
-            out[:, first : first + count] = linear(floats_TI, block_OI[:count])
+            out[:, first : first + count] = linear_or_torch(floats_TI, block_OI[:count])
     elif rows:
         lacking = build.library().linear_fp8(*_told(x), rows, *matrix, out.data_ptr(), torch.get_num_threads())
         if lacking:

@@ -1,6 +1,6 @@
-/* Memory that threads keep from call to call, and give back when they end. */
+/* Memory that threads keep until they end, and then give back. */
 
-#include "products.h"
+#include "room.h"
 
 #include <pthread.h>
 

@@ -91,42 +91,16 @@ static void times(const void *panels, i64 rows, const Matrix *w, i64 s, const bf
 
 static const Way by_tiles = {AT_ONCE, sizeof(bf16), pack, times, put, NULL};
 
-/* Whether tiles may be used and give what floats give. */
-static int work(void) {
-    if (!allowed()) return 0;
-    enum { ROWS = 17, INPUTS = 40 };
-    bf16 x[ROWS * INPUTS], w[STRIP * INPUTS];
-    for (int i = 0; i < ROWS * INPUTS; i++) x[i] = to_bf16((float)(i * 7 % 31 - 15) / 16);
-    for (int i = 0; i < STRIP * INPUTS; i++) w[i] = to_bf16((float)(i * 11 % 29 - 14) / 16);
-    _Alignas(64) bf16 panels[32 * 64], packed[STEP * 2];
-    _Alignas(64) float c[32 * STRIP];
-    Matrix of = {w, STRIP, INPUTS, 1, 0};
-    by_tiles.pack(&(Input){x, INPUTS}, ROWS, INPUTS, panels);
-    by_tiles.times(panels, ROWS, &of, 0, strip_of(&of, 0, packed), c);
-    for (int m = 0; m < ROWS; m++)
-        for (int o = 0; o < STRIP; o++) {
-            float sum = 0; /* exact: multiples of 1/256 below 64 */
-            for (int i = 0; i < INPUTS; i++) sum += from_bf16(x[m * INPUTS + i]) * from_bf16(w[o * INPUTS + i]);
-            if (c[STRIP * m + o] != sum) return 0;
-        }
-    return 1;
-}
-
 #endif
 
-static int tiles_work;
+static int found;
 
 /* Finds out whether there are tiles; called once, before any product. */
-EXPORT int find_tiles(void) {
-#ifdef HAVE_TILES
-    tiles_work = work();
-#endif
-    return tiles_work;
-}
+EXPORT int find_tiles(void) { return found = tiles_work(); }
 
 const Way *by_tiles_or_null(void) {
 #ifdef HAVE_TILES
-    return tiles_work ? &by_tiles : NULL;
+    return found ? &by_tiles : NULL;
 #else
     return NULL;
 #endif

@@ -37,10 +37,9 @@ static void multiply(Tile c, const Tile a, const Tile b) {
 #define MULTIPLY(c, a, b) multiply(tiles[c], tiles[a], tiles[b])
 #define FENCE()
 
-#elif defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#elif defined(HAVE_AMX)
 #define HAVE_TILES
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -82,3 +81,33 @@ INLINE int allowed(void) {
 #define MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
 #define FENCE() __asm__ volatile("" ::: "memory") /* gcc's _tile_loadd does not say that it reads memory */
 #endif
+
+/* Whether tiles may be used and give what floats give. */
+INLINE int tiles_work(void) {
+#ifdef HAVE_TILES
+    if (!allowed()) return 0;
+    _Alignas(64) bf16 a[16 * 32], b[16 * 32];
+    _Alignas(64) float c[16 * 16];
+    for (int i = 0; i < 16 * 32; i++) a[i] = to_bf16((float)(i * 7 % 31 - 15) / 16);
+    for (int i = 0; i < 16 * 32; i++) b[i] = to_bf16((float)(i * 11 % 29 - 14) / 16);
+    Palette before;
+    begin(&before);
+    FENCE();
+    ZERO(0);
+    LOAD(1, a, 64);
+    LOAD(2, b, 64);
+    MULTIPLY(0, 1, 2);
+    STORE(0, c, 64);
+    FENCE();
+    end(&before);
+    for (int m = 0; m < 16; m++)
+        for (int o = 0; o < 16; o++) {
+            float sum = 0; /* exact: multiples of 1/256 below 64 */
+            for (int k = 0; k < 32; k++) sum += from_bf16(a[m * 32 + k]) * from_bf16(b[k / 2 * 32 + 2 * o + k % 2]);
+            if (c[m * 16 + o] != sum) return 0;
+        }
+    return 1;
+#else
+    return 0;
+#endif
+}

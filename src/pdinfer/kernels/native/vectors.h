@@ -10,9 +10,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+
+#include "sets.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -21,12 +20,6 @@
 
 typedef uint16_t bf16;
 typedef int64_t i64;
-
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -85,9 +78,9 @@ INLINE float from_bf16(bf16 x) {
 
 /* GCC 12 makes five instructions of this conversion where there is one. */
 INLINE floats load_bf16(const bf16 *p) {
-#ifdef __AVX512F__
+#if LANES == 16
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
-#elif defined(__AVX2__)
+#elif defined(HAVE_AVX2)
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
 #else
     halves x;
@@ -97,7 +90,7 @@ INLINE floats load_bf16(const bf16 *p) {
 }
 
 /* To the nearest bf16, ties to even; a NaN stays one. CPUs that have the instruction take denormals as 0. */
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
 INLINE bf16 to_bf16(float x) { return (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0); }
 
 INLINE words bf16_bits(floats x) { return (words)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
@@ -154,7 +147,7 @@ INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
     }
 }
 
-#ifdef __AVX512BF16__
+#ifdef HAVE_BF16
 
 INLINE __m512bh load32(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 

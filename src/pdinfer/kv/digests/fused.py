@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
-from pdinfer.errors import BackendUnavailable
 from pdinfer.process.compiled import NativeLibrary, cpu_flags, find_or_build
 
 MIN_BYTES = 1 << 15
@@ -23,6 +21,7 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 SOURCES = NativeLibrary(
     name="fused",
     folder=Path(__file__).parent,
+    sources=("fused.c",),
     signatures={
         "digest_size": (),
         "digest_begin": (_P,),
@@ -41,13 +40,14 @@ SPAN_BYTES = 16
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled loops, None where this machine cannot have them. The first call in a process may compile."""
-    try:
-        if sys.byteorder != "little":
-            raise BackendUnavailable("is for little-endian machines")
-        return find_or_build(SOURCES, cpu_flags())
-    except (BackendUnavailable, OSError, subprocess.SubprocessError) as error:
-        logging.getLogger("pdinfer").info("payloads are copied and digested in two passes: C for one pass %s", error)
+    if sys.byteorder != "little":
+        found: ctypes.CDLL | str = "is for little-endian machines"
+    else:
+        found = find_or_build([SOURCES], cpu_flags())[SOURCES.name]
+    if isinstance(found, str):
+        logging.getLogger("pdinfer").info("payloads are copied and digested in two passes: C for one pass %s", found)
         return None
+    return found
 
 
 def loops_for(num_bytes: int) -> ctypes.CDLL | None:

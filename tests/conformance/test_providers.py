@@ -1,0 +1,44 @@
+"""A provider that this machine could have serves what it offers. The suites make cases of what is served, so that a
+provider which cannot be loaded would be missed by nobody else. (Triton, in an interpreter: test_triton_interpreter.py.)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from pdinfer.kernels import compositions
+from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kernels.resolve import PROVIDERS
+from tests.conformance.native_builds import why_no_native
+from tests.conformance.op_suite import DTYPES, NAMES, serves
+
+HERE = {
+    "native": (torch.bfloat16,) if not why_no_native() else (),
+    "torch": DTYPES,
+    "reference": DTYPES,
+}
+"""The dtypes of models that each is for, on this CPU."""
+STRIPS = {"linear_strips", "grouped_mlp_strips", "linear_fp8_strips", "grouped_mlp_fp8_strips"}
+BY_CPU = {"native": {"mla_prefill", *STRIPS}}
+"""What a provider refuses where something else is faster on a CPU. Whatever else it lacks was lost."""
+
+
+@pytest.mark.parametrize(("provider", "dtype"), [(name, dtype) for name, dtypes in HERE.items() for dtype in dtypes])
+def test_a_provider_that_could_be_here_serves_what_it_offers(provider: str, dtype: torch.dtype) -> None:
+    module = import_module(dict(PROVIDERS)[provider])
+    wanted = {op for op in OP_NAMES if op in dir(module)} - BY_CPU.get(provider, set())
+    assert len(wanted) > 15
+    assert [op for op in sorted(wanted) if not serves(provider, op, "cpu", dtype)] == []
+
+
+def test_every_op_has_cases() -> None:
+    assert {"torch", "reference", "triton", "native"} <= set(NAMES)
+    for dtype in DTYPES:
+        lacking = [op for op in OP_NAMES if not serves("reference", op, "cpu", dtype)]
+        assert not lacking
+    assert [op for op in OP_NAMES if not hasattr(import_module(dict(PROVIDERS)["reference"]), op)] == [
+        op for op in OP_NAMES if hasattr(compositions, op)
+    ]
