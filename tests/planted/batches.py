@@ -42,7 +42,6 @@ MUTANTS = [
     ),
     Mutant(
         "room for rows is believed in before it is made",
-        ROWS,
         "        self._capacity = self._width = 0  # there",
         "        self._capacity, self._width = capacity, width  # there",
         f"{UROWS}::test_an_interrupt_in_any_line_while_room_is_made_leaves_it_to_the_next_step",
