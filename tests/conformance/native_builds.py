@@ -20,16 +20,27 @@ HEADERS = Path(__file__).parent / "native"
 IN_C = ("-O1", "-march=x86-64-v3", "-include", str(HEADERS / "avx512.h"))
 BODIES = {
     "as it is": (),
-    "floats": ("-mno-avx512bf16",),
+    "AVX-512 BF16": ("-mno-amx-tile",),
+    "floats": ("-mno-avx512bf16", "-mno-amx-tile"),
     "x86-64": ("-O1", "-march=x86-64"),
     "AVX2": ("-O1", "-march=x86-64-v3", "-DFAST_DENORMALS=0"),
     "AVX2, fast denormals": ("-O1", "-march=x86-64-v3", "-DFAST_DENORMALS=1"),
+    "AVX-512": ("-O1", "-march=x86-64-v4"),
     "tiles in C": ("-mno-avx512bf16", "-DTILES_IN_C"),
     "AVX-512 in C": (*IN_C, "-DLIKE=1"),
     "AVX-512 BF16 in C": (*IN_C, "-DLIKE=2"),
     "AMX in C": (*IN_C, "-DLIKE=3"),
 }
 """How the libraries are compiled to have the bodies that they have for such CPUs."""
+V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+NEEDS = {
+    "AVX-512 BF16": frozenset({"amx_tile", "avx512_bf16"}),
+    "floats": frozenset({"avx512_bf16"}),
+    "AVX-512": V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+} | dict.fromkeys((name for name, flags in BODIES.items() if "-march=x86-64-v3" in flags), V3)
+"""What a CPU needs to run these bodies. Without it the first two are what it has as it is."""
+BODIES_HERE = tuple(name for name in BODIES if NEEDS.get(name, frozenset()) <= compiled.cpu_flags())
+"""Those that the CPU at hand can run."""
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 
 import attrs
 import pytest
@@ -19,27 +18,21 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
-from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.kernels.weight_formats import FP8Blocks
 from pdinfer.process import compiled, compiler
 from tests.backends import ROOT, child_environment
-from tests.conformance.native_builds import BODIES, Shared, as_native, built_with
+from tests.conformance.native_builds import BODIES, BODIES_HERE, Shared, as_native, built_with
 from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
 QUICK = ("as it is", "tiles in C", "AMX in C")
-"""The bodies that are tried each time."""
+"""The bodies that are tried each time; test_native_shapes.py tries every op of the others that run here."""
 SUITES = ("ops", "attention_ops", "quantized_ops", "not_finite", "fused_ops", "native_ops", "routing_ops", "page_ops")
 """What runs on every body, at times."""
-HERE = [
-    pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,))
-    for name in BODIES
-    if name != "floats" or "avx512_bf16" in compiled.cpu_flags()
-]
-"""Elsewhere the library has floats as it is."""
+HERE = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,)) for name in BODIES_HERE]
 
 
 @pytest.fixture(params=HERE)
@@ -315,27 +308,8 @@ def test_tiles_are_left_as_they_were_configured(amx: Kernels, palette: int, work
         assert after.raw == before
 
 
-@pytest.mark.full(minutes=1)
-@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "cooperlake", "znver4", "sapphirerapids"])
-def test_the_kernels_compile_for(cpu: str, tmp_path: Path) -> None:
-    cc = next(filter(None, map(shutil.which, compiler.COMPILERS)), None)
-    if cc is None:
-        pytest.skip("needs a C compiler")
-    sources = sorted(map(str, build.FOLDER.glob("*.c")))
-    known = subprocess.run([cc, f"-march={cpu}", "-E", "-x", "c", "/dev/null"], capture_output=True, check=False)
-    if known.returncode:
-        pytest.skip(f"{cc} does not know {cpu}")
-    done = subprocess.run(
-        [cc, *compiler.FLAGS, "-fopenmp", f"-march={cpu}", "-c", *sources],
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr.decode()
-
-
 @pytest.mark.full(minutes=2)
-@pytest.mark.parametrize("name", [name for name in BODIES if name not in ("as it is", "floats") and "AVX2" not in name])
+@pytest.mark.parametrize("name", [name for name in BODIES_HERE if name != "as it is"])
 def test_every_suite_passes_on(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--native-body", name]
     suites = [f"tests/conformance/test_{suite}.py" for suite in SUITES]

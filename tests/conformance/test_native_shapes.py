@@ -19,6 +19,7 @@ from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
+from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
 from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
 from tests.conformance.test_native_bodies import body
 from tests.rounding import assert_within
@@ -252,6 +253,17 @@ def test_memory_may_lie_anywhere(body: Kernels, name: str) -> None:
         for how in ("askew", "guarded"):
             got = op(*inputs[:at], LAID[how](x), *inputs[at + 1 :])
             assert torch.equal(got, expected), (at, how)
+
+
+@pytest.mark.parametrize("name", sorted({"x86-64", "AVX2", "AVX-512", "AVX-512 BF16"} & {*BODIES_HERE}))
+def test_every_body_that_this_cpu_can_run_gives_what_its_own_gives(name: str) -> None:
+    """Its own keeps to the reference elsewhere, and so do the others in tests that are `full`."""
+    expected = {case: op(*inputs) for case, (op, inputs) in CASES.items()}
+    with as_native(built_with(*BODIES[name], "-O0")):
+        for case, (op, inputs) in CASES.items():
+            torch.testing.assert_close(
+                op(*inputs), expected[case], rtol=2**-6, atol=2**-6, msg=lambda text, case=case: f"{case}: {text}"
+            )
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
