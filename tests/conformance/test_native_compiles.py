@@ -1,8 +1,8 @@
 """Every C source compiles for every kind of x86-64 CPU, and every library has all that it calls.
 
-A kind is a list of flags that every compiler knows from OLDEST on, as `-march=native` gives them on such a CPU: to a CPU
-newer than itself a compiler gives the name of an earlier one, and flags for what it has besides. `make test` compiles for
-some with the compiler that users have here; without optimising, which finds an instruction that is not allowed as well.
+A kind is a list of flags that every compiler knows from OLDEST on, as `-march=native` gives them on such a CPU: to one
+newer than itself a compiler gives the name of an earlier one, and flags for what it has besides. `make test` compiles
+for some with the compiler of this machine; not optimised, which finds an instruction that is not allowed as well.
 `.ci/compilers` compiles for all of them as users do, with every compiler that Debian has.
 """
 

@@ -19,6 +19,7 @@ BAD = "tests/conformance/test_not_finite.py"
 MEMORY = "tests/conformance/test_native_memory.py"
 FOLDER = "src/pdinfer/kernels/native"
 BODIES = "tests/conformance/test_native_bodies.py"
+COMPILES = "tests/conformance/test_native_compiles.py"
 SHAPES = "tests/conformance/test_native_shapes.py"
 
 MUTANTS = [
@@ -300,7 +301,35 @@ MUTANTS = [
         f"{FOLDER}/sets.h",
         "#if LANES == 8 && defined(__AVX2__)",
         "#if defined(__AVX2__)",
-        f"{BODIES}::test_every_x86_cpu_with_a_compiler_has_native_ops {BODIES}::test_experts",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "an instruction of AVX-512 BF16 is used wherever vectors have 16 lanes",
+        f"{FOLDER}/vectors.h",
+        "#ifdef HAVE_BF16\nINLINE bf16 to_bf16",
+        "#if LANES == 16\nINLINE bf16 to_bf16",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "attention by tiles asks the library of products whether there are tiles",
+        CT,
+        "return found ? &by_tiles : NULL;",
+        "const void *by_tiles_or_null(void);\n    return by_tiles_or_null() ? &by_tiles : NULL;",
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "the library of FP8 lacks a source that it calls",
+        f"{FOLDER}/build.py",
+        '("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "room.c")',
+        '("fp8.c", "fp8_strips.c", "parts.c", "room.c")',
+        f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "FP8 in strips reads half of its numbers twice with AVX2",
+        f"{FOLDER}/fp8_strips.c",
+        "_mm256_extracti128_si256(bits, 1)",
+        "_mm256_extracti128_si256(bits, 0)",
+        f"{SHAPES}::test_every_body_that_this_cpu_can_run_gives_what_its_own_gives",
     ),
     Mutant(
         "tiles of AMX stay configured",
