@@ -45,6 +45,9 @@ T = TypeVar("T")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pdinfer")
+    group.addoption(
+        "--far", type=float, help="wait so many seconds for what has to happen, other than tests.forks.FAR_S"
+    )
     group.addoption("--longest", type=float, default=LONGEST_S, help="end a test that hangs for so many seconds")
     group.addoption("--minutes", type=float, help="begin no test after so many; what did not run is counted at the end")
     group.addoption(
@@ -53,6 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (far_s := config.getoption("--far")) is not None:
+        from tests import forks
+
+        forks.FAR_S = far_s  # before any test imports it
     minutes = config.getoption("--minutes")
     config.stash[DEADLINE] = None if minutes is None else time.monotonic() + 60 * minutes
     config.stash[MISSING] = Counter()

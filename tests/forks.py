@@ -18,7 +18,7 @@ from typing import Any
 HANGS_S = 120
 """After so many seconds a child prints where it is, and ends."""
 FAR_S = 180.0
-"""Longer than anything takes on a busy machine; a test that reaches it fails."""
+"""Longer than anything takes on a busy machine; a test that reaches it fails. `--far` sets another limit."""
 PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
 
 

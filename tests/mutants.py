@@ -51,6 +51,8 @@ COPIED = (
 )
 LIMIT_S = 600
 """More than the tests of a mutant take beside much other work: a busy machine does not make them hang."""
+FAR_S = 60
+"""The same for a single thing that a test waits for, as many wait for what a bug keeps from happening."""
 SEEN, HANGS, NOT_SEEN, NO_TEST_RAN = "seen", "hangs", "not seen", "no test ran"
 FOUND = (SEEN, HANGS)
 
@@ -123,7 +125,8 @@ class Trial:
 def pytest_command(mutant: Mutant) -> list[str]:
     """Return the command that runs the mutant's tests."""
     paths = [f"{file_of(ROOT, named)}{named[named.index('.py') + 3 :]}" for named in mutant.tests.split()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--longest={LIMIT_S}", *paths]
+    limits = [f"--longest={LIMIT_S}", f"--far={FAR_S}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *limits, *paths]
     # a case that is named may be left out of `make test`, beside others that are not
     return [*command, "-m", "full or not full"] if "[" in mutant.tests else command
 

@@ -154,9 +154,10 @@ def test_those_that_a_change_touches_are_chosen() -> None:
 
 
 def test_bugs_are_judged_by_their_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = "[parser.addoption(each) for each in ('--longest', '--far')]"
     files = {
         "src/a.py": "x = 1\ny = False\n",
-        "tests/conftest.py": "def pytest_addoption(parser): parser.addoption('--longest')",
+        "tests/conftest.py": f"def pytest_addoption(parser): {options}",
         "tests/test_a.py": "import a\ndef test_x():\n assert a.x == 1\n while a.y: ...\n",
     }
     for name, text in files.items():

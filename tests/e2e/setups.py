@@ -16,6 +16,7 @@ import attrs
 
 import pdinfer as pd
 from pdinfer.testing import random_model, tiny_config
+from tests.forks import FAR_S
 from tests.plain_sampling import plain_draw
 
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
@@ -24,7 +25,7 @@ TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 PEERS = {"tcp": pd.kv.SocketTransport, "shm": pd.kv.ShmTransport, "mooncake": pd.kv.MooncakeTransport}
 """Transports of `join` that need no more than themselves."""
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = FAR_S
 """No test waits longer than this for anything."""
 
 NEAR_TIE = 1e-4

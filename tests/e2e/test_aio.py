@@ -31,8 +31,9 @@ from tests.e2e.setups import (
     tokens_of,
     wait_until,
 )
+from tests.forks import FAR_S
 
-SOON_S = 180.0
+SOON_S = FAR_S
 FINAL = pd.FinishReason
 
 

@@ -16,6 +16,7 @@ from pdinfer.pairing import policy
 from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.testing import random_model
 from pdinfer.types import Choice, PeerAddress, RequestShape
+from tests.forks import FAR_S
 
 
 def engine_load(rank: int, num_total_pages: int = 10, page_size: int = 4) -> dict[str, Any]:
@@ -104,5 +105,5 @@ def test_a_policy_that_names_a_stranger_is_told_so_and_loses_nothing() -> None:
         with pytest.raises(pd.ConfigError, match="not part of this pairing"):
             pairing.step()
         broken.clear()
-        assert pairing.drain(30.0)
+        assert pairing.drain(FAR_S)
         assert [event.finish_reason for event in pairing.step()] == [None, pd.FinishReason.LENGTH]

@@ -15,9 +15,10 @@ import pytest
 from pdinfer.engine.ranks import wakeup
 from pdinfer.engine.ranks.wakeup import DATAGRAM, SECRET_BYTES, Wakeup
 from pdinfer.parallel.groups import Groups
+from tests.forks import FAR_S
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = FAR_S
 
 
 @contextmanager

@@ -22,11 +22,12 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
+from tests.forks import FAR_S
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
 NUM_PAGES = 24
-TIMEOUT_S = 180.0
+TIMEOUT_S = FAR_S
 rooms = itertools.count(1)
 
 
