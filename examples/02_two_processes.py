@@ -68,11 +68,20 @@ def table(times: dict[str, list[float]], prefill: PrefillLoad, decode_load: Deco
         ("decode", f"{decode_load.tokens_per_s:,.0f} tokens/s over {decode_load.num_tokens} tokens"),
         ("KV moved", f"{kv.bytes_received:,} bytes at {kv.bytes_received / 1e6 / max(kv.receive_s, 1e-9):,.0f} MB/s"),
         ("transport", decode_load.transport),
-        ("ops", ", ".join(sorted({provider for _, provider in prefill.providers + decode_load.providers}))),
+        ("ops", ops_in_c({op for op, provider in prefill.providers + decode_load.providers if provider == "native"})),
     ]
     print()
     for name, value in rows:
         print(f"  {name:<10}{value}")
+
+
+def ops_in_c(names: set[str]) -> str:
+    """Tell which ops ran in C, or why none did and what to do."""
+    if names:
+        return f"in C: {', '.join(sorted(names))}"
+    told = (line.strip() for line in pd.explain_backends("cpu").splitlines())
+    why = next((line.removeprefix("not native: ") for line in told if line.startswith("not native: ")), "not asked for")
+    return f"none in C, which is slower, and `python -m pdinfer doctor` says how to mend it: the library {why}"
 
 
 def main(checkpoint: Path) -> None:

@@ -194,6 +194,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch", "configs", "rounding", "rows"),
     ),
     "process": (
+        ("ahead",),
         ("compiled",),
         ("compiler", "forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
     ),

@@ -1,26 +1,64 @@
-"""`python -m pdinfer doctor [--json]`: what will fail on this machine, what is slow, and how to mend it."""
+"""`python -m pdinfer doctor [--json]`: what will fail on this machine, what is slow, and how to mend it.
+`python -m pdinfer build-kernels [--for CPU,...] [--into FOLDER]`: kernels for machines without a C compiler."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pdinfer.diagnosis.doctor import doctor
+from pdinfer.errors import BackendUnavailable
+from pdinfer.kernels.native.build import EXTENSIONS, families
+from pdinfer.kv.digests.fused import SOURCES
+from pdinfer.process.ahead import Built, build_ahead
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the status to exit with: that of the doctor is 1 when something will fail."""
+    """Run a command, and return the status to exit with: that of the doctor is 1 when something will fail, that of
+    build-kernels when something was not built."""
     parser = argparse.ArgumentParser(prog="python -m pdinfer", description="Tools of pdinfer.")
     commands = parser.add_subparsers(dest="command", required=True)
     about = "say what will fail on this machine (exit status 1), what is slow, and the commands that mend it"
     commands.add_parser("doctor", help=about, description=about).add_argument(
         "--json", action="store_true", help="print the findings as JSON"
     )
+    about = "compile the kernels for CPUs now, for machines without a C compiler; each takes the best that it can run"
+    ahead = commands.add_parser("build-kernels", help=about, description=about)
+    ahead.add_argument(
+        "--for", dest="cpus", default="", metavar="CPU,...", help="as -march has them; default: this CPU"
+    )
+    ahead.add_argument("--into", type=Path, metavar="FOLDER", help="default: beside the package, where they are found")
     options = parser.parse_args(arguments)
+    if options.command == "build-kernels":
+        return _build_kernels([name for name in options.cpus.split(",") if name], options.into)
     diagnosis = doctor()
     sys.stdout.write((diagnosis.to_json().decode() if options.json else str(diagnosis)) + "\n")
     return diagnosis.exit_code
+
+
+def _build_kernels(cpus: Sequence[str], into: Path | None) -> int:
+    status = 0
+    try:
+        for built in build_ahead((*families(), SOURCES), cpus, into):
+            sys.stdout.write(_line_of(built) + "\n")
+            for failure in built.failures:
+                sys.stderr.write(f"for {built.cpu}: {failure}\n")
+                status = 1
+    except (BackendUnavailable, OSError) as error:
+        sys.stderr.write(f"build-kernels: {error}\n")
+        return 1
+    return status
+
+
+def _line_of(built: Built) -> str:
+    """Tell what was built for which instruction sets."""
+    sets = " ".join(name for name in EXTENSIONS if name in built.sets) or "no vectors"
+    names = ", ".join(path.name.partition("-")[0] for path in built.files) or "nothing"
+    folders = " and ".join(str(folder) for folder in dict.fromkeys(path.parent for path in built.files))
+    how = "" if built.known else ", which the compiler does not know, by its instruction sets"
+    return f"{built.cpu}{how}: {names} for CPUs with {sets}, in {folders}"
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ class SamplingParams:
     """How tokens are drawn from the logits of one request.
 
     `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
-    (logits, these parameters, the tokens so far), so a request gives the same tokens in any batch and after any
-    re-prefill. `seed=None` lets the Pairing draw one. What changes the logits is applied in this order:
+    (logits, these parameters, the tokens so far). Batches, chunks and re-prefills change logits by rounding alone,
+    which rarely decides between two tokens: docs/howto/same-tokens.md says what is promised. `seed=None` lets the
+    Pairing draw one. What changes the logits is applied in this order:
 
     - `logit_bias`: (token id, bias) pairs, from -100 to 100, which are added;
     - `repetition_penalty`: positive logits of tokens in prompt or output are divided by it, negative ones multiplied;

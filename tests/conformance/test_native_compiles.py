@@ -19,8 +19,11 @@ from pathlib import Path
 import pytest
 
 from pdinfer.kernels.native import build
+from pdinfer.kernels.native.build import Kernels
 from pdinfer.process import compiled, compiler
 from tests.backends import ROOT
+from tests.conformance.native_builds import as_native
+from tests.conformance.test_native_shapes import CASES, assert_cases_give
 
 ZEN_4 = (
     *("-march=znver3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mavx512ifma"),
@@ -142,6 +145,22 @@ def test_every_source_is_optimised_for_every_cpu_by(name: str, tmp_path: Path) -
         pytest.skip(f"needs {kind} {OLDEST[kind]}, {path} is {version}")
     lists = {name: flags for name, flags in {**QUICK, **OTHERS}.items() if not is_too_old(kind, version, flags)}
     assert complaints(path, lists, "-O3", tmp_path) == []
+
+
+@x86
+@pytest.mark.full(minutes=1)
+@pytest.mark.parametrize("name", on_path())
+def test_every_op_gives_the_same_when_compiled_by(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {case: op(*inputs) for case, (op, inputs) in CASES.items()}
+    (tmp_path / "cc").symlink_to(on_path()[name])
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels = Kernels(compiled.find_or_build(build.families(), compiled.cpu_flags()))
+    if any("cannot find -lomp" in reason or "-lomp: not found" in reason for reason in kernels.reasons.values()):
+        pytest.skip(f"needs LLVM's runtime of OpenMP for {name}")
+    assert kernels.reasons == {}
+    with as_native(kernels):
+        assert_cases_give(expected)
 
 
 def test_a_compiler_may_miss_what_is_named_as_too_new_for_it_and_nothing_else() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import attrs
@@ -255,15 +256,19 @@ def test_memory_may_lie_anywhere(body: Kernels, name: str) -> None:
             assert torch.equal(got, expected), (at, how)
 
 
+def assert_cases_give(expected: dict[str, Tensor]) -> None:
+    """Assert that every op of these kernels gives what others gave, but for the order of sums."""
+    for case, (op, inputs) in CASES.items():
+        got = op(*inputs)
+        torch.testing.assert_close(got, expected[case], rtol=2**-6, atol=2**-6, msg=partial("{}: {}".format, case))
+
+
 @pytest.mark.parametrize("name", sorted({"x86-64", "AVX2", "AVX-512", "AVX-512 BF16"} & {*BODIES_HERE}))
 def test_every_body_that_this_cpu_can_run_gives_what_its_own_gives(name: str) -> None:
     """Its own keeps to the reference elsewhere, and so do the others in tests that are `full`."""
     expected = {case: op(*inputs) for case, (op, inputs) in CASES.items()}
     with as_native(built_with(*BODIES[name], "-O0")):
-        for case, (op, inputs) in CASES.items():
-            torch.testing.assert_close(
-                op(*inputs), expected[case], rtol=2**-6, atol=2**-6, msg=lambda text, case=case: f"{case}: {text}"
-            )
+        assert_cases_give(expected)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)

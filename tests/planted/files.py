@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 TRUST, HUB = "test_trust.py::", "test_hub_cache.py::"
+AHEAD = "test_ahead.py::"
 BUILD, SCRATCH = "test_native.py::", "test_scratch.py::"
 HOSTILE = "test_hostile_files.py::"
 LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_another"
@@ -57,6 +58,54 @@ MUTANTS = [
         "(path for path in sets if not sets[path] & ~has)",
         "sets",
         BUILD + "test_without_a_compiler_one_that_was_built_for_this_cpu_will_do",
+    ),
+    Mutant(
+        "a CPU takes the library with the fewest instruction sets that it has",
+        "key=lambda path: -sets[path].bit_count()",
+        "key=lambda path: sets[path].bit_count()",
+        AHEAD + "test_the_best_is_taken_of_those_whose_instruction_sets_a_cpu_has",
+    ),
+    Mutant(
+        "a library in an image is for the user who built it alone",
+        "mode=0o755",
+        "mode=0o700",
+        AHEAD + "test_files_can_be_read_by_all_and_written_by_none_but_the_owner",
+    ),
+    Mutant(
+        "build-kernels succeeds where a library was not built",
+        "                status = 1\n",
+        "                status = 0\n",
+        AHEAD + "test_the_command_tells_what_was_built_for_which_instruction_sets",
+    ),
+    Mutant(
+        "the doctor installs a compiler where a source of ours is wrong",
+        'INSTALL if absent and REPORT not in reason else ""',
+        "INSTALL",
+        "test_doctor.py",
+    ),
+    Mutant(
+        "the doctor overlooks a compiler that is too old",
+        "if sets is not None and name in flags and name not in sets]",
+        "if sets is not None and name in flags and name in sets and not sets]",
+        "test_doctor.py",
+    ),
+    Mutant(
+        "the compiler's first line is taken for its error",
+        "line = errors[0] if errors else lines[0]",
+        "line = lines[0]",
+        BUILD + "test_what_the_compiler_says_is_told",
+    ),
+    Mutant(
+        "an op is taken from a family that is not there",
+        "    if reason is not None:\n        return str(reason)\n",
+        "",
+        BUILD + "test_an_op_whose_family_is_lost_says_why_and_the_others_do_without",
+    ),
+    Mutant(
+        "attention needs the products of its own kind",
+        'return linear(x_TI, weight_OI) if build.serves("linear") else F.linear(x_TI, weight_OI)',
+        "return linear(x_TI, weight_OI)",
+        BUILD + "test_an_op_whose_family_is_lost_says_why_and_the_others_do_without",
     ),
     Mutant(
         "a compiler without memory is remembered as one that refuses the source",

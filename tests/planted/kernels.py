@@ -14,6 +14,7 @@ ROUTING = "test_routing_ops.py"
 NATIVE_OPS = "test_native_ops.py"
 BAD = "conformance/test_not_finite.py"
 SPARSE = "test_sparse_ops.py"
+PROMISED = "test_promised_tokens.py"
 PRODUCTS = "test_torch_products.py"
 EXPERTS = "device/test_experts.py"
 
@@ -485,10 +486,28 @@ MUTANTS = [
         "test_sampling.py::test_a_processor_cannot_bring_back_what_the_model_rules_out",
     ),
     Mutant(
+        "the noise of a token depends on its place in the batch",
+        "[draw.position for draw in draws]",
+        "[draw.position + row for row, draw in enumerate(draws)]",
+        f"{PROMISED}::test_in_bfloat16_rounding_decides",
+    ),
+    Mutant(
+        "torch's decode scales scores otherwise than its prefill",
+        "return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, scale)",
+        "return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, 1.05 * scale)",
+        f"{PROMISED}::test_in_bfloat16_rounding_decides[torch-dense]",
+    ),
+    Mutant(
+        "torch's decode reads a row that nobody wrote",
+        "return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, scale)",
+        "return _scored(q_BQHW, cached_BSW, position_S > last_BQ1 + 1, scale)",
+        f"{PROMISED}::test_equal_steps_give_equal_bits[torch-dense]",
+    ),
+    Mutant(
         "pages of a failed request stay known to decode",
         "        if not isinstance(error, RequestError):\n            self._tables.forget(sequence)\n        self._end(",
         "        self._end(",
-        "test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten",
+        "test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten test_not_finite.py::test_a_bad_latent_fails_its_request_and_no_other_of_the_batch",
     ),
     Mutant(
         "pages of a failed prompt stay known to prefill",

@@ -273,6 +273,18 @@ MUTANTS = [
         f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
     ),
     Mutant(
+        "what clang compiles is linked with the OpenMP of GNU",
+        '"-fopenmp" if self.is_clang else openmp',
+        "openmp",
+        "test_native.py::test_what_clang_compiles_is_linked_with_the_openmp_of_clang",
+    ),
+    Mutant(
+        "a linker that fails is quoted by what the compiler says of it",
+        " and not _OF_LINKER.search(line)",
+        "",
+        "test_native.py::test_what_clang_compiles_is_linked_with_the_openmp_of_clang",
+    ),
+    Mutant(
         "FP8 in strips reads half of its numbers twice with AVX2",
         "_mm256_extracti128_si256(bits, 1)",
         "_mm256_extracti128_si256(bits, 0)",

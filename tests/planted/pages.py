@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row of the README has no claim",
-        "| README.md | the same tokens with any sampling parameters, fewer steps |",
+        "| README.md | the same draws with any sampling parameters, fewer steps |",
         "| README.md | early refusal; warm-up |",
         CLAIMS,
         where="docs/claims.md",

@@ -15,8 +15,10 @@ from pathlib import Path
 import attrs
 import torch
 
+from pdinfer.kernels.native.build import lost_kernels
 from pdinfer.kernels.resolve import OpChoice, resolve_ops
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.process.compiler import CompilationError, Compiler
 
 IMPORT_TIMEOUT_S = 120.0
 
@@ -77,6 +79,15 @@ def choices_on(device: str) -> Sequence[OpChoice]:
     return resolve_ops(OpSpec(device=device)).choices
 
 
+def compiler_sets() -> frozenset[str] | None:
+    """Return the instruction sets that the C compiler uses for this CPU, or None without one that works."""
+    try:
+        here = Compiler.here()
+    except CompilationError:
+        return None
+    return None if here is None else here.sets
+
+
 def free_bytes(folder: Path) -> tuple[int, int] | None:
     """Return (total, free) of the file system of a folder, or None without the folder."""
     try:
@@ -119,6 +130,8 @@ class Machine:
     why_not_imported: Callable[[str], str | None] = why_not_imported
     gpus: Callable[[], Sequence[Gpu]] = gpus_here
     choices: Callable[[str], Sequence[OpChoice]] = choices_on
+    lost_kernels: Callable[[], Mapping[str, str]] = lost_kernels
+    compiler_sets: Callable[[], frozenset[str] | None] = compiler_sets
     free_bytes: Callable[[Path], tuple[int, int] | None] = free_bytes
     why_not_written: Callable[[Path], str | None] = why_not_written
 

@@ -10,7 +10,7 @@ from pdinfer.diagnosis.report import Fact, Found, failure, warning
 from pdinfer.kernels.native.build import EXTENSIONS
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
 from pdinfer.process.compiled import cache_path, cpu_flags, is_open_to_others
-from pdinfer.process.compiler import COMPILERS
+from pdinfer.process.compiler import COMPILERS, REPORT
 
 PYTHON = (3, 11)
 REQUIRED = {
@@ -26,6 +26,7 @@ OPTIONAL = ("triton", "deep_gemm", "deep_ep", "flash_mla", *DISTRIBUTIONS, "matp
 TRITON = (3, 4)
 ON_GPUS = ("triton", "deep_gemm", "deep_ep", "flash_mla")
 """Libraries that only run on GPUs, named as their modules are."""
+INSTALL = "apt-get install -y gcc libc6-dev"
 
 
 def versions(machine: Machine) -> Found:
@@ -129,7 +130,7 @@ def ops(machine: Machine) -> Found:
 
 def compilers(machine: Machine) -> Found:
     """The C compiler, and the folders where what was compiled is kept."""
-    compiler, install = machine.which(*COMPILERS), "apt-get install -y gcc libc6-dev"
+    compiler, install = machine.which(*COMPILERS), INSTALL
     yield Fact(name="C compiler", value=compiler)
     has_gpu, has_triton = bool(machine.gpus()), machine.version("triton") is not None
     if compiler is None and has_gpu and has_triton:
@@ -137,8 +138,8 @@ def compilers(machine: Machine) -> Found:
     flags = cpu_flags(machine.root)
     best = next((name for name in EXTENSIONS if name in flags), None)
     yield Fact(name="vector instructions", value=best, remarks=() if flags else ("no native ops",))
-    if flags and (reason := _why_not_native(machine)) is not None:
-        yield warning(f"bfloat16 on this CPU runs slower than it could: the native library {reason}", install)
+    if flags:
+        yield from _native(machine, compiler, flags)
     yield from _cache(machine)
     if has_gpu and has_triton:
         home = Path(machine.environment.get("TRITON_HOME") or machine.environment.get("HOME", "/root"))
@@ -153,16 +154,24 @@ def compilers(machine: Machine) -> Found:
         yield warning("TRITON_INTERPRET=1 runs Triton's kernels in Python, for tests", "unset TRITON_INTERPRET")
 
 
-def _why_not_native(machine: Machine) -> str | None:
-    """Return why no op is native, or None when one is, or when none can be chosen, which `ops` tells."""
-    try:
-        choices = machine.choices("cpu")
-    except Exception:  # noqa: BLE001 - a provider's library may raise anything
-        return None
-    refusals = [refusal for choice in choices for refusal in choice.refusals if refusal.startswith("native: ")]
-    if not refusals or any(choice.provider == "native" for choice in choices):
-        return None
-    return refusals[0].removeprefix("native: ")
+def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Found:
+    """Whether there are native kernels, and whether they use all of the CPU."""
+    lost = machine.lost_kernels()
+    for reason in dict.fromkeys(lost.values()):
+        families = ", ".join(family for family, each in lost.items() if each == reason)
+        sentence = (
+            f"bfloat16 on this CPU runs slower than it could, without the native {families}: the library {reason}"
+        )
+        absent = compiler is None or "No such file" in reason or "cannot find" in reason
+        yield warning(sentence, INSTALL if absent and REPORT not in reason else "")
+    sets = machine.compiler_sets()
+    unused = [name for name in EXTENSIONS if sets is not None and name in flags and name not in sets]
+    if unused:
+        told = ", ".join(f"{name} ({EXTENSIONS[name]})" for name in unused)
+        yield warning(
+            f"{compiler} is too old for this CPU, or is told to leave out what it has: what is compiled makes no use "
+            f"of {told}, and is slower for it; gcc 11 and clang 12 know all of these"
+        )
 
 
 def _cache(machine: Machine) -> Found:

@@ -1,6 +1,7 @@
 """The process that pdinfer lives in: its forks, its locks, its memory, its temporary folders, and what it compiles or
 records.
 
+    ahead.py     the same before they are needed, for CPUs by name
     compiled.py  C sources that are compiled for this machine on first use
     compiler.py  the C compiler: its version, the instruction sets that it may use, and what its failures mean
     forked.py    what belongs to one process; a forked child may neither use nor end it

@@ -63,13 +63,13 @@ class NativeLibrary:
 def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> dict[str, ctypes.CDLL | str]:
     """Load those of the libraries that were kept, and build the others, side by side, for a CPU with these flags ->
     each by its name, or the reason why there is none."""
-    folder, openmp = _cache_folder(), _loaded_openmp()
-    stems = {library.name: f"{library.name}-{_fits(library, openmp)}" for library in libraries}
+    folder, openmp = _cache_folder(), loaded_openmp()
+    stems = {library.name: stem_of(library, openmp) for library in libraries}
     cc = _compiler_or_reason(folder)
     if isinstance(cc, str):
         found: dict[str, ctypes.CDLL | str] = dict.fromkeys(stems, cc)
     else:
-        found = _by_compiler(libraries, cc, openmp, stems, folder)
+        found = _by_compiler(libraries, cc, openmp, folder)
     for library in libraries:
         if isinstance(found[library.name], str):
             fitting = _fitting(library, stems[library.name], folder, cpu)
@@ -81,21 +81,17 @@ def _compiler_or_reason(folder: Path | None) -> Compiler | str:
     try:
         return Compiler.here() or (
             "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
-            f"built for this CPU is in {folder or 'a cache folder'}"
+            f"built for this CPU (python -m pdinfer build-kernels) is in {folder or 'a cache folder'} or beside pdinfer"
         )
     except CompilationError as error:
         return str(error)
 
 
 def _by_compiler(
-    libraries: Sequence[NativeLibrary],
-    cc: Compiler,
-    openmp: str | None,
-    stems: Mapping[str, str],
-    folder: Path | None,
+    libraries: Sequence[NativeLibrary], cc: Compiler, openmp: str | None, folder: Path | None
 ) -> dict[str, ctypes.CDLL | str]:
     """Return what this compiler made, or makes now."""
-    exact = {name: f"{stem}-{bits_of(cc.sets):x}-{cc.version}" for name, stem in stems.items()}
+    exact = {library.name: stem_of(library, openmp, cc) for library in libraries}
     found: dict[str, ctypes.CDLL | str] = {}
     for library in libraries:
         stem = exact[library.name]
@@ -116,13 +112,16 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     return frozenset(match[1].split()) if match else frozenset()
 
 
-def _fits(library: NativeLibrary, openmp: str | None) -> str:
-    """Return the part of a library's name that a CPU has no part in."""
+def stem_of(library: NativeLibrary, openmp: str | None, cc: Compiler | None = None) -> str:
+    """Return the beginning of a library's name: as far as CPUs and compilers have no part in it, or all that is known
+    before it is made by a compiler."""
     runtime = Path(openmp).name if openmp and library.openmp else ""
-    return digest(*library.text(), " ".join(compiler.FLAGS), runtime, " ".join(INSTRUCTION_SETS))
+    fits = digest(*library.text(), " ".join(compiler.FLAGS), runtime, " ".join(INSTRUCTION_SETS))
+    made = f"-{bits_of(cc.sets):x}-{cc.version}" if cc else ""
+    return f"{library.name}-{fits}{made}"
 
 
-def _loaded_openmp() -> str | None:
+def loaded_openmp() -> str | None:
     """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
@@ -253,7 +252,7 @@ def _kept_or_remembered(
     library: NativeLibrary, made: Path | CompilationError, scratch: Path, folder: Path, stem: str
 ) -> ctypes.CDLL | str:
     if isinstance(made, Path):
-        return _loaded_or_reason(library, _kept(made, folder, stem))
+        return _loaded_or_reason(library, keep(made, folder, stem))
     if made.of_code:
         words = scratch / f"{stem}.failed"
         words.write_text(str(made))
@@ -262,9 +261,9 @@ def _kept_or_remembered(
     return str(made)
 
 
-def _kept(compiled: Path, folder: Path, stem: str) -> Path:
+def keep(compiled: Path, folder: Path, stem: str, mode: int = 0o700) -> Path:
     """Name the library once its bytes are on disk, so that a process that finds the name finds all of it."""
-    compiled.chmod(0o700)
+    compiled.chmod(mode)
     with compiled.open("rb") as file:
         path = folder / f"{stem}-{digest(file.read())}.so"
         os.fsync(file.fileno())

@@ -62,6 +62,8 @@ INSTRUCTION_SETS = {
 and those that a compiler uses unasked."""
 
 _ERROR = re.compile(r"(^|: )(fatal |internal compiler )?error: ", re.IGNORECASE)
+_OF_LINKER = re.compile(r"^collect2: |: linker command failed")
+"""What says no more than that the linker, in a line before, has said something."""
 _OF_CODE = re.compile(r"^\S+:\d+(:\d+)?: error: ", re.MULTILINE)
 """A fatal error is one of the machine: a header that is not installed, a full disk. Another one is one of the code."""
 
@@ -77,12 +79,14 @@ class CompilationError(BackendUnavailable):
 @attrs.frozen
 class Compiler:
     """A program that compiles C with these `flags`. `version` is a digest of what it is and makes of them; `sets` are
-    the instruction sets that it may use with them, as Linux names them."""
+    the instruction sets that it may use with them, as Linux names them. What clang compiles calls LLVM's runtime of
+    OpenMP, and GNU's does not do for it."""
 
     path: str
     flags: tuple[str, ...]
     version: str
     sets: frozenset[str]
+    is_clang: bool = False
 
     @classmethod
     def here(cls, cpu: Sequence[str] = FOR_THIS_CPU) -> Compiler | None:
@@ -96,7 +100,7 @@ class Compiler:
         macros = set(re.findall(r"^#define (\w+)", done.stdout.decode(errors="replace"), re.MULTILINE))
         told = [line for line in done.stderr.splitlines() if b" version " in line]
         sets = frozenset(name for macro, name in INSTRUCTION_SETS.items() if macro in macros)
-        return cls(path, flags, digest(done.stdout, *told), sets)
+        return cls(path, flags, digest(done.stdout, *told), sets, "__clang__" in macros)
 
     def compile(self, source: Path, folder: Path, *, openmp: bool) -> Path:
         """Compile a source into an object in `folder`. Raises CompilationError."""
@@ -106,9 +110,9 @@ class Compiler:
         return made
 
     def link(self, objects: Collection[Path], made: Path, *, openmp: str | None) -> Path:
-        """Link objects to a library `made`, with this runtime of OpenMP, or a flag that chooses one. Raises
-        CompilationError."""
-        runtime = [openmp] if openmp else []
+        """Link objects to a library `made`, with this runtime of GNU's OpenMP if the objects can do with it, or a flag
+        that chooses one. Raises CompilationError."""
+        runtime = ["-fopenmp" if self.is_clang else openmp] if openmp else []
         _run([self.path, "-shared", *map(str, objects), *runtime, "-lm", "-o", str(made)], made.parent)
         return made
 
@@ -149,7 +153,7 @@ def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[by
 def _failure(command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> CompilationError:
     words = done.stderr.decode(errors="replace").strip()
     lines = words.splitlines() or [f"no message, exit status {done.returncode}"]
-    errors = [line for line in lines if _ERROR.search(line) and not line.startswith("collect2:")]
+    errors = [line for line in lines if _ERROR.search(line) and not _OF_LINKER.search(line)]
     line = errors[0] if errors else lines[0]
     if done.returncode == 1 and _OF_CODE.search(words) and "-c" in command:
         source = Path(command[list(command).index("-c") + 1])

@@ -59,6 +59,8 @@ def laptop(root: Path, **changes: Any) -> Machine:
         "why_not_imported": lambda _: None,
         "gpus": tuple,
         "choices": lambda _: ON_CPU,
+        "lost_kernels": dict,
+        "compiler_sets": lambda: frozenset({"avx2"}),
         "free_bytes": lambda _: (8 << 30, 8 << 30),
     }
     return Machine(**given | changes)

@@ -22,12 +22,12 @@ from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Diagnosis, Level
 from pdinfer.diagnosis.software import PYTHON, REQUIRED, TRITON
 from pdinfer.kernels.resolve import OpChoice
+from pdinfer.process.compiler import REPORT
 from tests.backends import child_environment
 from tests.unit.diagnosis.machines import laptop, limited, server, write
 
 ROOT = Path(__file__).parents[3]
 FAILS, SLOW = Level.FAILURE, Level.WARNING
-NATIVE = OpChoice("linear", "torch", ("native: needs a C compiler (cc, gcc or clang), none is in PATH",))
 
 
 def problems(diagnosis: Diagnosis) -> list[tuple[str, Level, str]]:
@@ -171,10 +171,34 @@ FAULTS = {
     "no compiler for native ops": Fault(
         "compiler",
         SLOW,
-        "the native library needs a C compiler",
+        "without the native rows, fp8: the library needs a C compiler",
         "apt-get install -y gcc",
-        changes={"choices": lambda _: (NATIVE,)},
-        files={**FLAGS, **NO_CC},
+        changes={
+            "lost_kernels": lambda: dict.fromkeys(("rows", "fp8"), "needs a C compiler"),
+            "compiler_sets": lambda: None,
+        },
+        files=NO_CC,
+    ),
+    "no headers of C": Fault(
+        "compiler",
+        SLOW,
+        r"the native int8: .* rooms\.h: No such file",
+        "apt-get install -y gcc libc6-dev",
+        changes={"lost_kernels": lambda: {"int8": "could not be compiled by cc: rooms.h: No such file or directory"}},
+    ),
+    "a source that does not compile": Fault(
+        "compiler",
+        SLOW,
+        r"the native fp8: the library has a source, fp8\.c, .*; please report this: fp8\.c:1:2: error: no",
+        "",
+        changes={"lost_kernels": lambda: {"fp8": f"has a source, fp8.c, ...; {REPORT}: fp8.c:1:2: error: no"}},
+    ),
+    "a compiler that is too old": Fault(
+        "compiler",
+        SLOW,
+        r"bin/cc is too old for this CPU, .* no use of avx512_bf16 \(products and attention",
+        "",
+        files=FLAGS,
     ),
     "no compiler for Triton": Fault(
         "compiler", FAILS, "Triton compiles the launchers", "apt-get install -y gcc", server, files=NO_CC

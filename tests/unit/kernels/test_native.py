@@ -277,6 +277,28 @@ def test_a_failure_that_may_pass_is_not_remembered(
 
 
 @can_build
+def test_what_clang_compiles_is_linked_with_the_openmp_of_clang(
+    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
+) -> None:
+    """It calls LLVM's runtime, and what torch has loaded is GNU's. The linker's own line says that it is missing."""
+    real, folder, log = shutil.which("cc"), tmp_path / "bin", tmp_path / "log"
+    folder.mkdir()
+    cc = folder / "cc"
+    cc.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {real} -D__clang__ "$@"\n')
+    cc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert not build().reasons
+    linked = [line for line in log.read_text().splitlines() if "-shared" in line]
+    assert len(linked) == 2
+    assert all("-fopenmp" in line and "libgomp" not in line for line in linked)
+    said = "ld: cannot find -lomp", "clang: error: linker command failed with exit code 1 (use -v to see invocation)"
+    fails = f"printf '%s\\n' '{said[0]}' '{said[1]}' >&2; exit 1"
+    cc.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) {fails};; esac\nexec {real} -D__clang__ -DANOTHER "$@"\n')
+    with pytest.raises(BackendUnavailable, match=r"could not be compiled by .*: ld: cannot find -lomp$"):
+        build()
+
+
+@can_build
 def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str], tmp_path: Path
 ) -> None:

@@ -17,8 +17,15 @@ from pdinfer.process.recording import RecordedLibrary, recording_here
 _log = logging.getLogger("pdinfer")
 
 FOLDER = Path(__file__).parent
-EXTENSIONS = ("avx512_bf16", "avx512f", "avx2")
-"""What makes the kernels faster where a CPU has it, the best first."""
+EXTENSIONS = {
+    "avx512_bf16": "products and attention in bfloat16",
+    "amx_bf16": "products and experts of many rows",
+    "avx512_vnni": "products in INT8",
+    "avx512bw": "all kernels",
+    "avx2": "all kernels",
+    "f16c": "weights in FP8",
+}
+"""The instruction sets that sets.h looks at, as Linux names them, and what runs faster with each; the best first."""
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -162,6 +169,12 @@ def library_or_reason() -> Kernels | str:
         lost = ", ".join(family for family, each in kernels.reasons.items() if each == reason)
         _log.warning("kernels for this CPU (%s) are not used, and bfloat16 runs slower: the library %s", lost, reason)
     return kernels if kernels.libraries else next(iter(kernels.reasons.values()))
+
+
+def lost_kernels() -> dict[str, str]:
+    """Return the families that this machine lacks, and why."""
+    found = library_or_reason()
+    return dict.fromkeys(FAMILIES, found) if isinstance(found, str) else found.reasons
 
 
 def families() -> tuple[NativeLibrary, ...]:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "room.h"
+#include "vectors.h"
 
 #ifdef HAVE_BF16
 #define FEW_ROWS INT64_MAX /* these are given no others */

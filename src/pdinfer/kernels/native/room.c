@@ -3,12 +3,13 @@
 #include "room.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 
 #define ROOMS 4
 
 typedef struct {
     void *at;
-    i64 size;
+    int64_t size;
 } Room;
 
 static _Thread_local Room rooms[ROOMS];
@@ -22,7 +23,7 @@ static void give_back(void *of_thread) {
 
 static void make_key(void) { key_works = !pthread_key_create(&key, give_back); }
 
-void *room(int which, i64 bytes) {
+void *room(int which, int64_t bytes) {
     Room *mine = rooms + which;
     if (!mine->at || bytes > mine->size) {
         pthread_once(&once, make_key);
@@ -30,7 +31,7 @@ void *room(int which, i64 bytes) {
         free(mine->at);
         *mine = (Room){0};
         void *at;
-        if (posix_memalign(&at, 64, MAX(64, bytes))) return NULL;
+        if (posix_memalign(&at, 64, bytes > 64 ? bytes : 64)) return NULL;
         *mine = (Room){at, bytes};
     }
     return mine->at;

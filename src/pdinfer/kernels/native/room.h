@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include <stdint.h>
 
 /* Memory of this thread; one of a few. What it held is lost when it grows. NULL when there is not so much. */
-void *room(int which, i64 bytes);
+void *room(int which, int64_t bytes);
