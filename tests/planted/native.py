@@ -303,6 +303,13 @@ MUTANTS = [
         f"{BODIES}::test_every_x86_cpu_with_a_compiler_has_native_ops {BODIES}::test_experts",
     ),
     Mutant(
+        "quickstart tells of ops in C that torch ran",
+        "examples/02_two_processes.py",
+        'if provider == "native"}',
+        'if provider == "torch"}',
+        "tests/test_examples.py::test_example_runs",
+    ),
+    Mutant(
         "tiles of AMX stay configured",
         f"{FOLDER}/tiles.h",
         "    else _tile_release();\n",
