@@ -54,6 +54,10 @@ def test_example_runs(name: str) -> None:
     }
     plain = re.sub(r"\033\[\d+m", "", _run(f"examples/{name}"))
     assert expected[name] in plain
+    if name == "02_two_processes.py":
+        assert re.match(
+            r"  ops +(in C: .*linear.*mla_decode|none in C, .*says how to mend it: )", plain.splitlines()[-1]
+        )
 
 
 def test_there_are_snippets() -> None:

@@ -292,6 +292,13 @@ MUTANTS = [
         "fp8_strips.c",
     ),
     Mutant(
+        "quickstart tells of ops in C that torch ran",
+        "examples/02_two_processes.py",
+        'if provider == "native"}',
+        'if provider == "torch"}',
+        "tests/test_examples.py::test_example_runs",
+    ),
+    Mutant(
         "tiles of AMX stay configured",
         "    else _tile_release();\n",
         "",
