@@ -293,10 +293,10 @@ MUTANTS = [
     ),
     Mutant(
         "quickstart tells of ops in C that torch ran",
-        "examples/02_two_processes.py",
         'if provider == "native"}',
         'if provider == "torch"}',
-        "tests/test_examples.py::test_example_runs",
+        "test_examples.py::test_example_runs",
+        "examples/02",
     ),
     Mutant(
         "tiles of AMX stay configured",

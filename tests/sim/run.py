@@ -2,8 +2,9 @@
 
     python -m tests.sim.run --count 100000 --engines 2000 --processes 2 --progress progress.jsonl --out results.json
 
-Prints the results as JSON. The exit status is 1 when a run was bad, or when an expected event never happened in the
-runs of the protocol. A file of results names its commit, so there must be no uncommitted changes.
+Prints the results as JSON, or with --quiet what was bad. The exit status is 1 when a run was bad, or when an expected
+event never happened in ENOUGH runs of the protocol. A file of results names its commit, so there must be no uncommitted
+changes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from tests.versions import git
 CHUNKS = {"protocol": 250, "engines": 50}
 """The kinds of runs, and how many of each a process does before it reports."""
 COLLECT_EVERY = 50
+ENOUGH = 10_000
+"""Of so many runs every event of HAPPENS happens in some."""
 HAPPENS = (
     *DELAYS,
     *FRAME_FAULTS,
@@ -40,7 +43,7 @@ HAPPENS = (
     *("ranks", "rank lost", "moved", "continued", "displaced", "port is back"),
     *("end stop", "end length", "end cancelled", "end deadline", "end failed"),
 )
-"""The events that must happen in every set of runs."""
+"""The events that must happen in every large set of runs."""
 
 
 @attrs.define
@@ -154,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=0, help="runs of real engines")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--progress", type=Path, help="a file that remembers what is done; a second call goes on")
+    parser.add_argument("--quiet", action="store_true", help="print what was bad instead of all results")
     parser.add_argument("--out", type=Path, help="where the results go as JSON, beside standard output")
     options = parser.parse_args(arguments)
     wanted = {"protocol": options.count, "engines": options.engines}
@@ -195,10 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{kind: total.as_json() for kind, total in totals.items()},
     }
     text = json.dumps(results, indent=1)
-    print(text)
+    print("\n".join(told_of(totals)) if options.quiet else text)
     if options.out is not None:
         options.out.write_text(text + "\n")
-    return 1 if any(total.bad for total in totals.values()) or results["never"] else 0
+    never = results["never"] if options.count >= ENOUGH else []
+    return 1 if any(total.bad for total in totals.values()) or never else 0
+
+
+def told_of(totals: Mapping[str, Summary]) -> Iterator[str]:
+    """Yield a line for each kind of runs, and one for each that was bad."""
+    for kind, total in totals.items():
+        yield f"{total.runs} runs of {kind}: {len(total.bad) or 'none'} bad"
+        yield from (f"  seed {seed}: {error}" for seed, error in total.bad)
 
 
 if __name__ == "__main__":
