@@ -24,7 +24,7 @@ SUITES = {
     "test_fused_ops": (28, 28),
     "test_page_ops": (3, 3),
     "test_not_finite": (53, 65),
-    "test_quantized_ops": (19, 20),
+    "test_quantized_ops": (23, 24),
     "test_attention_ops": (19, 19),
     "test_sparse_ops": (33, 33),
     "test_routing_ops": (3, 3),
