@@ -176,7 +176,7 @@ def test_a_replay_is_one_launch_and_allocates_nothing(device: torch.device) -> N
         masked(x, length)
     with Watch() as watch:
         capture.replay()
-    assert watch.totals() == {"launches": 1, "allocations": 0, "syncs": 0, "pageable": 0, "pinned": 0}
+    assert watch.totals() == {"launches": 1, "allocations": 0, "syncs": 0, "pageable": 0, "pinned": 0, "destroyed": 0}
 
 
 def test_a_length_that_was_baked_in_shows(device: torch.device) -> None:

@@ -45,7 +45,7 @@ def run(main: Coroutine[Any, Any, None], timeout_s: float = SOON_S) -> None:
             await main
 
     asyncio.run(bounded())
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("pdinfer-s")])
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("pdinfer-step", "pdinfer-submit"))])
 
 
 @asynccontextmanager
