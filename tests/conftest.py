@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: of what that makes nothing is garbage
 
 # The same examples in every run, and no deadline, which a busy machine would miss.
 settings.register_profile("pdinfer", deadline=None, derandomize=True)
@@ -117,6 +118,7 @@ def pytest_collection_finish() -> None:
     """Leave what pytest has collected out of every later collection of garbage, which would look through it all."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
