@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
@@ -20,6 +20,15 @@ from tests.simulated.device import set_up
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--most-cases", type=int, help="run so many cases of each test and op, the same each time")
     parser.addoption("--native-body", help="run native ops in the bodies for such a CPU: see native_builds.BODIES")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--native-body`, let the native ops be those of a library that was compiled so: before cases are made, since
+    another body may serve other ops."""
+    if body := config.getoption("--native-body"):
+        context = ExitStack()
+        context.enter_context(as_native(built_with(*BODIES[body])))
+        config.add_cleanup(context.close)
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,12 +73,4 @@ def simulated(request: pytest.FixtureRequest) -> None:
 def interpreted() -> Iterator[None]:
     """Where kernels are interpreted (test_triton_interpreter.py starts such runs), let them compute as on a GPU."""
     with as_a_gpu() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def native_body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--native-body`, let the native ops be those of a library that was compiled so."""
-    body = request.config.getoption("--native-body")
-    with as_native(built_with(*BODIES[body])) if body else nullcontext():
         yield
