@@ -53,7 +53,7 @@ INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count
                 __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);
                 for (int a = 0; a < 8; a++) {
                     const unit *p = weights + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;
-                    __m512bh weight = (__m512bh)_mm512_set1_epi32((int)*p);
+                    __m512bh weight = pair_in_all(*p);
                     acc[a][0] = _mm512_dpbf16_ps(acc[a][0], weight, lo);
                     acc[a][1] = _mm512_dpbf16_ps(acc[a][1], weight, hi);
                 }

@@ -103,9 +103,9 @@ i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, 
         for (i64 r = 0; r < n; r += 2) {                                                                               \
             __m512bh xs[M];                                                                                            \
             for (int m = 0; m < M; m++) {                                                                              \
-                int pair;                                                                                              \
+                uint32_t pair;                                                                                         \
                 memcpy(&pair, x + m * ldx + r, sizeof pair);                                                           \
-                xs[m] = (__m512bh)_mm512_set1_epi32(pair);                                                             \
+                xs[m] = pair_in_all(pair);                                                                             \
             }                                                                                                          \
             for (int c = 0; c < WIDE / 32; c++) {                                                                      \
                 __m512i even = _mm512_loadu_si512(w + r * ldw + 32 * c);                                               \

@@ -6,7 +6,7 @@
 /* sum + a . b in each lane, of the unit `a` and LANES units at b. */
 INLINE floats add_products(floats sum, unit a, const unit *b) {
 #ifdef HAVE_BF16
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_loadu_si512(b));
+    return (floats)_mm512_dpbf16_ps((__m512)sum, pair_in_all(a), (__m512bh)_mm512_loadu_si512(b));
 #elif PER == 2
     words ys = load_pairs((const bf16 *)b);
     return sum + from_bf16(a) * even(ys) + from_bf16(a >> 16) * odd(ys);

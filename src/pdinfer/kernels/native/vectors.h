@@ -151,6 +151,15 @@ INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
 
 INLINE __m512bh load32(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
+/* A pair in all lanes. clang 16 crashes where it sees that the operand of a product is such a broadcast. */
+INLINE __m512bh pair_in_all(uint32_t pair) {
+    __m512i x = _mm512_set1_epi32((int)pair);
+#if defined(__clang_major__) && __clang_major__ < 18
+    __asm__("" : "+v"(x));
+#endif
+    return (__m512bh)x;
+}
+
 INLINE __m512 load16(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
