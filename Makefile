@@ -4,7 +4,7 @@
 # make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
 #                   RUNS=200 adds that many seeded fault runs, PROMPTS=500 gives all prompts where some are given
 # make mutants      plants bugs, one after the other, and tells which of them no test sees; cut off, it goes on
-# make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
+# make soak         the tests that measure seconds, then 10 minutes of requests under every fault that is known, over every transport and among ranks
 # make docs         the site, in build/site
 # make lint         only ruff and mypy
 # make clean        removes the venv and every cache
@@ -70,6 +70,7 @@ mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants
 
 soak: $(VENV)/.test
+	@$(BIN)/python -m pytest -q -m timed
 	@PYTHONPATH=. $(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) --ranks
 
 docs: $(VENV)/.docs

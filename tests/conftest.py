@@ -93,9 +93,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether pytest collects all tests, not some that were named."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Leave out of `make test` what tests/tiers.py says, unless it was asked for by name."""
-    if item.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if not is_whole(item.config):
         return
     from tests.tiers import is_run_each_time
 
@@ -140,7 +145,12 @@ def turned(items: list[T], turn: int) -> list[T]:
 
 @pytest.hookimpl(trylast=True)  # of the tests that were asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests, and leave out those that need CUDA where there is none."""
+    """Order the tests, and leave out those that measure seconds, unless they were asked for, and those that need CUDA
+    where there is none."""
+    if is_whole(config) and "timed" not in config.option.markexpr:
+        timed = [item for item in items if item.get_closest_marker("timed")]
+        config.hook.pytest_deselected(items=timed)
+        items[:] = [item for item in items if item not in timed]
     items[:] = turned(items, config.getoption("--turn"))
     # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.

@@ -414,7 +414,7 @@ def test_the_loop_goes_on_while_the_pairing_is_busy(what: str) -> None:
     run(main())
 
 
-@pytest.mark.full
+@pytest.mark.timed
 def test_a_heartbeat_is_never_10_ms_late() -> None:
     """On a busy machine any thread may be late, so that one run of several has to be quiet."""
 

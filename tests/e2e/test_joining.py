@@ -132,7 +132,7 @@ def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-@pytest.mark.full
+@pytest.mark.timed
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
 def test_the_worst_gap_of_a_stream_grows_by_a_tenth_of_a_second_at_most(role: type) -> None:
     """Compares the medians of a few runs."""

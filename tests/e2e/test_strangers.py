@@ -80,7 +80,7 @@ def test_an_honest_link_comes_back_while_strangers_hold_the_door(attacked: Calla
         assert victim.ask("memory")[2] < 200
 
 
-@pytest.mark.full
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("says", SAYS)
 def test_a_thousand_strangers_delay_an_honest_link_by_a_second_at_most(
@@ -113,7 +113,7 @@ def test_peers_that_do_not_read_lose_their_links_and_nobody_elses(attacked: Call
     _flood(victim, num_peers=4, num_bytes=2 * GROWTH, text="poem " * 800)
 
 
-@pytest.mark.full
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_peers", [10, 320])
 @pytest.mark.parametrize(("text", "num_bytes"), [("", GROWTH // 4), ("poem " * 800, 4 * GROWTH)], ids=["short", "long"])

@@ -43,8 +43,8 @@ MUTANTS = [
     ),
     Mutant(
         "make test leaves out what was asked for by name",
-        "if item.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:",
-        "if item.config.args_source is None:",
+        "return config.args_source is pytest.Config.ArgsSource.TESTPATHS",
+        "return True",
         "test_tiers.py::test_who_names_tests_gets_them",
         "tests/conftest.py",
     ),
