@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.process import ahead
 from pdinfer.process.ahead import Built, build_ahead
 from pdinfer.process.compiled import NativeLibrary, find_or_build
+from pdinfer.process.compiler import COMPILERS
 from tests.backends import ROOT, child_environment
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -34,9 +36,36 @@ SOURCE = """__attribute__((visibility("default"))) int lanes(void) {
 """
 
 
+def heeds_flags(path: Path) -> bool:
+    """Return whether a compiler is there that makes code for the CPU it is told, unlike one that was wrapped to have a
+    CPU of its own."""
+    if not os.access(path, os.X_OK):
+        return False
+    asked = [
+        subprocess.run(
+            [path, f"-march={cpu}", "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, check=False
+        ).stdout
+        for cpu in ("x86-64", "haswell")
+    ]
+    return ["__AVX2__" in macros for macros in asked] == [False, True]
+
+
+@functools.cache
+def obedient() -> Path | None:
+    """Return the first compiler in PATH that heeds the flags for a CPU."""
+    paths = (Path(folder, name) for folder in os.get_exec_path() for name in COMPILERS)
+    return next(filter(heeds_flags, paths), None)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NativeLibrary:
     """Return a library that tells which CPU it was compiled for, and whose user has an empty cache."""
+    found = obedient()
+    if found is None:
+        pytest.skip("needs a C compiler that heeds -march")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cc").symlink_to(found)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "lanes.c").write_text(SOURCE)
