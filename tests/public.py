@@ -13,7 +13,9 @@ import sys
 import tomllib
 import types
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import get_origin
 
 import pdinfer
 
@@ -69,6 +71,9 @@ def _member(name: str, value: object) -> str:
 
 
 def _signature(value: object) -> str:
+    plain = isinstance(value, type) and (issubclass(value, Enum) or getattr(value, "_is_protocol", False))
+    if plain or get_origin(value) is not None:
+        return "(...)"  # Pythons disagree on what enums, protocols and aliases take
     try:
         text = str(inspect.signature(value))  # type: ignore[arg-type]
     except ValueError:
