@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -20,6 +21,8 @@ sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 import attention_cases
 import card
 import case
+import engine_steps
+import mega_moe
 import product_cases
 import pushes
 import row_cases
@@ -259,3 +262,25 @@ def test_pushes_of_a_small_slice_arrive_and_are_measured() -> None:
         assert line["runs"] == 1
         assert line["bytes"] == 2 * 64 * 4 * 2 * (128 + 16)
         assert line["landed_ms"] > 0 < line["value"]
+
+
+@pytest.mark.parametrize("drafts", ["0", "2"])
+def test_steps_of_small_engines_are_measured(drafts: str) -> None:
+    output = output_of(engine_steps, "--tiny", "--transport", "tcp", "--kv-format", "fp8", "--drafts", drafts)
+    lines = [line for line in lines_of(output) if "steps" in line]
+    assert [line["case"].split(",")[0] for line in lines] == ["B 1", "B 2"]
+    assert [line["num_tokens"] for line in lines] == [6, 12]
+    assert all(line["value"] > 0 < line["prefill_tok_s"] for line in lines)
+
+
+def test_the_kernel_of_a_whole_layer_of_experts_says_why_it_is_missing() -> None:
+    (line,) = lines_of(output_of(mega_moe))
+    assert line["missing"] == "torch sees no card here" or torch.cuda.is_available()
+
+
+def test_the_run_on_a_card_is_a_script_whose_parts_are_there() -> None:
+    script = (GPU / "card_run.sh").read_text()
+    subprocess.run(["bash", "-n", str(GPU / "card_run.sh")], check=True, timeout=60)
+    named = set(re.findall(r"benchmarks/gpu/(\w+\.(?:py|sh))", script))
+    assert named >= {"engine_steps.py", "slice.py", "pushes.py", "run.py", "mega_moe.py", "kit.sh"}
+    assert all((GPU / name).exists() for name in named)
