@@ -24,6 +24,8 @@ import attrs
 import card
 import torch
 from drawn_model import drawn_model, v3_config
+from pushes import transport_of
+from timing import numbers
 
 import pdinfer as pd
 from pdinfer.config import ModelConfig
@@ -45,8 +47,7 @@ def pair_of(model: Model, options: argparse.Namespace) -> tuple[pd.PrefillEngine
     if options.transport == "loopback":
         ends = pd.KVChannel.loopback(*pools)
     else:
-        kind = {"shm": pd.kv.ShmTransport, "tcp": pd.kv.SocketTransport}[options.transport]
-        ends = tuple(pd.KVChannel(pool, kind()) for pool in pools)
+        ends = tuple(pd.KVChannel(pool, transport_of(options.transport)) for pool in pools)
     config = pd.EngineConfig(
         max_running_requests=most,
         chunked_prefill_size=CHUNK,
@@ -137,10 +138,6 @@ def run(options: argparse.Namespace, device: torch.device) -> Iterator[Line | st
             times = serve(pairing, batch, requests(config, batch, options))
             yield line_of(model, times, batch, options)
         yield pd.explain_graphs(decode)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import card
 import torch
 from case import HIDDEN, MOE_INTERMEDIATE, draw, draw_blocks
-from timing import Times, race, sentence
+from timing import Times, numbers, race, sentence
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, resolve_ops
@@ -104,15 +104,9 @@ def run(device: torch.device, tokens: Sequence[int]) -> Iterator[Line]:
         yield {**line, "relative_error": round(error, 4)}
 
 
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1, 32, 128, 512]
-    )
+    parser.add_argument("--tokens", type=numbers, default=[1, 32, 128, 512])
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "gpu-mega-moe", "case": "fp8_mega_moe", "missing": "torch sees no card here"}))

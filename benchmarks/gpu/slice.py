@@ -27,7 +27,7 @@ import attrs
 import card
 import torch
 from drawn_model import NUM_DENSE, NUM_LAYERS, drawn_model, fill, v3_config
-from timing import sentence
+from timing import numbers, sentence
 
 import pdinfer as pd
 from pdinfer.execution.drafting import Draft
@@ -225,10 +225,6 @@ def table(lines: Sequence[Line]) -> str:
         elif "missing" in line:
             rows.append(f"{line['case']:<32}  missing: {line['missing']}")
     return "\n".join(rows)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

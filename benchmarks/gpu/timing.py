@@ -65,6 +65,11 @@ def race(
     return found | {name: Times(tuple(seconds[name]), stretch.graph is not None) for name, stretch in ready.items()}
 
 
+def numbers(text: str) -> list[int]:
+    """Return the numbers of an argument of the command line, which commas separate."""
+    return [int(each) for each in text.split(",")]
+
+
 def sentence(error: Exception) -> str:
     """Return the first line of what was raised."""
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:200]}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
-from pdinfer.kernels.native.build import EXTENSIONS
+from pdinfer.kernels.native.build import EXTENSIONS, by_reason
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
 from pdinfer.process.compiled import cache_path, cpu_flags, is_open_to_others
 from pdinfer.process.compiler import COMPILERS, REPORT
@@ -156,9 +156,7 @@ def compilers(machine: Machine) -> Found:
 
 def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Found:
     """Whether there are native kernels, and whether they use all of the CPU."""
-    lost = machine.lost_kernels()
-    for reason in dict.fromkeys(lost.values()):
-        families = ", ".join(family for family, each in lost.items() if each == reason)
+    for reason, families in by_reason(machine.lost_kernels()).items():
         sentence = (
             f"bfloat16 on this CPU runs slower than it could, without the native {families}: the library {reason}"
         )

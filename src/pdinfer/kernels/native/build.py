@@ -165,10 +165,17 @@ def library_or_reason() -> Kernels | str:
     if not flags:
         return f"is for x86-64 CPUs, and this {platform.machine()} is none that Linux describes as one"
     kernels = Kernels(find_or_build(families(), flags))
-    for reason in dict.fromkeys(kernels.reasons.values()):
-        lost = ", ".join(family for family, each in kernels.reasons.items() if each == reason)
+    for reason, lost in by_reason(kernels.reasons).items():
         _log.warning("kernels for this CPU (%s) are not used, and bfloat16 runs slower: the library %s", lost, reason)
     return kernels if kernels.libraries else next(iter(kernels.reasons.values()))
+
+
+def by_reason(lost: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the families that are lost for each reason, in one text."""
+    return {
+        reason: ", ".join(family for family, each in lost.items() if each == reason)
+        for reason in dict.fromkeys(lost.values())
+    }
 
 
 def lost_kernels() -> dict[str, str]:
