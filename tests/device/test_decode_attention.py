@@ -11,6 +11,7 @@ from pdinfer.kernels import reference, row_formats, torch_attention, torch_ops
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
+from pdinfer.process import streams
 from tests.device.models import ModelKind, model_of
 from tests.simulated.capture import Capture
 
@@ -56,7 +57,7 @@ def test_attention_is_recorded_and_run_again_on_other_lengths_and_pages(
     monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     there = [tensor.to(device) for tensor in inputs(packed, 1)]
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         results = attend(torch_ops, there)
     assert capture.illegal == []
     for seed in (1, 2, 3):
@@ -76,6 +77,6 @@ def test_a_step_chooses_without_a_look_at_lengths(device: torch.device) -> None:
     rows = DecodeRows({}, lambda _: (), page_size=4, device=device, scratch_page=9)
     rows.place([Row((7,), 0, [3])], [None])
     batch, view = rows.batch(1), KVView.of(pool.memory)
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         model.forward(batch, view)
     assert capture.illegal == []

@@ -141,7 +141,7 @@ def replayed(step: Step, device: torch.device, *, move: bool = False) -> tuple[C
     """Record a step of values [4] and a length, change both, and run it again. Return the recording, the result of the
     replay, and what the step gives by itself."""
     x, length = torch.arange(4.0, device=device), torch.tensor(3, device=device)
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         result = step(x, length)
     length.fill_(2)
     if move:
@@ -172,7 +172,7 @@ def test_a_replay_is_the_step_on_what_its_inputs_hold_now(device: torch.device) 
 
 def test_a_replay_is_one_launch_and_allocates_nothing(device: torch.device) -> None:
     x, length = torch.arange(4.0, device=device), torch.tensor(3, device=device)
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         masked(x, length)
     with Watch() as watch:
         capture.replay()
@@ -201,7 +201,7 @@ def test_a_recording_may_read_page_locked_memory(device: torch.device) -> None:
     """A graph keeps the address, so a replay sees what is there by then."""
     block, x = pinned_empty(4, device), torch.zeros(4, dtype=torch.uint8, device=device)
     block.fill_(1)
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         x.copy_(block, non_blocking=True)
         y = x + 1
     streams.current_stream(device).synchronize()
@@ -214,7 +214,7 @@ def test_a_recording_may_read_page_locked_memory(device: torch.device) -> None:
 def test_a_replay_has_its_place_in_the_order_of_streams(device: torch.device) -> None:
     """It reads pages that another stream writes, and what it copies to the host comes later."""
     pool, block = torch.zeros(8, dtype=torch.uint8, device=device), pinned_empty(4, device)
-    with Capture() as capture:
+    with streams.no_collection(), Capture() as capture:
         block.copy_(pool[4:] + 1, non_blocking=True)
     beside = streams.new_stream(device)
     beside.wait_event(streams.record_event(device))

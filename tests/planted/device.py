@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "garbage is collected in a capture",
-        "with _no_collection(), module.graph(",
+        "with no_collection(), module.graph(",
         "with module.graph(",
         "test_graphs.py::test_the_garbage_of_an_engine_that_is_gone_breaks_no_capture",
     ),

@@ -91,13 +91,13 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> 
     Raises RuntimeError when `run` waits for the device."""
     module = torch.get_device_module(device)
     graph: Graph = module.CUDAGraph()
-    with _no_collection(), module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with no_collection(), module.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Put off the collection of garbage. Where it destroys a graph, that of an engine that is gone say, CUDA breaks off
     the capture that is under way ("operation failed due to a previous error during capture")."""
     enabled = gc.isenabled()
