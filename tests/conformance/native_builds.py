@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.process import compiled, compiler
+from tests.compilers import why_no_compiler
 
 HEADERS = Path(__file__).parent / "native"
 IN_C = ("-O1", "-march=x86-64-v3", "-include", str(HEADERS / "avx512.h"))
@@ -48,12 +48,12 @@ def why_no_native() -> str | None:
     """Return what this machine lacks to have kernels in C, or None. Where it lacks nothing they must be there."""
     if not compiled.cpu_flags():
         return "an x86-64 CPU"
-    if any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if not (lacking := why_no_compiler()):
         return None
     try:
         build.library()  # which somebody compiled before
     except BackendUnavailable:
-        return "a C compiler"
+        return lacking
     return None
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.kernels.weight_formats import FP8Blocks
-from pdinfer.process import compiled, compiler
+from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
+from tests.compilers import why_no_compiler
 from tests.conformance.native_builds import BODIES, BODIES_HERE, Shared, as_native, built_with
 from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
 from tests.conformance.test_ops import error_of_mlp
@@ -55,7 +55,7 @@ def two_threads() -> Iterator[None]:
 
 
 def test_every_x86_cpu_with_a_compiler_has_native_ops() -> None:
-    if not compiled.cpu_flags() or not any(map(shutil.which, compiler.COMPILERS)):
+    if not compiled.cpu_flags() or why_no_compiler():
         pytest.skip("needs an x86 CPU and a C compiler")
     found = resolve_ops(OpSpec(device="cpu", dtype=torch.bfloat16)).choices
     chosen = {choice.op for choice in found if choice.provider == "native"}

@@ -11,6 +11,7 @@ MEMORY = "test_native_memory.py"
 BODIES = "test_native_bodies.py"
 COMPILES = "test_native_compiles.py"
 SHAPES = "test_native_shapes.py"
+HEADER = "test_native.py::test_the_header_of_all_sources_is_compiled_once_and_its_loss_costs_nothing_but_time"
 
 MUTANTS = [
     Mutant(
@@ -271,6 +272,24 @@ MUTANTS = [
         '("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "room.c")',
         '("fp8.c", "fp8_strips.c", "parts.c", "room.c")',
         f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
+    ),
+    Mutant(
+        "each source reads the header of all again",
+        '                _run([self.path, "-include", str(header), *command], folder)\n',
+        "                _run([self.path, *command], folder)\n",
+        HEADER,
+    ),
+    Mutant(
+        "a source is lost with the header of all",
+        '            with contextlib.suppress(CompilationError):\n                _run([self.path, "-include"',
+        '            if True:\n                _run([self.path, "-include"',
+        HEADER,
+    ),
+    Mutant(
+        "the libraries are lost with the header of all",
+        "        except CompilationError:\n            return None\n        return made\n",
+        "        except CompilationError:\n            raise\n        return made\n",
+        HEADER,
     ),
     Mutant(
         "what clang compiles is linked with the OpenMP of GNU",

@@ -37,15 +37,16 @@ _log = logging.getLogger("pdinfer")
 
 @attrs.frozen(kw_only=True, eq=False)
 class NativeLibrary:
-    """A library of some `sources` in `folder`; a source may be part of several. `signatures` are the types of the
-    arguments of each function, `results` those of the functions that return something. With `keeps_lock` calls keep the
-    interpreter lock."""
+    """A library of some `sources` in `folder`; a source may be part of several. `header`, which they include, is
+    compiled once for all of them. `signatures` are the types of the arguments of each function, `results` those of the
+    functions that return something. With `keeps_lock` calls keep the interpreter lock."""
 
     name: str
     folder: Path
     sources: tuple[str, ...]
     signatures: Mapping[str, tuple[Any, ...]]
     results: Mapping[str, Any]
+    header: str | None = None
     openmp: bool = False
     keeps_lock: bool = False
 
@@ -281,12 +282,22 @@ def build(
 ) -> Iterator[tuple[NativeLibrary, Path | CompilationError]]:
     """Compile in `folder`, with a compiler on each core -> each library's file, or what the compiler said."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        needed = {(library.folder / source, library.openmp) for library in libraries for source in library.sources}
-        longest_first = sorted(needed, key=lambda each: -each[0].stat().st_size)
-        objects = {each: pool.submit(cc.compile, each[0], folder, openmp=each[1]) for each in longest_first}
+        with_header = {library.folder / library.header: library for library in libraries if library.header}
+        headers = {
+            header: pool.submit(cc.precompile, header, folder, openmp=library.openmp)
+            for header, library in with_header.items()
+        }
+
+        def compiled(source: Path, library: NativeLibrary) -> Path:
+            header = headers[library.folder / library.header].result() if library.header else None
+            return cc.compile(source, folder, openmp=library.openmp, header=header)
+
+        needed = {library.folder / source: library for library in libraries for source in library.sources}
+        longest_first = sorted(needed.items(), key=lambda each: -each[0].stat().st_size)
+        objects = {source: pool.submit(compiled, source, library) for source, library in longest_first}
         for library in libraries:
             try:
-                parts = [objects[library.folder / source, library.openmp].result() for source in library.sources]
+                parts = [objects[library.folder / source].result() for source in library.sources]
                 runtime = (openmp or "-fopenmp") if library.openmp else None
                 yield library, cc.link(parts, folder / f"{library.name}.so", openmp=runtime)
             except CompilationError as error:

@@ -23,10 +23,11 @@ from pdinfer.process import compiled as process_compiled
 from pdinfer.process import compiler as process_compiler
 from pdinfer.process.compiler import INSTRUCTION_SETS
 from pdinfer.testing import random_model, tiny_config
+from tests.compilers import why_no_compiler
 
 Build = Callable[[], Kernels]
 
-can_build = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+can_build = pytest.mark.skipif(why_no_compiler() is not None, reason=f"needs {why_no_compiler()}")
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     for family in ("attention", "rows"):
         kernels = "".join(stub.format(name) for name in SIGNATURES[family])
         (folder / f"{family}.c").write_text(f'#include "{family}.h"\n{kernels}')
-        (folder / f"{family}.h").write_text('#include "all.h"\n')
-    (folder / "all.h").write_text("")
+        (folder / f"{family}.h").write_text('#include "sets.h"\n')
+    (folder / "sets.h").write_text("")
     (folder / "shared.c").write_text("")
     monkeypatch.setattr(native_build, "FAMILIES", {name: (f"{name}.c", "shared.c") for name in ("attention", "rows")})
     monkeypatch.setattr(native_build, "FIND_TILES", ())
@@ -186,7 +187,7 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
     [
         ("rows.c", {"rows"}),
         ("attention.h", {"attention"}),
-        ("all.h", {"attention", "rows"}),
+        ("sets.h", {"attention", "rows"}),
         ("shared.c", {"attention", "rows"}),
     ],
 )
@@ -274,6 +275,25 @@ def test_a_failure_that_may_pass_is_not_remembered(
     assert set(build().reasons) == {"rows"}
     cc.write_text(cc.read_text().replace(script, ":"))
     assert not build().reasons
+
+
+@can_build
+def test_the_header_of_all_sources_is_compiled_once_and_its_loss_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
+) -> None:
+    real, folder, log = shutil.which("cc"), tmp_path / "bin", tmp_path / "log"
+    folder.mkdir()
+    cc = folder / "cc"
+    cc.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {real} "$@"\n')
+    cc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert not build().reasons
+    ran = log.read_text().splitlines()
+    assert sum("-x c-header" in line for line in ran) == 1
+    assert [line.startswith("-include") for line in ran if " -c " in line] == [True] * 3
+    for number, fails in enumerate(("*c-header*", "*-include*")):
+        cc.write_text(f'#!/bin/sh\ncase "$*" in {fails}) exit 1;; esac\nexec {real} -DOTHER={number} "$@"\n')
+        assert not build().reasons
 
 
 @can_build

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from pdinfer.process.ahead import Built, build_ahead
 from pdinfer.process.compiled import NativeLibrary, find_or_build
 from pdinfer.process.compiler import COMPILERS
 from tests.backends import ROOT, child_environment
+from tests.compilers import why_no_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(why_no_compiler() is not None, reason=f"needs {why_no_compiler()}")
 
 SOURCE = """__attribute__((visibility("default"))) int lanes(void) {
 #if defined(__AVX512BF16__)

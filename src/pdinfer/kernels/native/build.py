@@ -193,6 +193,7 @@ def families() -> tuple[NativeLibrary, ...]:
             sources=sources,
             signatures=SIGNATURES[family],
             results=RESULTS,
+            header="sets.h",
             openmp=True,
         )
         for family, sources in FAMILIES.items()
