@@ -216,7 +216,7 @@ class Rotary:
 
     @classmethod
     def build(cls, config: ModelConfig, device: torch.device) -> Rotary:
-        frequencies = torch.tensor(config.inv_frequencies(), dtype=torch.float64).float()
+        frequencies = torch.tensor(config.inv_frequencies(), dtype=torch.float64, device="cpu").float()
         return cls(frequencies.to(device), config.rope_attention_factor)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,7 @@ class Checkpoint:
         shape, first = info.shape, 0
         if rows is not None:
             shape, first = (len(rows), *info.shape[1:]), rows.start * (info.num_bytes // info.shape[0])
-        buffer = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8)
+        buffer = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8, device="cpu")
         _read_into(descriptor, buffer.numpy().data, info, path, first)
         return buffer.view(info.dtype).view(shape)
 

@@ -178,7 +178,7 @@ def accepted(drawn_BQ: Tensor, is_right_BQ: Tensor, drafted_BK: Tensor, num_draf
     """Return how many of the drawn tokens of each row count, int64 [B]: those behind drafts that the model drew itself,
     and one more. None follows a token that is not `is_right_BQ`."""
     num_drafts = drafted_BK.shape[1]
-    steps_K = torch.arange(num_drafts, device=drafted_BK.device)
+    steps_K = torch.arange(num_drafts, device=drafted_BK.device, dtype=torch.int64)
     same_BK = (drawn_BQ[:, :num_drafts] == drafted_BK) & is_right_BQ[:, :num_drafts] & (steps_K < num_drafts_B[:, None])
     return same_BK.cumprod(1).sum(1) + 1
 
@@ -233,7 +233,11 @@ class HostDraws:
 
 
 def _some(logits_TV: Tensor, rows: Sequence[int]) -> Tensor:
-    return logits_TV if len(rows) == len(logits_TV) else logits_TV[torch.tensor(rows, device=logits_TV.device)]
+    return (
+        logits_TV
+        if len(rows) == len(logits_TV)
+        else logits_TV[torch.tensor(rows, device=logits_TV.device, dtype=torch.int64)]
+    )
 
 
 def num_passes(drafts: Sequence[Draft]) -> int:

@@ -57,7 +57,7 @@ class ResidentDecode:
         self._drafter = None if model.mtp is None else Drafter(model, model.mtp, memory, self._rows, trace)
         self._num_drafts = 0
         self._width = -(-(model.config.max_position_embeddings + MAX_NEWEST) // memory.layout.page_size)
-        self._results = torch.empty(0, dtype=torch.int32)
+        self._results = torch.empty(0, dtype=torch.int32, device="cpu")
         self.while_waiting: Callable[[], None] | None = None
         """See `ModelRunner.do_while_waiting`."""
         self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model, trace))

@@ -66,7 +66,7 @@ class ModelRunner:
         self._page_size = memory.layout.page_size
         self._trace = trace
         self._sampler: Sampler | None = None
-        self._last_BD = torch.empty(0)
+        self._last_BD = torch.empty(0, dtype=torch.float32, device="cpu")
         self.resident = ResidentDecode(model, memory, self._end_step, trace)
 
     @property
@@ -92,7 +92,7 @@ class ModelRunner:
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         mark(self._trace, "batch")
         model, batch = self._model, self._batch(rows, decode=False)
-        hidden_TD = torch.empty(0)
+        hidden_TD = torch.empty(0, dtype=torch.float32, device="cpu")
         with self._memory.step():
             for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
                 hidden_TD = layer_TD

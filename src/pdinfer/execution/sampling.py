@@ -172,12 +172,12 @@ def _top_logprobs(
     wanted = {row: count for row, draw in enumerate(draws) if (count := draw.sampling.logprobs)}
     if not wanted:
         return {}
-    rows = torch.tensor(list(wanted), device=logits_BV.device)
+    rows = torch.tensor(list(wanted), device=logits_BV.device, dtype=torch.int64)
     some_BV, vocab = logits_BV[rows], logits_BV.shape[1]
     # each becomes one integer, so that no two are equal: the bits of the logit, ordered as floats, and then the id
     bits_BV = (some_BV + 0.0).view(torch.int32)
     ordered_BV = (bits_BV ^ (bits_BV >> 31 & 0x7FFFFFFF)).long() << 32
-    keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device)
+    keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device, dtype=torch.int64)
     best_BK = keys_BV.topk(min(max(wanted.values()), vocab)).values
     ids_BK = vocab - 1 - (best_BK & 0xFFFFFFFF)
     normalizers_B1 = torch.from_numpy(normalizers[list(wanted)]).to(logits_BV.device)[:, None]
@@ -196,7 +196,7 @@ def _change(logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int,
     if not rows:
         return logits_BV, {}
     some = [draws[row] for row in rows]
-    index = torch.tensor(rows, device=logits_BV.device)
+    index = torch.tensor(rows, device=logits_BV.device, dtype=torch.int64)
     some_BV = logits_BV[index]
     _add_bias(some_BV, some)
     _penalize(some_BV, some)
@@ -220,7 +220,9 @@ def _nothing_left(draw: Draw) -> RequestError:
 def _add_bias(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
     biases = [draw.sampling.logit_bias for draw in draws]
     if any(biases):
-        values = torch.tensor([value for bias in biases for _, value in bias], dtype=torch.float64).to(logits_BV)
+        values = torch.tensor([value for bias in biases for _, value in bias], dtype=torch.float64, device="cpu").to(
+            logits_BV
+        )
         places = _places([[token for token, _ in bias] for bias in biases], logits_BV.device)
         logits_BV.index_put_(places, values, accumulate=True)
 
@@ -289,4 +291,4 @@ def _places(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Return the values as [B, 1], with the dtype and on the device of `like`."""
-    return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(like)[:, None]

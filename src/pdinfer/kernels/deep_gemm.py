@@ -127,11 +127,11 @@ class _Tiles:
         row_ends_E, slot_ends_E = counts_E.cumsum(0), slots_E.cumsum(0)
         first_row_E, first_slot_E = row_ends_E - counts_E, slot_ends_E - slots_E
 
-        slot_M = torch.arange(num_slots, device=rows.device)
+        slot_M = torch.arange(num_slots, device=rows.device, dtype=torch.int64)
         expert_M = torch.searchsorted(slot_ends_E, slot_M, right=True).clamp_max(last)
         offset_M = slot_M - first_slot_E[expert_M]
         used_M = offset_M < counts_E[expert_M]
-        row_S = torch.arange(num_rows, device=rows.device)
+        row_S = torch.arange(num_rows, device=rows.device, dtype=torch.int64)
         expert_S = torch.searchsorted(row_ends_E, row_S, right=True).clamp_max(last)
         return cls(
             row_M=(first_row_E[expert_M] + offset_M).where(used_M, 0),

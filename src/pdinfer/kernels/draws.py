@@ -41,6 +41,6 @@ class Controls:
         """Return the parameters of Q tokens per row that follow each other, row by row."""
         columns = {field.name: getattr(self, field.name) for field in attrs.fields(Controls)}
         each = {name: column_B.repeat_interleave(num_queries) for name, column_B in columns.items()}
-        steps_Q = torch.arange(num_queries, device=self.position_B.device)
+        steps_Q = torch.arange(num_queries, device=self.position_B.device, dtype=torch.int64)
         each["position_B"] = (self.position_B[:, None] + steps_Q).view(-1)
         return Controls(**each)

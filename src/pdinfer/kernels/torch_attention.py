@@ -112,8 +112,8 @@ def _attend_in_blocks(
             scores = torch.bmm(q_HTQ[:, part], k_HSQ.mT).float().mul_(scale)
             lost_HT1 = _lost(scores)
             if position + size > offset + start + 1:
-                at = torch.arange(offset + start, offset + part.stop, device=q_HTQ.device)
-                future = torch.arange(position, position + size, device=q_HTQ.device) > at[:, None]
+                at = torch.arange(offset + start, offset + part.stop, device=q_HTQ.device, dtype=torch.int64)
+                future = torch.arange(position, position + size, device=q_HTQ.device, dtype=torch.int64) > at[:, None]
                 scores.masked_fill_(future, -torch.inf)
             softmax.add(scores, v_HSV, lost_HT1, part)
     out_THV.copy_(softmax.result().transpose(0, 1))
@@ -131,8 +131,8 @@ class _RunningSoftmax:
     @classmethod
     def start(cls, count: int, rows: int, width: int, device: torch.device) -> _RunningSoftmax:
         """Begin with nothing for `rows` rows in each of `count` groups, which share their values."""
-        total_NT1 = torch.zeros(count, rows, 1, device=device)
-        value_NTV = torch.zeros(count, rows, width, device=device)
+        total_NT1 = torch.zeros(count, rows, 1, device=device, dtype=torch.float32)
+        value_NTV = torch.zeros(count, rows, width, device=device, dtype=torch.float32)
         return cls(value_NTV, total_NT1, torch.full_like(total_NT1, -torch.inf))
 
     def add(self, scores_NTS: Tensor, v_NSV: Tensor, lost_NT1: Tensor, part: slice = slice(None)) -> None:
@@ -173,7 +173,7 @@ def mla_decode(
         size = pages_BM.shape[1] * page_size
         cached_BSW = pages_PGW.index_select(0, pages_BM.flatten()).view(batch, size, pages_PGW.shape[-1])
         cached_BSW = row_formats.latents(cached_BSW, latent_rank, q_BQHW.dtype)
-        position_S = torch.arange(start, start + size, device=device)
+        position_S = torch.arange(start, start + size, device=device, dtype=torch.int64)
         return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, scale)
 
     num_rows = num_queries * num_heads
@@ -216,7 +216,7 @@ def _columns_in_use(page_table_BM: Tensor, context_lens_B: Tensor, page_size: in
 
 def _last_seen(context_lens_B: Tensor, num_queries: int) -> Tensor:
     """Return the position of each query, the last one it sees, of the last `num_queries` of each sequence [B, Q]."""
-    return context_lens_B[:, None] + torch.arange(-num_queries, 0, device=context_lens_B.device)
+    return context_lens_B[:, None] + torch.arange(-num_queries, 0, device=context_lens_B.device, dtype=torch.int64)
 
 
 def mla_sparse(
@@ -261,7 +261,9 @@ def index_topk(
     q_TXY = row_formats.index_queries(q_TXY.float(), pages_PGY.dtype)
     q_TXY = q_TXY + reference.not_finite(q_TXY)
     page_size = pages_PGY.shape[1]
-    selected_TS = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
+    selected_TS = torch.full(
+        (len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device, dtype=torch.int64
+    )
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
@@ -272,7 +274,7 @@ def index_topk(
             visible = own + part.stop - part.start
             pages = table[None, : -(-visible // page_size)]
             scores_TS = _index_scores(q_TXY[None, part], weights_TX[None, part], pages_PGY, pages)[:, :visible]
-            last_T = torch.arange(own, visible, device=q_TXY.device)
+            last_T = torch.arange(own, visible, device=q_TXY.device, dtype=torch.int64)
             best_TS = _lowest_of_best(scores_TS, last_T, min(top_k, visible))
             selected_TS[part, : best_TS.shape[1]] = best_TS
         first += num_queries
@@ -293,7 +295,7 @@ def index_topk_decode(
     batch, num_queries = q_BQXY.shape[:2]
     page_size = pages_PGY.shape[1]
     count = min(top_k, page_table_BM.shape[1] * page_size)
-    selected_BQS = torch.full((batch, num_queries, count), -1, device=q_BQXY.device)
+    selected_BQS = torch.full((batch, num_queries, count), -1, device=q_BQXY.device, dtype=torch.int64)
     if not batch:
         return selected_BQS
     table_BM = _columns_in_use(page_table_BM, context_lens_B, page_size)

@@ -49,7 +49,7 @@ def _keep_top(scaled_BV: Tensor, controls: Controls) -> Tensor:
     vocab = scaled_BV.shape[1]
     ordered_BV = scaled_BV.sort(-1, descending=True).values
     top_k_B = torch.where(controls.top_k_B > 0, controls.top_k_B, vocab)
-    ranks_V = torch.arange(vocab, device=scaled_BV.device)
+    ranks_V = torch.arange(vocab, device=scaled_BV.device, dtype=torch.int64)
     ordered_BV = ordered_BV.masked_fill(ranks_V >= top_k_B[:, None], -torch.inf)
     shares_BV = ordered_BV.softmax(-1, dtype=torch.float64)
     before_BV = shares_BV.cumsum(-1) - shares_BV

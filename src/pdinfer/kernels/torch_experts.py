@@ -77,7 +77,7 @@ def run_experts(
 
     if x.ndim == 3:
         return torch.stack([run(x[index], index) for index in range(len(x))])
-    row_S = torch.arange(len(x), device=x.device)
+    row_S = torch.arange(len(x), device=x.device, dtype=torch.int64)
     expert_S = torch.searchsorted(counts_E.cumsum(0), row_S, right=True)
     out = x.new_empty(x.shape)
     for index in range(len(counts_E)):

@@ -29,8 +29,8 @@ def attend(q_HTQ: Tensor, offset: int, blocks: Iterable[Block], scale: float, ou
     num_heads, num_queries, width = q_HTQ.shape
     v_width = out_THV.shape[-1]
     width = max(width, v_width)
-    sum_HTV = torch.zeros(num_heads, num_queries, v_width)
-    log_HT = torch.full((num_heads, num_queries), -torch.inf)
+    sum_HTV = torch.zeros(num_heads, num_queries, v_width, dtype=torch.float32, device="cpu")
+    log_HT = torch.full((num_heads, num_queries), -torch.inf, dtype=torch.float32, device="cpu")
     lost_HT = torch.zeros_like(log_HT, dtype=torch.bool)
     q_HTQ, largest = _finite(q_HTQ, lost_HT)
     for position, k_HSQ, v_HSV in _cut(blocks, offset):
@@ -41,7 +41,11 @@ def attend(q_HTQ: Tensor, offset: int, blocks: Iterable[Block], scale: float, ou
         if not largest * largest_key * width < LARGEST_SCORE:
             return False
         if spoilt_HS.any():
-            newest_T = torch.arange(behind.start, num_queries).add_(offset - position).clamp_max_(k_HSQ.shape[1] - 1)
+            newest_T = (
+                torch.arange(behind.start, num_queries, dtype=torch.int64, device="cpu")
+                .add_(offset - position)
+                .clamp_max_(k_HSQ.shape[1] - 1)
+            )
             lost_HT[:, behind] |= spoilt_HS.cummax(-1).values.index_select(1, newest_T)
         # the public function does not tell the logarithms
         part_HTV, log_part_HT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001

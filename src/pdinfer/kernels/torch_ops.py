@@ -73,7 +73,7 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device)
+    out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device, dtype=torch.float32)
     if not len(y_SD):
         return out_TD
     none_TK = row_TK < 0

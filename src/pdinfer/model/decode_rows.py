@@ -89,7 +89,7 @@ class DecodeRows:
         self._aranges: dict[int, Tensor] = {}
         self._is_running = False
         self._changed: list[tuple[int, int]] = []
-        self._staging = torch.empty(0, dtype=torch.int32)
+        self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
         self._sent: Event | None = None
 
     def reserve(self, num_rows: int, width: int) -> None:
@@ -339,7 +339,7 @@ class DecodeRows:
         """Return 0, 1, 2, …, made once for each number of them."""
         made = self._aranges.get(count)
         if made is None:
-            made = self._aranges[count] = torch.arange(count, device=self._device)
+            made = self._aranges[count] = torch.arange(count, device=self._device, dtype=torch.int64)
         return made
 
     def _first(self, num_rows: int) -> dict[str, Tensor]:

@@ -174,7 +174,7 @@ def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
     whole_blocks = place.shape[shard.axis] % (shard.size * BLOCK) == 0
     if shard.size == 1 or whole_blocks or stored.scheme(name) is not Scheme.FP8_BLOCKS:
         return stored.read(name, shard)
-    whole = torch.empty(place.shape)
+    whole = torch.empty(place.shape, dtype=torch.float32, device="cpu")
     dequantize(stored.read(name), whole)
     rows = shard.of(place.shape[0])
     return columns_of(whole, shard) if shard.axis else whole[rows.start : rows.stop]

@@ -244,7 +244,7 @@ class Model:
     def _least_room(self, shared_by: int, room: int) -> int:
         """Return the least number of bytes that any rank has for a pool: its own `room`, or its part of one that it
         shares."""
-        ours = torch.tensor([[shared_by, room]], device=self.device)
+        ours = torch.tensor([[shared_by, room]], device=self.device, dtype=torch.int64)
         rooms: list[tuple[int, int]] = self.groups.world.all_gather(ours).tolist()
         ranks = Counter(shared for shared, _ in rooms)
         return min(each // (ranks[shared] if shared else 1) for shared, each in rooms)

@@ -251,7 +251,10 @@ class InTouch:
             pass
 
     def _all_are_done(self, done: int) -> bool:
-        return int(self._group.all_reduce(torch.tensor([done], device=self._device))) == self._group.size
+        return (
+            int(self._group.all_reduce(torch.tensor([done], device=self._device, dtype=torch.int64)))
+            == self._group.size
+        )
 
 
 def _raw(x: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class Topology:
 
     def _compare(self, world: Group) -> None:
         """Raise ConfigError where ranks were started with different sizes: they would wait for each other forever."""
-        ours = torch.tensor([[getattr(self, name) for name in SIZES]])
+        ours = torch.tensor([[getattr(self, name) for name in SIZES]], dtype=torch.int64, device="cpu")
         for rank, theirs in enumerate(world.all_gather(ours).tolist()):
             for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
                 if value != other:

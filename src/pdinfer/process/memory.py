@@ -56,11 +56,11 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
 
     Locking takes milliseconds and the memory cannot be swapped: allocate once, and reuse.
     """
-    return torch.empty(num_bytes, dtype=torch.uint8) if device.type == "cpu" else _page_locked(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if device.type == "cpu" else _page_locked(num_bytes)
 
 
 def _page_locked(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def main_memory_bytes(root: Path = Path("/")) -> int:

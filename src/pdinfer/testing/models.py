@@ -170,12 +170,12 @@ class RandomWeights:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         if name.endswith("norm.weight"):
-            return torch.rand(shape, generator=generator) * 0.8 + 0.6
+            return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.8 + 0.6
         if name.endswith("e_score_correction_bias"):
-            return torch.randn(shape, generator=generator) * 0.15
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.15
         gain = 3.0 if name == "lm_head.weight" else 1.3
         scale = 1.0 if "embed" in name else gain * shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator) * scale
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
 
 
 def _kept(tensor: Tensor, shard: Shard) -> Tensor:

@@ -188,7 +188,7 @@ class _Matched:
         return _Matched(matcher, self._vocab_size)
 
     def allowed(self) -> NDArray[np.bool_]:
-        words = torch.full((1, (self._vocab_size + 31) // 32), -1, dtype=torch.int32)
+        words = torch.full((1, (self._vocab_size + 31) // 32), -1, dtype=torch.int32, device="cpu")
         self._matcher.fill_next_token_bitmask(words)
         return _bits(words.numpy().view(np.uint8).reshape(-1))
 

@@ -184,8 +184,10 @@ class SharedSampler:
             return []
         if self._group.rank == 0:
             drawn = self._sampler(logits_BV, draws)
-            self._group.broadcast(torch.tensor([-1 if new.error else new.token for new in drawn]))
+            self._group.broadcast(
+                torch.tensor([-1 if new.error else new.token for new in drawn], dtype=torch.int64, device="cpu")
+            )
             return drawn
-        tokens = self._group.broadcast(torch.empty(len(draws), dtype=torch.int64)).tolist()
+        tokens = self._group.broadcast(torch.empty(len(draws), dtype=torch.int64, device="cpu")).tolist()
         failed = PDInferError("the leader could not draw a token here")
         return [Drawn(token=token, logprob=0.0, error=failed if token < 0 else None) for token in tokens]

@@ -126,7 +126,7 @@ class Lockstep:
         self._number += 1
         with self.together():
             said = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
-            table = self.groups.world.all_gather(torch.tensor([said])).tolist()
+            table = self.groups.world.all_gather(torch.tensor([said], dtype=torch.int64, device="cpu")).tolist()
             statuses = tuple(RankStatus(**dict(zip(_FIELDS, row, strict=False))) for row in table)
             self._check_numbers(statuses)
             agreement = Agreement(statuses, self._exchange(data, statuses))
@@ -183,7 +183,7 @@ class Lockstep:
         sizes = [statuses[rank].num_bytes for rank in group.ranks]
         heard: list[tuple[int, Message]] = []
         if sizes[0]:
-            orders = _tensor(data) if group.rank == 0 else torch.empty(sizes[0], dtype=torch.uint8)
+            orders = _tensor(data) if group.rank == 0 else torch.empty(sizes[0], dtype=torch.uint8, device="cpu")
             group.broadcast(orders)
             if group.rank:
                 heard += [(0, message) for message in decode(_bytes(orders))]
@@ -205,7 +205,7 @@ _FIELDS = tuple(field.name for field in attrs.fields(RankStatus))
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:
     """Return the `data` of every rank of the group, in rank order. Meant for data that is exchanged only once."""
-    counts = group.all_gather(torch.tensor([len(data)])).tolist()
+    counts = group.all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).tolist()
     return [_bytes(part) for part in torch.split(group.all_gather_rows(_tensor(data), counts), counts)]
 
 

@@ -41,14 +41,17 @@ class Wakeup(OfOneProcess):
         self._closing = False
         self._secret = random_bytes(SECRET_BYTES)
         own = _own_address()
-        hosts = {int(host) for host in world.all_gather(torch.tensor([[_number(own)]])).flatten()}
+        hosts = {
+            int(host)
+            for host in world.all_gather(torch.tensor([[_number(own)]], dtype=torch.int64, device="cpu")).flatten()
+        }
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((LOOPBACK if len(hosts) == 1 else own, 0))
         self._socket.settimeout(LOOK_S)
         self.address: tuple[str, int] = self._socket.getsockname()
         host, port = self.address
         ours = [[_number(host), port, int.from_bytes(self._secret, "little", signed=True)]]
-        theirs = world.all_gather(torch.tensor(ours)).tolist()
+        theirs = world.all_gather(torch.tensor(ours, dtype=torch.int64, device="cpu")).tolist()
         del theirs[world.rank]
         self._others = [
             ((socket.inet_ntoa(host.to_bytes(4, "big")), port), secret.to_bytes(SECRET_BYTES, "little", signed=True))

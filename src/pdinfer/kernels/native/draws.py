@@ -15,7 +15,7 @@ def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKi
     dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
     if not logits_BV.shape[1] or not dense or not are(torch.float32, logits_BV, changed_BV):
         return torch_draws.draw(logits_BV, changed_BV, controls, kind)
-    words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32)
+    words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
     build.library().draw_greedy(
         logits_BV.data_ptr(), changed_BV.data_ptr(), *logits_BV.shape, words_3B.data_ptr(), torch.get_num_threads()
     )

@@ -117,10 +117,15 @@ def mla_prefill(
             q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
         )
     page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
-    sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim)
-    largest_TH, total_TH = torch.full(q_THQ.shape[:2], -math.inf), torch.zeros(q_THQ.shape[:2])
+    sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim, dtype=torch.float32, device="cpu")
+    largest_TH, total_TH = (
+        torch.full(q_THQ.shape[:2], -math.inf, dtype=torch.float32, device="cpu"),
+        torch.zeros(q_THQ.shape[:2], dtype=torch.float32, device="cpu"),
+    )
     most = min(KEYS, max(context_lens, default=0))
-    scratch = torch.empty(build.library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32)
+    scratch = torch.empty(
+        build.library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32, device="cpu"
+    )
     first, step = 0, KEYS // page_size * page_size
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         at = slice(first, first + num_queries)

@@ -175,8 +175,8 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not are(torch.bfloat16, x_TI):
         return torch_ops.quantize_fp8(x_TI, ue8m0=ue8m0)
     rows, width = x_TI.shape
-    numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn)
-    scales_TN = torch.empty(rows, -(-width // BLOCK))
+    numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="cpu")
+    scales_TN = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32, device="cpu")
     build.library().quantize_fp8(
         x_TI.data_ptr(),
         x_TI.stride(0),

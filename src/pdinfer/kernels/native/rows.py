@@ -68,7 +68,10 @@ def route(
         )
     tokens, num_experts = logits_TE.shape
     logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
-    ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
+    ids, weights = (
+        torch.empty(tokens, top_k, dtype=torch.int64, device="cpu"),
+        torch.empty(tokens, top_k, dtype=torch.float32, device="cpu"),
+    )
     build.library().route(
         logits_TE.data_ptr(),
         None if bias_E is None else bias_E.data_ptr(),
@@ -89,7 +92,7 @@ def route(
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     ids_TK = ids_TK.contiguous()
-    counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64), torch.empty_like(ids_TK)
+    counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64, device="cpu"), torch.empty_like(ids_TK)
     token_of_row_S = row_TK.new_empty(ids_TK.numel())
     build.library().group_rows(
         ids_TK.data_ptr(),
@@ -123,7 +126,7 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     if not are(torch.bfloat16, y_SD) or not are(torch.float32, weights_TK):
         return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
-    out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1])
+    out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1], dtype=torch.float32, device="cpu")
     y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
     build.library().combine_rows(
         y_SD.data_ptr(),

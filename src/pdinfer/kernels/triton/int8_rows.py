@@ -36,7 +36,7 @@ def _round(x: Rows, weight: Int8Static | None, *, gated: bool) -> Rows:
     floats_SI, parts = x.numbers, 1 if weight is None else len(weight.input_scale)
     num_rows, width = len(floats_SI), floats_SI.shape[1] // (2 if gated else 1)
     numbers = torch.empty(parts * num_rows, width, dtype=torch.int8, device=floats_SI.device)
-    scales = torch.empty(parts * num_rows, device=floats_SI.device)
+    scales = torch.empty(parts * num_rows, device=floats_SI.device, dtype=torch.float32)
     experts = num_rows // x.room if x.room else 1
     padded = triton.next_power_of_2(width)
     launch(

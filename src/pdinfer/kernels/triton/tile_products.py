@@ -129,7 +129,7 @@ def multiply_gated_fp8(x: Rows, weight: Matrices, config: Config, *, ue8m0: bool
     """Return `quantize_fp8` of `multiply_gated`. A tile has 128 channels."""
     device, channels = x.numbers.device, weight.part_channels
     numbers_SI = torch.empty(len(x), channels, dtype=torch.float8_e4m3fn, device=device)
-    scales_SN = torch.empty(len(x), triton.cdiv(channels, BLOCK), device=device)
+    scales_SN = torch.empty(len(x), triton.cdiv(channels, BLOCK), device=device, dtype=torch.float32)
     _launch(x, weight, config, numbers_SI, scales_SN, gated=True, ue8m0=ue8m0)
     return FP8Rows(numbers_SI, scales_SN, dtype=x.dtype, ue8m0=ue8m0)
 

@@ -146,7 +146,7 @@ def _context_blocks(context_lens: Sequence[int], device: torch.device) -> Tensor
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda").view(-1, width)
+    table = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu").view(-1, width)
     return table.to(device, non_blocking=True)
 
 

@@ -84,7 +84,7 @@ class AllToAllDispatcher:
     def dispatch_end(self, pending: _Travelling) -> _Arrived:
         arrived_SD = pending.rows.wait()
         num_ranks, num_experts = self.group.size, self.experts_per_rank
-        experts_P = torch.arange(num_experts, device=arrived_SD.device).repeat(num_ranks)
+        experts_P = torch.arange(num_experts, device=arrived_SD.device, dtype=torch.int64).repeat(num_ranks)
         expert_S = experts_P.repeat_interleave(pending.received_P, output_size=len(arrived_SD))
         arrival_S = expert_S.argsort(stable=True)
         return _Arrived(

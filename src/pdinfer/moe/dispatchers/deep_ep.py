@@ -328,7 +328,7 @@ class DeepEPLowLatency:
 
 def check_same_room(group: Group, num_max_tokens: int, device: torch.device) -> None:
     """Raise ConfigError where ranks would reserve memory for different numbers of tokens. A collective."""
-    theirs = group.all_gather(torch.tensor([num_max_tokens], device=device)).tolist()
+    theirs = group.all_gather(torch.tensor([num_max_tokens], device=device, dtype=torch.int64)).tolist()
     if any(other != num_max_tokens for other in theirs):
         raise ConfigError(f"num_max_dispatch_tokens_per_rank must be the same on all ranks; by rank it is {theirs}")
 

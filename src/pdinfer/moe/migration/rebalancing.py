@@ -100,7 +100,7 @@ class Solving:
         self.answer_bytes, self.is_awaited = None, False
         if not num_bytes:
             return None
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if self._world.rank == 0:
             packed.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
         return unpack_placement(self._world.broadcast(packed).numpy().tobytes())

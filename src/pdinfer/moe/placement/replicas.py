@@ -31,7 +31,7 @@ class LayerReplicas:
         The choice between several copies follows from the token's place in the batch and the rank. So shares are met
         closely, and the same tokens go the same way each time.
         """
-        place_T = torch.arange(len(ids_TK), device=ids_TK.device) * self.num_ranks + self.rank
+        place_T = torch.arange(len(ids_TK), device=ids_TK.device, dtype=torch.int64) * self.num_ranks + self.rank
         # 24 bits are exact in float32, and so stay below 1
         u_T = ((place_T * GOLDEN & 0xFFFFFFFF) >> 8).float() * 2.0**-24
         copy_TK = (u_T[:, None, None] >= self.until_EX[ids_TK]).sum(-1)
