@@ -196,7 +196,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled",),
-        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
+        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory"),
+        ("modes", "recording", "scratch", "silence", "streams"),
     ),
 }
 
@@ -645,3 +646,21 @@ def repository_files(root: Path) -> Iterator[tuple[str, str]]:
             data = path.read_bytes()
             if b"\0" not in data:
                 yield path.relative_to(root).as_posix(), data.decode("utf-8", errors="replace")
+
+
+MAKE_TENSORS = frozenset(
+    "arange empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor zeros".split()
+)
+
+
+def tensors(modules: Sequence[Module]) -> list[str]:
+    """What makes a tensor names its dtype and its device: without them they are whatever the host has set."""
+    complaints = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in MAKE_TENSORS:
+                    missing = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
+                    if missing:
+                        complaints.append(f"{module.at(node)} torch.{name} names no {' and no '.join(sorted(missing))}")
+    return complaints

@@ -15,7 +15,7 @@ from tests import architecture as house
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = house.read_modules(ROOT, "src/pdinfer")
-RULES = (house.layers, house.charters, house.libraries, house.unsafe, house.manners, house.sizes)
+RULES = (house.layers, house.charters, house.libraries, house.unsafe, house.manners, house.sizes, house.tensors)
 PROGRAMS = [*house.read_modules(ROOT, "examples"), *house.read_modules(ROOT, "benchmarks")]
 
 
@@ -116,7 +116,7 @@ def test_all_is_sorted_and_is_what_can_be_imported():
 
 # ---- what one request goes through ---------------------------------------------------------------------------------
 
-MAX_ROOMS, MAX_MODULES = 10, 54
+MAX_ROOMS, MAX_MODULES = 10, 55
 """The modules are those outside `kernels`: which of them run there depends on the CPU."""
 
 
@@ -233,6 +233,9 @@ BROKEN = [
     (house.manners, {"model": "seen = set()"}, "seen is module-level state"),
     (house.manners, {"model": "names = [1, 2]"}, "names is module-level state"),
     (house.manners, {"model": "from collections import defaultdict\nX = defaultdict(list)"}, "X is module-level state"),
+    # tensors
+    (house.tensors, {"model": "import torch\ntorch.zeros(3, device=device)"}, "torch.zeros names no dtype"),
+    (house.tensors, {"model": "import torch\ntorch.tensor(x, dtype=kind)"}, "torch.tensor names no device"),
     # sizes
     (house.sizes, {"model": "x = 1\n" * 401}, "model.py has 401 lines, more than 400"),
     (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 60}, "model.py:1 f has 61 lines, more than 60"),

@@ -75,6 +75,12 @@ def escaped(text: str) -> str:
     return text[:MAX_TEXT_CHARACTERS]
 
 
+def cause(error: BaseException) -> str:
+    """Return the class of an error and what it says, cut to 200 characters, as another error quotes it."""
+    said = escaped(str(error))[:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def broken_bound(error: Exception) -> str:
     """Return, shortened, what msgspec says of a message that it refuses. msgspec quotes values (and for text the whole
     pattern), and names the field at the end."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 
 import attrs
 
+from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
@@ -31,6 +32,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
+from pdinfer.process.modes import own_modes
 from pdinfer.stats import DecodeCost, DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
@@ -51,6 +53,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     run_empty = staticmethod(empty_decode)
 
     @typed
+    @own_modes()
     def __init__(
         self,
         model: Model,
@@ -377,7 +380,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
-                self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
+                self._fail(sequence, PDInferError(f"the decode step failed: {cause(error)}"))
             return
         num_tokens = sum(map(len, drawn))
         self._drafted.accept_length = num_tokens / len(batch)

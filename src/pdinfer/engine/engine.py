@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 import torch
 
-from pdinfer.bounds import escaped
+from pdinfer.bounds import cause, escaped
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.commands import Cancel
@@ -36,6 +36,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.process.modes import own_modes
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
@@ -281,7 +282,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
-            with using_threads(self.config.num_threads), span(self._trace, STEP):
+            with own_modes(), using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
                 self.channel.redial()
                 self.ranks.step(self._step)
@@ -293,7 +294,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             let_go()
             self.ranks.propagate(error)
             _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
-            self._recover(PDInferError(f"a step of the {self.role} engine failed: {type(error).__name__}"))
+            self._recover(PDInferError(f"a step of the {self.role} engine failed: {cause(error)}"))
         except BaseException:
             let_go()
             raise
@@ -311,6 +312,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _step(self) -> None:
         """Run this role's part of a step and put the events into `_events`. `step` has prepared everything."""
 
+    @own_modes()
     def warm_up(self) -> WarmUp:
         """Run every size of step once, so that no request pays for a first use, and return what was run.
 
@@ -370,6 +372,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._events = events + self._events
         return not self.num_unfinished
 
+    @own_modes()
     def close(self) -> None:
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
@@ -396,9 +399,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             if not callable(processor):
                 raise TypeError("its factory made no function")
         except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
-            raise RequestError(
-                f"logits processor {name!r} does not take its argument: {type(error).__name__}: {str(error)[:200]}"
-            ) from error
+            raise RequestError(f"logits processor {name!r} does not take its argument: {cause(error)}") from error
         return processor
 
     def _draw(

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 import attrs
 
+from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
@@ -28,6 +29,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
+from pdinfer.process.modes import own_modes
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
@@ -45,6 +47,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     run_empty = staticmethod(empty_prefill)
 
     @typed
+    @own_modes()
     def __init__(
         self,
         model: Model,
@@ -294,7 +297,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
             failed = [prompt for prompt in prompts if prompt in self._active]  # the others were handed off
-            self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
+            self._fail(failed, PDInferError(f"the prefill step failed: {cause(error)}"))
         num_tokens = sum(counts)
         self._costs.add((1.0, float(num_tokens)), self._worked(num_tokens, started))
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdinfer.bounds import TopLogprobs
+from pdinfer.bounds import TopLogprobs, cause
 from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.kernels import reference
@@ -270,8 +270,7 @@ def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError
         except Exception as error:  # noqa: BLE001 - a host's own code; the rest of the batch goes on
             _log.debug("a logits processor failed", exc_info=True)
             errors[row] = RequestError(
-                f"logits processor {clip(draw.sampling.logits_processor)} failed: {type(error).__name__}: "
-                f"{str(error)[:200]}"
+                f"logits processor {clip(draw.sampling.logits_processor)} failed: {cause(error)}"
             )
     return errors
 

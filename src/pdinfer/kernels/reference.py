@@ -182,9 +182,7 @@ def index_topk(
 ) -> Tensor:
     q_TXY = row_formats.index_queries(_exact(q_TXY), pages_PGY.dtype)
     q_TXY = q_TXY + not_finite(q_TXY)
-    selected = torch.full(
-        (len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device, dtype=torch.int64
-    )
+    selected = q_TXY.new_full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, dtype=torch.int64)
     token = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         keys = _exact(row_formats.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
@@ -209,7 +207,7 @@ def index_topk_decode(
 ) -> Tensor:
     batch, num_queries = q_BQXY.shape[:2]
     count = min(top_k, page_table_BM.shape[1] * pages_PGY.shape[1])
-    selected = torch.full((batch, num_queries, count), -1, device=q_BQXY.device, dtype=torch.int64)
+    selected = q_BQXY.new_full((batch, num_queries, count), -1, dtype=torch.int64)
     for row, context in enumerate(context_lens_B.tolist()):
         table, lens = page_table_BM[row : row + 1], ((num_queries,), (context,))
         chosen = index_topk(q_BQXY[row], weights_BQX[row], pages_PGY, table, *lens, top_k=top_k)
@@ -247,8 +245,8 @@ def mla_prefill(
         kv = (c @ _exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
-        position_q = torch.arange(context - num_queries, context, device=q.device, dtype=torch.int64)
-        future = torch.arange(context, device=q.device, dtype=torch.int64)[None, :] > position_q[:, None]
+        position = torch.arange(context, device=q.device, dtype=torch.int64)
+        future = position[None, :] > position[context - num_queries :, None]
         scores = scores + not_finite(scores.masked_fill(future, 0))
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khv->qhv", weights, kv[..., nope:]))
@@ -346,9 +344,8 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     none = num_experts  # stands for -1, behind all experts
     expert_of_pair_S = ids_TK.flatten() % (none + 1)
     expert_S, pair_S = expert_of_pair_S.sort(stable=True)
-    row_S = torch.empty_like(pair_S).scatter_(
-        0, pair_S, torch.arange(len(pair_S), device=pair_S.device, dtype=torch.int64)
-    )
+    numbers_S = torch.arange(len(pair_S), device=pair_S.device, dtype=torch.int64)
+    row_S = torch.empty_like(pair_S).scatter_(0, pair_S, numbers_S)
     # bincount would wait for the device
     counts = expert_S.new_zeros(none + 1).scatter_add_(0, expert_S, torch.ones_like(expert_S))
     token_of_row_S = (pair_S // ids_TK.shape[1]) * (expert_S < none)

@@ -23,6 +23,7 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, count_known
 from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.modes import own_modes
 from pdinfer.types import PeerAddress
 
 
@@ -73,6 +74,7 @@ class PagePool(OfOneProcess):
     """
 
     @typed
+    @own_modes()
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:
         config = config or CacheConfig()
         self.layout = model.kv_layout(config)
@@ -282,6 +284,7 @@ class PagePool(OfOneProcess):
         """Register `holder`, which tells `rebuild` the pages that it holds."""
         self._holders.append(holder)
 
+    @own_modes()
     def rebuild(self) -> None:
         """Rebuild the accounts from the pages that the engines of this pool hold, after an interrupt may have left a
         call here or in an engine half done. All other pages become free with a new generation, and no prefix is

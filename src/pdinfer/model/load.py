@@ -30,6 +30,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.forked import begin_to_compute
+from pdinfer.process.modes import own_modes
 
 Device = str | torch.device
 DType = torch.dtype | str
@@ -43,6 +44,7 @@ MANY = 2000
 
 
 @typed
+@own_modes()
 def load_model(
     checkpoint: AnyPath,
     *,

@@ -30,6 +30,7 @@ from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
+from pdinfer.process.modes import own_modes
 from pdinfer.tokens import IntArray, ints_of
 from pdinfer.trace import Trace, mark
 
@@ -150,6 +151,7 @@ class Model:
         """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
         return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
+    @own_modes()
     def logits(self, tokens: Sequence[int] | IntArray) -> Tensor:
         """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's
         device.
@@ -162,6 +164,7 @@ class Model:
         return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
 
     @typed
+    @own_modes()
     def mtp_logits(self, tokens: Sequence[int] | IntArray, next_token: int) -> Tensor:
         """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,
         and is computed from the state of token i and the token after it, which for the last row is `next_token`.

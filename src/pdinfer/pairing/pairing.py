@@ -36,6 +36,7 @@ from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
+from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, PeerAddress, Request, TokenEvent
 
@@ -178,6 +179,7 @@ class Pairing(OfOneProcess):
 
     def _serve(self, source: Iterator[Request]) -> Iterator[TokenEvent]:
         """Yield the events of the requests in `source`, as `generate` does."""
+        check_tensors_are_real()
         mine: set[str] = set()
         more = True
         pulled: Request | None = None
@@ -210,7 +212,8 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def step(self) -> list[TokenEvent]:
-        """Send waiting requests on, step every port, and return the events since the last step."""
+        """Send waiting requests on, step every port, and return the events since the last step. Raise ConfigError, and
+        change nothing, in a mode of torch that makes tensors without memory."""
         events: list[TokenEvent] = []
         try:
             with self._stepping:
@@ -369,6 +372,7 @@ class Pairing(OfOneProcess):
     def _advance(self) -> None:
         with self._stepping:
             if not self._closed:
+                check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
                 self._change(self._go_on)
 
     def _go_on(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer.bounds import escaped
+from pdinfer.bounds import cause
 from pdinfer.errors import RequestError
 from pdinfer.stop import StopSequences
 from pdinfer.types import Request
@@ -43,4 +43,4 @@ def _failed(error: Exception) -> RequestError:
     if isinstance(error, MemoryError):
         raise error
     _log.debug("the matcher of a stop failed", exc_info=error)
-    return RequestError(f"the matcher of its stop failed: {escaped(f'{type(error).__name__}: {error}')[:200]}")
+    return RequestError(f"the matcher of its stop failed: {cause(error)}")

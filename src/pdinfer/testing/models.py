@@ -26,6 +26,7 @@ from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
+from pdinfer.process.modes import own_modes
 from pdinfer.values import brief
 
 _TINY: dict[str, Any] = {
@@ -183,6 +184,7 @@ def _kept(tensor: Tensor, shard: Shard) -> Tensor:
 
 
 @typed
+@own_modes()
 def random_model(
     config: ModelConfig | None = None,
     *,

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdinfer.bounds import cause
 from pdinfer.engine.ranks.messages import Message, decode, encode
 from pdinfer.engine.ranks.wakeup import Wakeup
 from pdinfer.errors import ConfigError, RankLost
@@ -149,8 +150,7 @@ class Lockstep:
         except BaseException as error:
             rank = self.groups.world.rank
             self.lost = self.lost or RankLost(
-                f"rank {rank} left a step that all ranks run together ({type(error).__name__}: {str(error)[:200]}); "
-                "start all ranks anew"
+                f"rank {rank} left a step that all ranks run together ({cause(error)}); start all ranks anew"
             )
             if isinstance(error, Exception):
                 raise self.lost from error

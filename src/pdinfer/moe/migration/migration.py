@@ -24,6 +24,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 
+from pdinfer.bounds import cause
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
 from pdinfer.moe.migration.status import ExpertStatus
@@ -129,7 +130,7 @@ class Migration:
             self.num_advances += 1
         except Exception as error:  # noqa: BLE001 - the old placement works, whatever it was
             _log.exception("a placement of experts cannot be prepared")
-            self.error = f"{type(error).__name__}: {str(error)[:200]}"
+            self.error = cause(error)
             self.state = MigrationState.FAILED
 
     def _pack(self) -> MigrationState:

@@ -1,0 +1,134 @@
+"""Tokens and logits are the same whatever the host has set, where it makes engines, where it steps them, or both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pdinfer as pd
+from pdinfer.testing import random_model, tiny_config
+from pdinfer.testing.models import FAMILIES
+from tests.backends import ROOT
+from tests.e2e.setups import prompt_of
+from tests.hosts import SETTINGS
+
+TINY = ROOT / "examples" / "tiny"
+SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+MODELS: dict[str, tuple[str, torch.dtype, str | None]] = {
+    "bfloat16": ("v3", torch.bfloat16, None),
+    "bfloat16 by torch": ("v3", torch.bfloat16, "torch"),
+    "bfloat16 by reference": ("v3", torch.bfloat16, "reference"),
+    "sparse": ("v32", torch.bfloat16, None),
+    "sparse by torch": ("v32", torch.float32, "torch"),
+    "float32": ("v3", torch.float32, None),
+    "from a file": ("", torch.bfloat16, None),
+    "fp8": ("fp8", torch.bfloat16, None),
+    "fp8 by torch": ("fp8", torch.bfloat16, "torch"),
+    "int8": ("w8a8_dynamic", torch.bfloat16, None),
+    "int8 by torch": ("w8a8_dynamic", torch.bfloat16, "torch"),
+}
+"""Models of random weights by their family; others are the trained one, as it is or quantized."""
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.0, "frequency_penalty": 0.7, "logprobs": 3},
+)
+CONFIG = pd.EngineConfig(chunked_prefill_size=8, max_running_requests=4, num_draft_tokens=1)
+
+
+Plain = tuple[torch.Tensor, list[dict[str, list[Any]]]]
+"""Logits in one piece, and what is served twice: the second time over known pages, which may round otherwise."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by how they are quantized."""
+    found = {"": TINY}
+    for scheme in {family for family, _, _ in MODELS.values()} - {"", *FAMILIES}:
+        found[scheme] = tmp_path_factory.mktemp(scheme)
+        pd.quantize_checkpoint(TINY, found[scheme], scheme=scheme)
+    return found
+
+
+def made(name: str, folders: Mapping[str, Path]) -> tuple[pd.Model, pd.Pairing]:
+    family, dtype, providers = MODELS[name]
+    if family in folders:
+        model = pd.load_model(folders[family], dtype=dtype, providers=providers, mtp=True, weights="stored")
+    else:
+        sizes = SIZES | ({"index_head_dim": 32} if family == "v32" else {})
+        model = random_model(tiny_config(family, **sizes), dtype=dtype, providers=providers, mtp=True)
+    pairing = pd.Pairing.local(model, cache=pd.CacheConfig(page_size=4, num_pages=100), engine=CONFIG)
+    return model, pairing
+
+
+def served(pairing: pd.Pairing) -> dict[str, list[Any]]:
+    """Return the tokens of some requests and the logits that they tell. Each call serves them anew."""
+    requests = [
+        pd.Request(
+            request_id=f"{index}",
+            prompt=prompt_of(5 + 9 * index, seed=index),
+            sampling=pd.SamplingParams(max_new_tokens=9, seed=index, ignore_eos=True, **way),
+        )
+        for index, way in enumerate(WAYS)
+    ]
+    events: dict[str, list[Any]] = {}
+    for event in pairing.generate(requests):
+        assert event.error is None
+        events.setdefault(str(event.request_id), []).append((event.token, event.top_logprobs))
+    return events
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[dict[str, Plain]]:
+    """What each model gives where nothing is set, by the names of MODELS."""
+    yield (given := {})
+    given.clear()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_the_host_has_set_changes_no_token(
+    setting: str, name: str, plain: dict[str, Plain], folders: Mapping[str, Path]
+) -> None:
+    enter, prompt = SETTINGS[setting], prompt_of(30)
+    if name not in plain:
+        model, pairing = made(name, folders)
+        with pairing:
+            plain[name] = model.logits(prompt), [served(pairing) for _ in range(2)]
+    for around_making, around_steps in (
+        (enter, enter),
+        (enter, contextlib.nullcontext),
+        (contextlib.nullcontext, enter),
+    ):
+        with around_making():
+            model, pairing = made(name, folders)
+        with pairing:
+            with around_steps():
+                logits, first = model.logits(prompt), served(pairing)
+            assert [first, served(pairing)] == plain[name][1]
+            assert torch.equal(logits, plain[name][0])
+
+
+def test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost() -> None:
+    model, pairing = made("bfloat16", {})
+    with pairing:
+        before = served(pairing)
+        with FakeTensorMode():
+            for call in (lambda: made("bfloat16", {}), lambda: served(pairing), lambda: model.logits([1])):
+                with pytest.raises(pd.ConfigError, match=r"tensors are FakeTensors.*leave the mode before this call"):
+                    call()
+        assert served(pairing).keys() == before.keys()
+
+
+def test_a_failed_step_says_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairing = made("float32", {})[1]
+    with pairing:
+        monkeypatch.setattr(pd.Model, "head", lambda *_: torch.zeros(1, dtype=torch.int8, device="cpu") @ 3)
+        (last,) = pairing.generate([pd.Request(request_id="a", prompt=(1, 2))])
+    assert "the prefill step failed: TypeError: unsupported operand type(s) for @" in str(last.error)

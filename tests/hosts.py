@@ -1,0 +1,133 @@
+"""What programs that use this library do to torch, to numpy and to their process, each as a context."""
+
+from __future__ import annotations
+
+import contextlib
+import locale
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextlib.contextmanager
+def _set(setter: Callable[[Any], object], value: object, before: object) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return _set(torch.set_default_dtype, dtype, torch.get_default_dtype())
+
+
+@contextlib.contextmanager
+def precision(name: str, value: str) -> Iterator[None]:
+    """Round products of float32: by the name of all of them, or of a backend's own."""
+    places = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+    before = [place.fp32_precision for place in places]
+    if name == "all":
+        torch.set_float32_matmul_precision(value)
+    else:
+        for place in places:
+            place.fp32_precision = value
+    try:
+        yield
+    finally:
+        if name == "all":
+            torch.set_float32_matmul_precision("highest")
+        for place, old in zip(places, before, strict=True):
+            place.fp32_precision = old
+
+
+@contextlib.contextmanager
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    with _set(torch.use_deterministic_algorithms, True, False):  # fills what is new with NaN
+        yield
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed the generators that all share. Nothing of ours draws from them."""
+    before = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = torch.random.get_rng_state(), random.getstate()
+    yield
+    assert torch.equal(torch.random.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+    torch.random.set_rng_state(before)
+
+
+@contextlib.contextmanager
+def _process() -> Iterator[None]:
+    before, places = os.umask(0o077), locale.setlocale(locale.LC_ALL)
+    for name in ("de_DE.UTF-8", "C.UTF-8", "C"):
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_ALL, name)
+            break
+    try:
+        yield
+    finally:
+        os.umask(before)
+        locale.setlocale(locale.LC_ALL, places)
+
+
+class _Passes(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _busy_threads() -> Iterator[None]:
+    """Set defaults of torch over and over in another thread, as a host does that runs two models."""
+    ended = threading.Event()
+
+    def flip() -> None:
+        while not ended.wait(0.001):
+            with default_dtype(torch.float16), precision("all", "medium"):
+                pass
+
+    thread = threading.Thread(target=flip)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "autograd": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": _deterministic,
+    "rounded products": lambda: precision("all", "medium"),
+    "rounded products of each backend": lambda: precision("each", "tf32"),
+    "flush to zero": lambda: _set(torch.set_flush_denormal, True, False),
+    "numpy raises": lambda: np.errstate(all="raise"),
+    "warnings are errors": _warnings_are_errors,
+    "seeded": _seeded,
+    "locale and umask": _process,
+    "a dispatch mode": _Passes,
+    "changed meanwhile": _busy_threads,
+}
