@@ -648,9 +648,10 @@ def repository_files(root: Path) -> Iterator[tuple[str, str]]:
                 yield path.relative_to(root).as_posix(), data.decode("utf-8", errors="replace")
 
 
-MAKE_TENSORS = frozenset(
-    "arange empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor zeros".split()
-)
+MAKE_TENSORS = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "scalar_tensor", "tensor", "zeros"),
+}
 
 
 def tensors(modules: Sequence[Module]) -> list[str]:

@@ -245,8 +245,7 @@ def mla_prefill(
         kv = (c @ _exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
-        position = torch.arange(context, device=q.device, dtype=torch.int64)
-        future = position[None, :] > position[context - num_queries :, None]
+        future = torch.ones(num_queries, context, dtype=torch.bool, device=q.device).triu(1 + context - num_queries)
         scores = scores + not_finite(scores.masked_fill(future, 0))
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khv->qhv", weights, kv[..., nope:]))
