@@ -104,7 +104,7 @@ def test_import_takes_little_longer_than_that_of_torch(record_property):
         "information",
         f"`import torch` takes {torch_s:.2f} s, `import pdinfer` {import_s:.2f} s, its names {names_s:.2f} s more",
     )
-    assert import_s <= 0.3
+    assert import_s <= torch_s / 5
 
 
 def test_all_is_sorted_and_is_what_can_be_imported():

@@ -128,7 +128,7 @@ def test_a_dropped_peer_can_be_dialled_at_once(two_pools: Case) -> None:
     late = threading.Timer(0.3, decode.drop_peer, (prefill.address,))
     links(prefill).book.close(record(prefill, decode).link, None)  # as if this end alone knew that the link is broken
     late.start()
-    prefill.connect(decode.address)
+    prefill.connect(decode.address, timeout_s=TIMEOUT_S)
     late.join()
     assert prefill.connected(decode.address)
 
