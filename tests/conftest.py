@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are collected: of what that makes nothing is garbage
+gc.disable()  # until all tests are collected: of what that makes next to nothing is garbage
 
 # The same examples in every run, and no deadline, which a busy machine would miss.
 settings.register_profile("pdinfer", deadline=None, derandomize=True)
@@ -120,8 +120,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what pytest has collected out of every later collection of garbage, which would look through it all."""
-    gc.collect()
+    """Leave what pytest has collected out of every later collection of garbage, which would look through it all. The
+    little garbage among it is not worth a look either."""
     gc.freeze()
     gc.enable()
 
