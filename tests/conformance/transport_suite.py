@@ -107,7 +107,7 @@ class TransportSuite:
             cuts = st.lists(st.floats(0, 1), max_size=40)
 
             @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-            @given(sizes=sizes, cuts=cuts, chance=st.randoms(use_true_random=False))
+            @given(sizes=sizes, cuts=cuts, chance=st.builds(random.Random, st.integers(0, 1 << 32)))
             def check(sizes: list[int], cuts: list[float], chance: random.Random) -> None:
                 source = scattered(sizes, chance, left.memory.num_bytes)
                 target = scattered(cut(sum(sizes), cuts), chance, right.memory.num_bytes)
