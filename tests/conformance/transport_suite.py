@@ -529,9 +529,11 @@ class ProcessTransportSuite(TransportSuite):
         def stop(link: Link, frame: bytes) -> None:
             nonlocal awake
             if frame == b"stop":
+                ticks = left.receiver.num_ticks
                 for other, _ in links:
                     left.transport.send(other, b"beat")
                 time.sleep(3 * self.tick_s)
+                wait_until(lambda: left.receiver.num_ticks >= ticks + 2)  # by then the other end has sent them all
                 awake = time.monotonic()
                 right.receiver.hooks["tick"] = lambda: heard.append(min(theirs.heard_at for _, theirs in links))
 
