@@ -184,7 +184,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(0.0005)
 
 
 def finished(transfer: Transfer) -> Transfer:

@@ -232,7 +232,8 @@ def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.Tok
     while pairing.num_unfinished:
         assert time.monotonic() < end, f"{pairing.num_unfinished} requests did not end within {timeout_s} s"
         events += pairing.step()
-        pairing.wait(0.05)
+        if pairing.num_unfinished:
+            pairing.wait(0.05)
     return events + pairing.step()
 
 
