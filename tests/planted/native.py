@@ -278,6 +278,7 @@ MUTANTS = [
         "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "        pass\n",
         "test_native.py::test_many_may_build_at_once_and_one_of_them_does",
+        "compiled.py",
     ),
     Mutant(
         "without locks there are no kernels",
