@@ -338,6 +338,18 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, walked once: most rules look at every node."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[tuple[ast.stmt | ast.expr, str, str]]:
+        """(node, "a.b", "name" or "") of every import, wherever it stands: in a function, under TYPE_CHECKING, by
+        string. The name is what follows `from a.b import`: a module or something in it, which only the caller can
+        know."""
+        return list(_imports(self))
+
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
 
@@ -353,13 +365,9 @@ def read_modules(root: Path, folder: str) -> list[Module]:
     return modules
 
 
-def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
-    """(node, "a.b", "name" or "") of every import, wherever it stands: in a function, under TYPE_CHECKING, by string.
-
-    The name is what follows `from a.b import`: a module or something in it, which only the caller can know.
-    """
+def _imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
     package = ["pdinfer", *module.name.split(".")] if module.is_folder else ["pdinfer", *module.name.split(".")[:-1]]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Import():
                 for alias in node.names:
@@ -389,7 +397,7 @@ def _dotted(node: ast.expr, aliases: dict[str, str] | None = None) -> str:
 def _aliases(module: Module) -> dict[str, str]:
     """What the names bound by imports stand for: {"np": "numpy", "load": "torch.load"}."""
     aliases = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -399,7 +407,7 @@ def _aliases(module: Module) -> dict[str, str]:
 
 def _targets(module: Module, known: frozenset[str]) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
     """(node, "kv.view") for every import of a pdinfer module; "__init__" for names taken from the package itself."""
-    for node, source, name in imports(module):
+    for node, source, name in module.imports:
         root, _, inside = source.partition(".")
         if root != "pdinfer":
             continue
@@ -511,7 +519,7 @@ def libraries(modules: Sequence[Module]) -> list[str]:
         forbidden = next(
             (FORBIDDEN_IMPORTS[name] for name in _rooms_of(module.name) if name in FORBIDDEN_IMPORTS), frozenset[str]()
         )
-        for node, source, _ in imports(module):
+        for node, source, _ in module.imports:
             library = source.split(".")[0]
             if library in forbidden:
                 complaints.append(f"{module.at(node)} {module.name} must not import {library}")
@@ -529,13 +537,13 @@ def unsafe(modules: Sequence[Module]) -> list[str]:
     """Nothing turns bytes into code or arbitrary objects."""
     complaints = []
     for module in modules:
-        for node, source, name in imports(module):
+        for node, source, name in module.imports:
             if source.split(".")[0] in UNSAFE_MODULES:
                 complaints.append(f"{module.at(node)} imports {source}")
             elif f"{source}.{name}" in UNSAFE_CALLS:
                 complaints.append(f"{module.at(node)} imports {source}.{name}")
         aliases = _aliases(module)
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.Call):
                 continue
             called = _dotted(node.func, aliases)
@@ -556,7 +564,7 @@ def manners(modules: Sequence[Module]) -> list[str]:
     complaints = []
     for module in modules:
         aliases = _aliases(module)
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case ast.Call(func=ast.Name(id="print")):
                     complaints.append(f"{module.at(node)} prints; use the logger `pdinfer`")
@@ -612,7 +620,7 @@ def sizes(modules: Sequence[Module]) -> list[str]:
         most = MAX_LONGER_LINES if module.name in LONGER else MAX_FILE_LINES
         if lines > most:
             complaints.append(f"{module.path} has {lines} lines, more than {most}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import time
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are collected: of what that makes nothing is garbage
+gc.disable()  # until all tests are collected: of what that makes next to nothing is garbage
 
 # The same examples in every run, and no deadline, which a busy machine would miss.
 settings.register_profile("pdinfer", deadline=None, derandomize=True)
@@ -84,9 +85,19 @@ def watch(item: pytest.Item) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[STDERR])
 
 
+def let_logs_through() -> None:
+    """Let loggers of torch and transformers hand records on. Where one does not, pytest adds its handlers to it and
+    removes them, six times a test, and once a test has imported what makes fifty of them, that takes longer than most
+    tests."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith(("torch", "transformers")) and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     watch(item)
+    let_logs_through()
     try:
         return (yield)
     finally:
@@ -120,8 +131,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what pytest has collected out of every later collection of garbage, which would look through it all."""
-    gc.collect()
+    """Leave what pytest has collected out of every later collection of garbage, which would look through it all. The
+    little garbage among it is not worth a look either."""
     gc.freeze()
     gc.enable()
 

@@ -58,6 +58,7 @@ def fork(work: Callable[[], object]) -> int:
         return child
     code = 1
     try:
+        gc.freeze()  # what the parent has made is no garbage of its child, and looking through it would copy all of it
         # by a signal, since `dump_traceback_later` would wait for the thread of its parent, which a fork does not copy
         faulthandler.register(signal.SIGALRM, file=2, chain=True)
         signal.alarm(HANGS_S)

@@ -175,7 +175,14 @@ def _stack(worker: _Worker) -> str:
     """Return where a process that hangs is."""
     if worker.process.pid is not None and worker.process.is_alive():
         os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        end = time.monotonic() + END_S
+        while not _written(worker) and worker.process.is_alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)  # until all of it is there
+    return _written(worker)
+
+
+def _written(worker: _Worker) -> str:
     return worker.stacks.read_text() if worker.stacks.exists() else ""
 
 

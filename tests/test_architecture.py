@@ -16,7 +16,6 @@ from tests import architecture as house
 ROOT = Path(__file__).parent.parent
 LIBRARY = house.read_modules(ROOT, "src/pdinfer")
 RULES = (house.layers, house.charters, house.libraries, house.unsafe, house.manners, house.sizes, house.tensors)
-PROGRAMS = [*house.read_modules(ROOT, "examples"), *house.read_modules(ROOT, "benchmarks")]
 
 
 def fake(sources: dict[str, str]) -> list[house.Module]:
@@ -30,13 +29,18 @@ def fake(sources: dict[str, str]) -> list[house.Module]:
 # ---- the repository ------------------------------------------------------------------------------------------------
 
 
+# Both read the sources anew, so that their syntax trees, a million objects, are gone with the test.
+
+
 def test_the_library_keeps():
-    complaints = [complaint for rule in RULES for complaint in rule(LIBRARY)]
+    library = house.read_modules(ROOT, "src/pdinfer")
+    complaints = [complaint for rule in RULES for complaint in rule(library)]
     assert not complaints, "\n".join(["", *complaints])
 
 
 def test_examples_and_benchmarks_run_nothing_that_came_as_bytes():
-    complaints = house.unsafe(PROGRAMS)
+    programs = [*house.read_modules(ROOT, "examples"), *house.read_modules(ROOT, "benchmarks")]
+    complaints = house.unsafe(programs)
     assert not complaints, "\n".join(["", *complaints])
 
 
@@ -73,16 +77,14 @@ def run_python(code: str) -> str:
 OPTIONAL = ("fastapi", "jinja2", "opentelemetry", "prometheus_client", "ray", "tokenizers", *house.HEAVY)
 
 
-@pytest.mark.parametrize(
-    "used", ["", "; [getattr(pdinfer, name) for name in pdinfer.__all__]"], ids=["import", "names"]
-)
-def test_import_loads_no_optional_library(used: str):
+def test_import_loads_no_optional_library():
     # torch comes first, because what torch loads by itself is not ours.
+    loaded = f"print(sorted((set(sys.modules) - before) & set({OPTIONAL!r})))"
     code = (
-        f"import sys, torch; before = set(sys.modules); import pdinfer{used}; "
-        f"print(sorted((set(sys.modules) - before) & set({OPTIONAL!r})))"
+        f"import sys, torch; before = set(sys.modules); import pdinfer; {loaded}; "
+        f"[getattr(pdinfer, name) for name in pdinfer.__all__]; {loaded}"
     )
-    assert run_python(code) == "[]"
+    assert run_python(code).splitlines() == ["[]", "[]"]
 
 
 def test_import_loads_no_room_before_a_name_is_used():
@@ -104,7 +106,7 @@ def test_import_takes_little_longer_than_that_of_torch(record_property):
         "information",
         f"`import torch` takes {torch_s:.2f} s, `import pdinfer` {import_s:.2f} s, its names {names_s:.2f} s more",
     )
-    assert import_s <= 0.3
+    assert import_s <= torch_s / 5
 
 
 def test_all_is_sorted_and_is_what_can_be_imported():

@@ -42,6 +42,8 @@ class IntArray(Protocol):
 
 
 MAX_TOKEN = 2**31 - 1
+MAX_TOKENS = 2**24
+"""The most in a sequence: as many as a message between engines holds."""
 
 
 def token_ids(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
@@ -60,15 +62,16 @@ def ints_of(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
     """Return a sequence or a one-dimensional array of ints as a tuple. A tensor on a device is copied, which waits for
     the device. Raises ConfigError for text, floats, bools and more dimensions."""
     given: Any = tokens  # it may be anything
-    read = given
     if hasattr(given, "ndim") and hasattr(given, "tolist") and not isinstance(given, type):
         if given.ndim != 1:
             raise ConfigError(f"token ids have one dimension, got {shown(given)}: make a request for each row")
-        read = given.tolist()
     elif isinstance(given, str):
         raise ConfigError(f"a prompt is token ids, got the text {shown(given)}: encode it with the model's tokenizer")
     elif not isinstance(given, Sequence):
         raise ConfigError(f"token ids are a sequence of ints, got {shown(given)}: give a list, a tuple or an array")
+    if len(given) > MAX_TOKENS:
+        raise ConfigError(f"a sequence has at most {MAX_TOKENS} tokens, got {len(given)}: {shown(given)}")
+    read = given.tolist() if hasattr(given, "tolist") else given
     if not set(map(type, read)) <= {int}:
         read = [_as_int(index, token, tokens) for index, token in enumerate(read)]
     return read if type(read) is tuple else tuple(read)

@@ -27,7 +27,7 @@ BODIES = {
     "AVX2": ("-O1", "-march=x86-64-v3", "-DFAST_DENORMALS=0"),
     "AVX2, fast denormals": ("-O1", "-march=x86-64-v3", "-DFAST_DENORMALS=1"),
     "AVX-512": ("-O1", "-march=x86-64-v4"),
-    "tiles in C": ("-mno-avx512bf16", "-DTILES_IN_C"),
+    "tiles in C": ("-O1", "-mno-avx512bf16", "-DTILES_IN_C"),
     "AVX-512 in C": (*IN_C, "-DLIKE=1"),
     "AVX-512 BF16 in C": (*IN_C, "-DLIKE=2"),
     "AMX in C": (*IN_C, "-DLIKE=3"),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
+from pdinfer.kernels import Ops, OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.native import build
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import (
     FP8Blocks,
@@ -42,7 +43,8 @@ from tests.simulated.device import why_not
 CPU = torch.device("cpu")
 LIBRARIES = ("deep_gemm", "flash_mla")
 """Providers that take only shapes of their own. They have suites of their own, which draw on this one."""
-NAMES = [name for name, _ in resolve.PROVIDERS if name not in LIBRARIES]
+PROVIDERS = resolve.PROVIDERS
+NAMES = [name for name, _ in PROVIDERS if name not in LIBRARIES]
 SCALE = 0.25
 
 DEVICES = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
@@ -129,16 +131,29 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
     """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
     for such a place."""
     sum_in_float32(torch.device(device))
-    return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced={name: provider}).ops, name)
+    return getattr(_ops(provider, name, device, dtype), name)
 
 
 def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
     """Return the op of a provider, or else the composition of its ops. Of one that lacks other ops too, it is the op
     alone."""
     try:
-        return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider).ops, name)
+        return getattr(_ops(provider, None, device, dtype), name)
     except BackendUnavailable:
         return op_of(provider, name, device, dtype)
+
+
+def _ops(provider: str, name: str | None, device: str, dtype: torch.dtype) -> Ops:
+    """Return the ops of a provider, or those that are chosen beside its op of this name. Choosing takes longer than
+    most ops of tests, so it is done once, but each time where a test has put a library in the place of others."""
+    choose = _chosen if resolve.PROVIDERS is PROVIDERS else _chosen.__wrapped__
+    return choose(provider, name, device, dtype, build._library)
+
+
+@cache
+def _chosen(provider: str, name: str | None, device: str, dtype: torch.dtype, native: object) -> Ops:
+    """`native` makes the library of native ops: other bodies may serve other ops."""
+    return resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider if name is None else {name: provider}).ops
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -111,7 +111,7 @@ class FakeEngine:
             return GREETING
         fate = self.network.fates.popleft() if self.network.fates else "land"
         if fate == "block":
-            self.network.unblock.wait(TIMEOUT_S)
+            self.network.unblock.wait(2 * TIMEOUT_S)
         assert any(start <= source and source + num_bytes <= start + size for start, size in self.memory.items())
         self.network.writes.append(write)
         if fate == "land" and self.network.is_registered(write):
@@ -132,9 +132,11 @@ def network() -> Network:
 
 
 @pytest.fixture(autouse=True)
-def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pause for a moment only, and let a limit pass in the tests that are about it."""
     monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.PAUSE_S", (0.01, 0.02))
-    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.MEND_S", 0.3)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.MEND_S", TIMEOUT_S)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.transport.JOIN_S", TIMEOUT_S)
 
 
 Pair = tuple[End, End, Link, Link]
@@ -152,7 +154,7 @@ def pair(network: Network) -> Iterator[Callable[..., Pair]]:
         left: dict[str, object] | None = None,
         **both: object,
     ) -> Pair:
-        sizes: dict[str, object] = {"slot_bytes": SLOT_BYTES, "num_slots": 3, **both}
+        sizes: dict[str, object] = {"slot_bytes": SLOT_BYTES, "num_slots": 3, "timeout_s": 2 * TIMEOUT_S, **both}
         for more in ({**sizes, **(left or {})}, sizes):
             transport = RingTransport(NAME, network.segment, SocketTransport(), **more)  # type: ignore[arg-type]
             end = End(transport, memory(num_bytes), Recorder())
@@ -310,13 +312,14 @@ def test_a_write_that_fails_twice_closes_the_link(pair: Callable[..., Pair], net
     assert not right.receiver.of("place")
 
 
-def test_probing_ends(pair: Callable[..., Pair], network: Network) -> None:
+def test_probing_ends(pair: Callable[..., Pair], network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.MEND_S", 0.3)
     left, right, link, theirs = pair(timeout_s=0.02)
     network.fates.extend(["fail", *itertools.islice(itertools.cycle(["land", "land", "fail", "hang"]), 400)])
     start = time.monotonic()
     push(left, link, 0, 100)
     assert "nothing reached it" in str(left.receiver.wait("closed")[0].error)
-    assert 0.25 < time.monotonic() - start < 8
+    assert time.monotonic() - start > 0.25
     right.receiver.wait("closed", 1, theirs)
 
 
@@ -329,7 +332,7 @@ def test_a_fence_does_not_wait_for_a_frozen_peer(pair: Callable[..., Pair], netw
     left.transport.fence(link)
     right.receiver.wait("closed", 1, theirs)
     wait_until(lambda: not any(engine.memory for engine in network.engines.values()))
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < TIMEOUT_S
     assert [segment.retired_bytes for segment in network.segments] == [SLOT_BYTES, 3 * SLOT_BYTES + PROBE_BYTES]
     (late,) = network.writes
     late.land()
@@ -390,7 +393,6 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     push(left, link, 0, 100)
     queued = left.transport.write(link, b"1", [(0, 1)])
     wait_until(lambda: not network.fates)
-    start = time.monotonic()
     left.transport.fence(link)
     assert finished(queued).error is not None
     right.receiver.wait("closed", 1, theirs)
@@ -398,7 +400,6 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     push(left, other, 0, 100)
     right.receiver.wait("placed")
     left.transport.close()
-    assert time.monotonic() - start < 5
     (stuck,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
     assert stuck.daemon
     network.unblock.set()
@@ -510,7 +511,7 @@ def liar(pair: Callable[..., Pair]) -> Iterator[tuple[Liar, End, Link]]:
     end = End(SocketTransport(), BytesMemory(32), Recorder())
     end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
     end.endpoints = end.transport.register(end.memory, end.receiver)
-    link = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=5)
+    link = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=TIMEOUT_S)
     link.trusted = True
     yield Liar(end, link), right, right.receiver.wait("opened", 2)[1].link
     end.transport.close()
@@ -620,7 +621,7 @@ def test_random_words_never_stop_the_transport(pair: Callable[..., Pair]) -> Non
     end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
     end.transport.register(end.memory, end.receiver)
     for _ in range(100):
-        peer = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=5)
+        peer = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=TIMEOUT_S)
         peer.trusted = True
         for _ in range(chance.randint(1, 6)):
             body = chance.choice([chance.randbytes(chance.randint(1, 40)), landed(), b"0"])

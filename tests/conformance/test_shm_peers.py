@@ -24,7 +24,7 @@ from pdinfer.kv.transports.shm.sender import COUNT, REVOKED, SECTION_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME
 from pdinfer.kv.transports.stream.framing import Header, MessageKind, digest_bytes
 from tests.conformance.shm_ends import KIB, num_descriptors, num_maps, opened_ends
-from tests.conformance.transport_ends import End, finished, wait_until
+from tests.conformance.transport_ends import TIMEOUT_S, End, finished, wait_until
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -40,7 +40,7 @@ class Peer:
 
     def __init__(self, end: End, num_bytes: int = 4 * KIB) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(5.0)
+        self.sock.settimeout(TIMEOUT_S)
         self.sock.connect(end.endpoints[0].removeprefix(SCHEME))
         self.control = Memfd(mmap.PAGESIZE, "control")
         self.source = Memfd(num_bytes, "source")
@@ -188,8 +188,7 @@ def test_memory_that_is_not_what_it_says_is_not_mapped(open_end: Callable[..., E
             os.close(source)
             os.close(control)
         assert reason in str(end.receiver.wait("closed", count)[-1].error)
-    wait_until(lambda: num_descriptors() == before)
-    assert num_maps() == maps
+    wait_until(lambda: (num_descriptors(), num_maps()) == (before, maps))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
@@ -226,8 +225,7 @@ def test_a_stranger_cannot_share(open_end: Callable[..., End]) -> None:
         peer.share()
         assert peer.cut()
     assert "before its handshake" in str(end.receiver.wait("closed")[0].error)
-    wait_until(lambda: num_descriptors() == before)
-    assert num_maps() == maps
+    wait_until(lambda: (num_descriptors(), num_maps()) == (before, maps))
 
 
 WRITE_OF_8 = Header(MessageKind.MAPPED, 1, 8, digested=True).packed() + b"w"
@@ -272,7 +270,7 @@ def test_copied_cannot_go_back(open_end: Callable[..., End]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, tempfile.TemporaryDirectory() as folder:
         server.bind(f"{folder}/peer")
         server.listen()
-        link = end.transport.connect([f"{SCHEME}{folder}/peer"], timeout_s=5)
+        link = end.transport.connect([f"{SCHEME}{folder}/peer"], timeout_s=TIMEOUT_S)
         link.trusted = True
         transfer = end.transport.write(link, b"w", [(0, 100)])
         peer, _ = server.accept()

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import random
-import select
+import signal
 import socket
 import stat
 import subprocess
@@ -23,12 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
 from tests.forks import check_ended, fork
 
 STRANGERS = {
@@ -72,9 +73,7 @@ def frame_of(frame: bytes) -> bytes:
 def dialled(end: End) -> socket.socket:
     """Open a bare connection to a TCP end."""
     host, port = end.endpoints[0].removeprefix("tcp://").split(":")
-    sock = socket.create_connection((host, int(port)), 5.0)
-    sock.settimeout(5.0)
-    return sock
+    return socket.create_connection((host, int(port)), TIMEOUT_S)
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
@@ -202,7 +201,7 @@ def test_a_trusted_link_may_be_idle(open_end: Callable[..., End]) -> None:
     clock = Clock()
     end, other = open_end(SocketTransport(clock=clock)), open_end(trusts=False)
     accepted = dialled(end)
-    link = end.transport.connect(other.endpoints, timeout_s=5)
+    link = end.transport.connect(other.endpoints, timeout_s=TIMEOUT_S)
     end.receiver.wait("opened")
     clock.now += 1e6
     with dialled(end) as wakes:
@@ -258,7 +257,7 @@ def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
     """Otherwise strangers that come again at once would have the I/O thread to themselves."""
     clock, all_are_here = Clock(), threading.Event()
     end = open_end(SocketTransport(clock=clock), trusts=False)
-    end.receiver.hooks["opened"] = lambda _: all_are_here.wait(5.0)
+    end.receiver.hooks["opened"] = lambda _: all_are_here.wait(TIMEOUT_S)
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(dialled(end)) for _ in range(2 * ACCEPTS)]
         all_are_here.set()
@@ -325,11 +324,12 @@ def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: 
         "import sys, time; from pdinfer.kv.transports.socket import SocketTransport; "
         "sys.path.insert(0, sys.argv[2]); from transport_ends import BytesMemory, Recorder; "
         "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
-        "t.send(t.connect([sys.argv[1]], timeout_s=5), b'alive'); time.sleep(60)"
+        "t.send(t.connect([sys.argv[1]], timeout_s=60), b'alive'); time.sleep(600)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, end.endpoints[0], str(Path(__file__).parent)])
     try:
         end.receiver.wait("received")
+        child.send_signal(signal.SIGSTOP)  # otherwise it may take all before it dies
         pending = end.transport.write(end.receiver.of("opened")[0].link, b"w", [(0, 1 << 16)] * 1000)
     finally:
         child.kill()
@@ -342,7 +342,7 @@ def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: 
 def test_outstanding_transfers_fail_when_the_transport_closes(open_end: Callable[..., End]) -> None:
     left, right = open_end(num_bytes=32 << 20), open_end(num_bytes=32 << 20)
     stuck = threading.Event()
-    right.receiver.hooks["received"] = lambda *_: stuck.wait(5)
+    right.receiver.hooks["received"] = lambda *_: stuck.wait(TIMEOUT_S)
     link, _ = left.connect(right)
     left.transport.send(link, b"f")
     transfers = [left.transport.write(link, b"w", [(0, 32 << 20)]) for _ in range(3)]
@@ -376,15 +376,24 @@ def test_a_closed_link_lets_go_of_the_memory(open_end: Callable[..., End]) -> No
 
 def test_a_big_transfer_does_not_starve_a_small_one(open_end: Callable[..., End]) -> None:
     left, right = open_end(num_bytes=64 << 20), open_end(num_bytes=64 << 20)
-    right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    sent = threading.Event()
+
+    def place(_: Link, __: bytes, size: int) -> Spans:
+        assert sent.wait(TIMEOUT_S)
+        return [(0, size)]
+
+    right.receiver.hooks["place"] = place
     big, _ = left.connect(right)
     small, theirs = left.connect(right)
     transfers = [left.transport.write(big, b"w", [(0, 64 << 20)]) for _ in range(4)]
     left.transport.send(small, b"beat")
-    right.receiver.wait("received", 1, theirs)
-    assert len(right.receiver.of("placed")) < 4
+    sent.set()
     for transfer in transfers:
         finished(transfer)
+    right.receiver.wait("received", 1, theirs)
+    last = right.receiver.wait("placed", 4)[-1]
+    names = [call.name for call in right.receiver.calls[: right.receiver.calls.index(last)]]
+    assert "received" in names
 
 
 def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End]) -> None:
@@ -462,7 +471,7 @@ def full_backlog() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
     """Return (endpoint, accept) of a listener at which a connection stays half open until those before it are
     accepted."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        server.settimeout(5.0)
+        server.settimeout(TIMEOUT_S)
         address = server.getsockname()
         filler = socket.create_connection(address)
         accepted: list[socket.socket] = []
@@ -507,7 +516,7 @@ def test_a_link_that_is_dialled_again_asks_no_resolver(
 ) -> None:
     left, right = open_end(), open_end()
     endpoint = right.endpoints[0].replace("127.0.0.1", "localhost")
-    left.transport.connect([endpoint], timeout_s=5)
+    left.transport.connect([endpoint], timeout_s=TIMEOUT_S)
 
     def resolver(*_: object, **__: object) -> None:
         raise AssertionError("the resolver may wait for seconds, and this may be the I/O thread")
@@ -672,7 +681,7 @@ def test_the_wire_looks_like_this(open_end: Callable[..., End]) -> None:
     end = open_end()
     end.memory.data[:4] = b"abcd"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = end.transport.connect([f"tcp://127.0.0.1:{server.getsockname()[1]}"], timeout_s=5)
+        link = end.transport.connect([f"tcp://127.0.0.1:{server.getsockname()[1]}"], timeout_s=TIMEOUT_S)
         end.transport.send(link, b"hi")
         end.transport.write(link, b"w", [(2, 2), (0, 2)])
         peer, _ = server.accept()
@@ -680,9 +689,4 @@ def test_the_wire_looks_like_this(open_end: Callable[..., End]) -> None:
     expected = b"pdkv\x02\x01\x00\x00" + (2).to_bytes(4, "little") + bytes(8) + b"hi"
     expected += head + xxhash.xxh3_64(head).intdigest().to_bytes(8, "little")
     with peer:
-        seen = b""
-        deadline = time.monotonic() + 5
-        while len(seen) < len(expected) and time.monotonic() < deadline:
-            select.select([peer], [], [], 1.0)
-            seen += peer.recv(1000)
-    assert seen == expected
+        assert peer.recv(len(expected), socket.MSG_WAITALL) == expected

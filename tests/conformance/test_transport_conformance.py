@@ -15,6 +15,7 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream import io_thread
 from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, MemfdMemory, Recorder
 from tests.conformance.transport_suite import ProcessTransportSuite, TransportSuite
 
@@ -56,12 +57,22 @@ class TestLoopback(TransportSuite):
         assert left.transport.write(link, b"w", [(3, 4)]).error is not None
 
 
-class TestTcp(ProcessTransportSuite):
+class StreamSuite(ProcessTransportSuite):
+    """Their I/O thread is the same, and ticks more often here: no test needs its ticks to be far apart."""
+
+    tick_s = 0.1
+
+    @pytest.fixture(autouse=True)
+    def ticks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(io_thread, "TICK_S", self.tick_s)
+
+
+class TestTcp(StreamSuite):
     def make_pair(self) -> tuple[Transport, Transport]:
         return SocketTransport(), SocketTransport()
 
 
-class TestUnix(ProcessTransportSuite):
+class TestUnix(StreamSuite):
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path) -> None:
         self._paths = (tmp_path / f"{n}.sock" for n in range(100))
@@ -71,7 +82,7 @@ class TestUnix(ProcessTransportSuite):
 
 
 @pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
-class TestShm(ProcessTransportSuite):
+class TestShm(StreamSuite):
     """Both ends have their memory in a memfd, and payloads of all sizes are copied and digested in one pass."""
 
     digest = True
@@ -106,6 +117,6 @@ class TestShmThroughARing(TestShm):
         return BytesMemory(num_bytes, staged=staged)
 
 
-class TestTcpWithoutDigest(ProcessTransportSuite):
+class TestTcpWithoutDigest(StreamSuite):
     def make_pair(self) -> tuple[Transport, Transport]:
         return SocketTransport(digest=False), SocketTransport(digest=False)

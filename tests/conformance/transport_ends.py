@@ -14,8 +14,9 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
+from tests.forks import FAR_S
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = FAR_S
 STAGED_BYTES = 1000
 """A block of a memory that behaves like a device. Odd, so that spans are cut."""
 
@@ -183,7 +184,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(0.0005)
 
 
 def finished(transfer: Transfer) -> Transfer:

@@ -129,7 +129,7 @@ def test_nothing_is_captured_where_nothing_is_asked_for() -> None:
 def test_a_captured_step_is_one_launch_and_one_wait(way: int, num_drafts: int) -> None:
     model = model_of(ModelKind(num_drafts=num_drafts), DEVICE)
     pool = pd.PagePool(model, pd.CacheConfig(page_size=32, num_pages=64))  # one for each sequence, so none grows
-    engine = pd.EngineConfig(max_running_requests=8, num_draft_tokens=num_drafts)
+    engine = pd.EngineConfig(max_running_requests=8, graph_batch_sizes=(8,), num_draft_tokens=num_drafts)
     with join(model, "shared", decode_pools=[pool], engine=engine) as setup:
         (decode,) = setup.decodes
         decode.warm_up()
@@ -149,8 +149,8 @@ def test_a_captured_step_is_one_launch_and_one_wait(way: int, num_drafts: int) -
             assert totals["pageable"] == totals["allocations"] == 0, watch.counts
 
 
-@pytest.mark.parametrize("graph_batch_sizes", [(), None], ids=["eager", "captured"])
-def test_what_comes_while_a_step_runs_is_scheduled_meanwhile(graph_batch_sizes: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("graph_batch_sizes", [(), (2,)], ids=["eager", "captured"])
+def test_what_comes_while_a_step_runs_is_scheduled_meanwhile(graph_batch_sizes: tuple[int, ...]) -> None:
     """A request that is cancelled then gets no token of the step, and another one is granted its pages in the same."""
     model = model_of(ModelKind(), DEVICE)
     pool = pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=64))

@@ -14,14 +14,14 @@ import sys
 import time
 
 
-def bare(endpoint: str) -> socket.socket:
-    """A connected socket."""
+def bare(endpoint: str, *, limit_s: float) -> socket.socket:
+    """A connected socket. Nothing that it does takes longer."""
     scheme, _, where = endpoint.partition("://")
     if scheme == "tcp":
         host, port = where.split(":")
-        return socket.create_connection((host, int(port)), 10.0)
+        return socket.create_connection((host, int(port)), limit_s)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(10.0)
+    sock.settimeout(limit_s)
     sock.connect(where)
     return sock
 
@@ -56,7 +56,7 @@ class Knocking:
                         sock.send(self.says[at : at + 1])
 
     def come(self) -> None:
-        sock = bare(self.endpoint)
+        sock = bare(self.endpoint, limit_s=10.0)
         sock.setblocking(False)
         self.selector.register(sock, selectors.EVENT_READ)
         self.said[sock] = 0

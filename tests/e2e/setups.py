@@ -71,6 +71,12 @@ class Setup:
     def pools(self) -> list[pd.PagePool]:
         return list({id(engine.channel.pool): engine.channel.pool for engine in self.engines}.values())
 
+    def paired_anew(self, **more: Any) -> pd.Pairing:
+        """Make another pairing of the same engines, which leave theirs."""
+        for engine in self.engines:
+            self.pairing.remove(engine, drain_s=0.0)
+        return pd.Pairing(self.prefills, self.decodes, **more)
+
     def check_pools(self) -> None:
         """Every page is accounted for."""
         for pool in self.pools:
@@ -232,7 +238,8 @@ def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.Tok
     while pairing.num_unfinished:
         assert time.monotonic() < end, f"{pairing.num_unfinished} requests did not end within {timeout_s} s"
         events += pairing.step()
-        pairing.wait(0.05)
+        if pairing.num_unfinished:
+            pairing.wait(0.05)
     return events + pairing.step()
 
 

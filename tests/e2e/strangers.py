@@ -177,7 +177,7 @@ class Identity:
     """A welcome peer by hand: it says what it is made to say, and reads nothing after its welcome."""
 
     def __init__(self, endpoint: str, layout: KVLayout, number: int) -> None:
-        self.sock = bare(endpoint)
+        self.sock = bare(endpoint, limit_s=FAR_S)
         self.address = PeerAddress(number.to_bytes(16, "big"), 1, 0, ("tcp://127.0.0.1:9",))
         try:
             self._greet(layout)

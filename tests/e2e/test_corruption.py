@@ -14,8 +14,9 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.kv import ShmTransport, SocketTransport, Transport
-from pdinfer.kv.channel import book, links
+from pdinfer.kv.channel import book, links, peer
 from pdinfer.kv.transports.stream.endpoints import dial
+from pdinfer.process.silence import LINKS
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.e2e.setups import TIMEOUT_S
@@ -166,7 +167,8 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("pdinfer.kv.transports.stream.transport.dial", flipping)
     # a damaged length is noticed when the rest never comes: sooner here than in earnest
-    monkeypatch.setattr(links, "LINKS", attrs.evolve(links.LINKS, silent_s=0.3))
+    for module in (links, peer):
+        monkeypatch.setattr(module, "LINKS", attrs.evolve(LINKS, max_look_s=0.1, silent_s=0.3))
     monkeypatch.setattr("pdinfer.kv.transports.stream.io_thread.TICK_S", 0.05)
     monkeypatch.setattr(book, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
     model = random_model()

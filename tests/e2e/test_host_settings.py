@@ -12,26 +12,27 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pdinfer as pd
+from pdinfer.process.modes import own_modes
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.testing.models import FAMILIES
 from tests.backends import ROOT
 from tests.e2e.setups import prompt_of
-from tests.hosts import SETTINGS
+from tests.hosts import SETTINGS, precision
 
 TINY = ROOT / "examples" / "tiny"
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 MODELS: dict[str, tuple[str, torch.dtype, str | None]] = {
     "bfloat16": ("v3", torch.bfloat16, None),
-    "bfloat16 by torch": ("v3", torch.bfloat16, "torch"),
-    "bfloat16 by reference": ("v3", torch.bfloat16, "reference"),
+    "bfloat16-by-torch": ("v3", torch.bfloat16, "torch"),
+    "bfloat16-by-reference": ("v3", torch.bfloat16, "reference"),
     "sparse": ("v32", torch.bfloat16, None),
-    "sparse by torch": ("v32", torch.float32, "torch"),
+    "sparse-by-torch": ("v32", torch.float32, "torch"),
     "float32": ("v3", torch.float32, None),
-    "from a file": ("", torch.bfloat16, None),
+    "from-a-file": ("", torch.bfloat16, None),
     "fp8": ("fp8", torch.bfloat16, None),
-    "fp8 by torch": ("fp8", torch.bfloat16, "torch"),
+    "fp8-by-torch": ("fp8", torch.bfloat16, "torch"),
     "int8": ("w8a8_dynamic", torch.bfloat16, None),
-    "int8 by torch": ("w8a8_dynamic", torch.bfloat16, "torch"),
+    "int8-by-torch": ("w8a8_dynamic", torch.bfloat16, "torch"),
 }
 """Models of random weights by their family; others are the trained one, as it is or quantized."""
 WAYS: tuple[dict[str, Any], ...] = (
@@ -120,7 +121,12 @@ def test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost() -> None:
     with pairing:
         before = served(pairing)
         with FakeTensorMode():
-            for call in (lambda: made("bfloat16", {}), lambda: served(pairing), lambda: model.logits([1])):
+            for call in (
+                lambda: made("bfloat16", {}),
+                lambda: served(pairing),
+                pairing.step,
+                lambda: model.logits([1]),
+            ):
                 with pytest.raises(pd.ConfigError, match=r"tensors are FakeTensors.*leave the mode before this call"):
                     call()
         assert served(pairing).keys() == before.keys()
@@ -132,3 +138,26 @@ def test_a_failed_step_says_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(pd.Model, "head", lambda *_: torch.zeros(1, dtype=torch.int8, device="cpu") @ 3)
         (last,) = pairing.generate([pd.Request(request_id="a", prompt=(1, 2))])
     assert "the prefill step failed: TypeError: unsupported operand type(s) for @" in str(last.error)
+
+
+def test_the_host_finds_its_settings_as_they_were() -> None:
+    pairing = made("float32", {})[1]
+    place = torch.backends.mkldnn.matmul
+    with pairing, precision("all", "medium"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        before = place.fp32_precision, torch.get_float32_matmul_precision()
+        served(pairing)
+        assert (place.fp32_precision, torch.get_float32_matmul_precision()) == before
+        assert torch.is_inference_mode_enabled()
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_settings_are_given_back_when_the_last_step_has_ended() -> None:
+    place = torch.backends.mkldnn.matmul
+    with precision("all", "medium"):
+        before, first, second = place.fp32_precision, own_modes(), own_modes()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert place.fp32_precision == "ieee" != before
+        second.__exit__(None, None, None)
+        assert place.fp32_precision == before

@@ -154,8 +154,10 @@ def test_a_request_goes_where_it_fits() -> None:
 
 def test_ports_join_during_a_run() -> None:
     with several(2, 2) as setup:
+        pairing = setup.paired_anew(policy=pd.policy.round_robin)
         late_prefill, late_decode = setup.prefills.pop(), setup.decodes.pop()
-        pairing = pd.Pairing(setup.prefills, setup.decodes, policy=pd.policy.round_robin)
+        for late in (late_prefill, late_decode):
+            pairing.remove(late, drain_s=0.0)
         seen = watch(late_decode)
         pairing.submit(request("early", 12))
         events = pairing.step() + pairing.step()

@@ -344,7 +344,6 @@ def test_requests_of_a_killed_prefill_go_to_another(workers: Workers) -> None:
             for number in range(6):
                 processes.pairing.submit(request(str(number), 12))
             events = processes.step_until(6)
-            assert {event.request_id for event in events} <= {"1", "3", "5"}
             processes.prefills[0].kill()
             events += collect(processes.pairing)
         check_streams(events, *"012345", count=12)
@@ -352,12 +351,13 @@ def test_requests_of_a_killed_prefill_go_to_another(workers: Workers) -> None:
         check_streams(collect(processes.pairing), "after")
 
 
-def test_requests_of_a_killed_decode_go_on_at_another_promptly(workers: Workers) -> None:
-    with fleet(workers, 1, 2, client_config=PATIENT) as processes:
+def test_requests_of_a_killed_decode_go_on_at_another_promptly(workers: Workers, slow: Path) -> None:
+    with fleet(workers, 1, 2, client_config=PATIENT, slow_while=slow) as processes:
         for number in range(6):
             processes.pairing.submit(request(str(number), 100))
         events = processes.step_until(12)
         processes.decodes[0].kill()
+        slow.unlink()
         processes.pairing.submit(request("after"))
         events += collect(processes.pairing)
         check_streams(events, "0", "1", "2", "3", "4", "5", count=100)

@@ -28,12 +28,6 @@ from tests.backends import ROOT, child_environment
 from tests.e2e.setups import TIMEOUT_S, wait_until
 from tests.e2e.test_spawn import is_there
 
-pytest.importorskip("tokenizers", reason="the example needs the package tokenizers")
-pytest.importorskip("jinja2", reason="the example needs the package jinja2")
-pytest.importorskip("fastapi", reason="the example needs the package fastapi")
-uvicorn = pytest.importorskip("uvicorn", reason="the example needs the package uvicorn")
-openai = pytest.importorskip("openai", reason="the example is tried with the package openai")
-
 EXAMPLE = ROOT / "examples" / "serve_openai"
 TINY = ROOT / "examples" / "tiny"
 MAX_LINES = 150
@@ -45,6 +39,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needed() -> None:
+    """Not at the top: each process that collects tests would take a second to import them."""
+    for name in ("tokenizers", "jinja2", "fastapi", "uvicorn"):
+        pytest.importorskip(name, reason=f"the example needs the package {name}")
+    pytest.importorskip("openai", reason="the example is tried with the package openai")
 
 
 def load(name: str) -> Any:
@@ -64,6 +66,9 @@ def free_port() -> int:
 @contextlib.contextmanager
 def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
     """A client of the example, whose engines are in this process, and its Pairing."""
+    import openai
+    import uvicorn
+
     server, pairings = load("server"), []
     local = pd.Pairing.local(
         TINY, cache=pd.CacheConfig(page_size=16, num_pages=512), logits_processors=pd.text.schema_processors(TINY)
@@ -96,6 +101,8 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
 
 
 def refused(call: Callable[[], object]) -> Any:
+    import openai
+
     with pytest.raises(openai.APIStatusError) as caught:
         call()
     assert caught.value.body["message"]
@@ -235,6 +242,8 @@ async def text_of(client: Any, prompt: str, came: list[int], most: int | None) -
 
 
 async def all_at_once(port: int, most: list[int | None], came: list[int]) -> list[str]:
+    import openai
+
     async with openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
     ) as client:

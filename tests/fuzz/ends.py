@@ -30,13 +30,14 @@ from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
 from tests.conformance.transport_ends import BytesMemory, MemfdMemory
+from tests.forks import FAR_S
 from tests.fuzz.peers import Deaf
 
 MEMORY_BYTES = 8192
 MAX_TURNS = 1000
 """More than any input of some thousand bytes can ask for."""
 MAX_PIECES = 4
-WAIT_S = 10.0
+WAIT_S = FAR_S
 SOURCE_BYTES = 4096
 OUR_WRITE: Spans = [(0, 100), (200, 50)]
 RING = Offer("peer:1", 1 << 40, 64, 2)

@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "earlier queries of a sequence see later ones",
         "torch.arange(1 - num_queries, 1,",
-        "torch.zeros(num_queries, dtype=torch.int64,",
+        "torch.zeros(num_queries,",
         DECODE,
     ),
     Mutant(

@@ -274,6 +274,19 @@ MUTANTS = [
         f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
     ),
     Mutant(
+        "each rank of a node compiles for itself",
+        "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        pass\n",
+        "test_native.py::test_many_may_build_at_once_and_one_of_them_does",
+        "compiled.py",
+    ),
+    Mutant(
+        "without locks there are no kernels",
+        "            with contextlib.suppress(OSError):\n                lock",
+        "            if True:\n                lock",
+        "test_native.py::test_a_folder_that_cannot_be_locked_will_do",
+    ),
+    Mutant(
         "each source reads the header of all again",
         '                _run([self.path, "-include", str(header), *command], folder)\n',
         "                _run([self.path, *command], folder)\n",

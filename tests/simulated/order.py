@@ -183,7 +183,12 @@ class SharedMemory(Memory):
 
     def last(self, access: Access) -> set[int]:
         both = (self._written_N, self._read_N) if access.writes else (self._written_N,)
-        return {stamp for stamps_N in both for stamp in access.within(stamps_N)[access.key].unique().tolist()}
+        # neighbours have mostly the same one, and sorting them all, as `unique` does, would take most of the time
+        return {
+            stamp
+            for stamps_N in both
+            for stamp in access.within(stamps_N)[access.key].flatten().unique_consecutive().tolist()
+        }
 
     def mark(self, access: Access, stamp: int) -> None:
         access.within(self._written_N if access.writes else self._read_N)[access.key] = stamp

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -57,13 +57,13 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from leaves(child, (*path, key))
 
 
-def put(tree: Any, path: tuple[Any, ...], value: object) -> Any:
-    """Return a copy with another value there."""
-    tree = node = copy.deepcopy(tree)
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
-    return tree
+def put(tree: Any, path: Sequence[Any], value: object) -> Any:
+    """Return a tree with another value there. What stands beside the path is not copied."""
+    if not path:
+        return value
+    copied = copy.copy(tree)
+    copied[path[0]] = put(tree[path[0]], path[1:], value)
+    return copied
 
 
 def check_sane(value: Any, name: str = "") -> None:

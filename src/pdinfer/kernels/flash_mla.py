@@ -102,9 +102,8 @@ def mla_decode(
     num_queries, num_heads = q_latent_BQHC.shape[1:3]
     if not len(q_latent_BQHC):
         return torch.empty_like(q_latent_BQHC)
-    seen_BQ = context_lens_B[:, None] + torch.arange(
-        1 - num_queries, 1, device=context_lens_B.device, dtype=torch.int64
-    )
+    before_Q = torch.arange(1 - num_queries, 1, device=context_lens_B.device, dtype=torch.int64)
+    seen_BQ = context_lens_B[:, None] + before_Q
     lens_T = seen_BQ.flatten().to(torch.int32)
     table_TM = page_table_BM.to(torch.int32).repeat_interleave(num_queries, 0)
     library = importlib.import_module("flash_mla")

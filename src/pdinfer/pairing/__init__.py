@@ -11,7 +11,7 @@
     ports.py             what an engine must offer, which ports are linked, which were lost and may come back
     policy.py            which pair takes a request: pure functions of loads and links
     policies/            those that come with pdinfer
-    joining.py           how a new port is linked beside the running work
+    joining.py           how a new port is linked beside the running work, and which pairing has it
 
 May import: config, engine, execution, kv, model, process, the ground.
 """

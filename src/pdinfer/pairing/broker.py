@@ -279,7 +279,7 @@ class Broker:
         side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
         if side is not None:
             reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
-            reason += f"; {tracked.lost}" if tracked.lost is not None else ""
+            reason += f"; {tracked.lost}" if tracked.lost is not None else self.lost_ports.last(side)
             grace_s = self._config.port_wait_s
         elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
@@ -321,9 +321,12 @@ class Broker:
         except TransferError as error:
             came.clear()
             self._lose(address, port, error)
+            return
         except Exception:  # of a policy
             came.clear()
             raise
+        if getattr(port, "closed", False):  # behind our back
+            self._lose(address, port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -473,7 +476,7 @@ class Broker:
             tracked.give_up_at = None
         elif tracked.gives_up(now, self._config.port_wait_s):
             tracked.cancel_requested(
-                now, TransferError(f"no prefill port is left for it; it was sent to {tracked.prefill}")
+                now, TransferError(f"no prefill port is left for it{self.lost_ports.last('prefill')}")
             )
             self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
 

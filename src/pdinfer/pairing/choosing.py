@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.found import FoundTokens
 from pdinfer.pairing.policy import Policy
@@ -245,4 +246,7 @@ def _ask(
         links=board.links(prefills.keys(), decodes.keys()),
         found_tokens=shape.found_tokens,
     )
-    return policy(shown, list(prefills.values()), list(decodes.values()))
+    choice: object = policy(shown, list(prefills.values()), list(decodes.values()))
+    if choice is None or isinstance(choice, Choice):
+        return choice
+    raise ConfigError(f"a policy returns a Choice or None, {clip(policy)} returned {clip(choice)}")

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary, ref
 
-from pdinfer.errors import LayoutMismatch, TransferError
+from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
 from pdinfer.pairing.ports import Port
 from pdinfer.types import PeerAddress
 
@@ -55,3 +56,26 @@ def _connect(one: Port, other: Port, timeout_s: float) -> None:
     prefill, decode = (one, other) if one.role == "prefill" else (other, one)
     for rank in decode.addresses:
         prefill.connect(rank, timeout_s=timeout_s)
+
+
+class _Owners:
+    """The pairings by their ports: a second pairing over an engine would take events that are the first one's."""
+
+    def __init__(self) -> None:
+        self.by_port: WeakKeyDictionary[Port, ref[object]] = WeakKeyDictionary()
+
+
+_OWNERS = _Owners()
+
+
+def claim(port: Port, pairing: object) -> None:
+    """Make it a port of this pairing. Raise ConfigError while it is one of another."""
+    owner = _OWNERS.by_port.get(port, lambda: None)()
+    if owner is not None and owner is not pairing:
+        raise ConfigError(f"{port} is a port of another pairing; remove it there, or close that pairing, first")
+    _OWNERS.by_port[port] = ref(pairing)
+
+
+def release(port: Port) -> None:
+    """Let any pairing have it."""
+    _OWNERS.by_port.pop(port, None)

@@ -30,7 +30,7 @@ from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.joining import link
+from pdinfer.pairing.joining import claim, link, release
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
@@ -291,10 +291,13 @@ class Pairing(OfOneProcess):
             with self._admitting:
                 if port.address in self._joining or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
+                claim(port, self)
                 self._joining[port.address] = token
             self._join(port, token)
         finally:
             with self._admitting:
+                if self._joining.get(port.address) is token and port not in self._ports.all:
+                    release(port)
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]
             if self.num_unfinished:
@@ -365,6 +368,7 @@ class Pairing(OfOneProcess):
     def _part_with(self, port: Port) -> None:
         self._broker.take_back(port.address, port)
         self._broker.part_with(port.address, TransferError("its port was removed from the pairing"))
+        release(port)
         self._broker.step_port(port.address, port)
 
     # -- inside -----------------------------------------------------------------------------------------------------

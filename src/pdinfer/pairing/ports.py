@@ -131,8 +131,7 @@ class Ports:
 
     @property
     def most_tokens(self) -> dict[str, int]:
-        """The longest request that a port can hold, by role, among the ports that may be chosen; 0 without such a
-        port."""
+        """The longest request that a port which may be chosen can hold, by role; 0 without such a port."""
         sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
         return {role: max(map(self.longest, self._fitting(ports, 0)), default=0) for role, ports in sides.items()}
 
@@ -355,9 +354,13 @@ class LostPorts:
         """Return the newest losses, in order of time."""
         return tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._lost))
 
+    def last(self, role: str) -> str:
+        """Return the end of a sentence that says which port of a role was lost last; empty where none was."""
+        found = next((lost for _, lost in reversed(self._lost) if lost.role == role), None)
+        return f"; the last that was lost is {found.address}: {found.reason}" if found else ""
+
     def set_aside(self, port: Port, ports: Ports) -> None:
-        """Close a port, which proves to the others that it has stopped. One that may come back stays open, and the
-        others close their links to it."""
+        """Close a port, which proves that it has stopped. Of one that may come back the others close their links."""
         if isinstance(port, ReturningPort):
             self.away[port.address] = port
             ports.part(port)

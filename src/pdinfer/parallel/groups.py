@@ -190,6 +190,11 @@ class Groups(OfOneProcess):
     ep: Group
     owns_backend: bool = False
 
+    @property
+    def is_shared_by_fork(self) -> bool:
+        """Whether a forked child would share connections."""
+        return self.world.is_shared_by_fork
+
     @classmethod
     def single(cls) -> Groups:
         """Return the groups of a rank that is alone."""

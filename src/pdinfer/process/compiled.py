@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,14 +95,54 @@ def _by_compiler(
 ) -> dict[str, ctypes.CDLL | str]:
     """Return what this compiler made, or makes now."""
     exact = {library.name: stem_of(library, openmp, cc) for library in libraries}
+    found = _kept(libraries, exact, folder)
+    if missing := _without(libraries, found):
+        with _in_turn(folder):
+            found |= _kept(missing, exact, folder)  # by a process that was here first
+            if missing := _without(libraries, found):
+                found |= _built(missing, cc, openmp, exact, folder)
+    return found
+
+
+def _without(libraries: Sequence[NativeLibrary], found: Mapping[str, object]) -> list[NativeLibrary]:
+    return [library for library in libraries if library.name not in found]
+
+
+def _kept(
+    libraries: Sequence[NativeLibrary], stems: Mapping[str, str], folder: Path | None
+) -> dict[str, ctypes.CDLL | str]:
+    """Return what this compiler made of them before, or said of them."""
     found: dict[str, ctypes.CDLL | str] = {}
     for library in libraries:
-        stem = exact[library.name]
+        stem = stems[library.name]
         kept = _first_loaded(library, _named(library, stem, folder), folder) or _remembered(library, stem, folder)
         if kept is not None:
             found[library.name] = kept
-    missing = [library for library in libraries if library.name not in found]
-    return found | _built(missing, cc, openmp, exact, folder) if missing else found
+    return found
+
+
+def _is_ours(lock: int) -> bool:
+    """Take a lock, which a process that ends gives back, unless another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _in_turn(folder: Path | None) -> Iterator[None]:
+    """Wait for other processes that compile for this folder: the ranks of a node begin at once, and one compiles for
+    all. Where a folder has no locks, or one process takes longer than a compiler may, each compiles for itself."""
+    until = time.monotonic() + compiler.COMPILE_TIMEOUT_S
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, lock)
+                while not _is_ours(lock) and time.monotonic() < until:
+                    time.sleep(0.05)
+        yield
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:

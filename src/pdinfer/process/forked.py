@@ -12,9 +12,9 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, SupportsIndex
 
-from pdinfer.errors import Forked
+from pdinfer.errors import ConfigError, Forked
 
 _WHAT_TO_DO = (
     'start processes with multiprocessing\'s "spawn" (or "forkserver"), or make everything anew in the child; '
@@ -40,6 +40,15 @@ class OfOneProcess:
 
     def close(self) -> None:
         """End it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Refuse a copy, by `copy` or `pickle`, that would share anything with this one."""
+        if not self.is_shared_by_fork:
+            return super().__reduce_ex__(protocol)
+        raise ConfigError(
+            f"a {type(self).__name__} belongs to its process, and cannot be copied or pickled; make another one where "
+            "it is needed"
+        )
 
     def __enter__(self) -> Self:
         return self

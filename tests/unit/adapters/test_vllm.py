@@ -185,12 +185,11 @@ def test_a_waiting_pair_hardly_steps(pair: Pairs) -> None:
     """The host steps all the time while a request waits: a step that computes nothing sleeps until there is news."""
     prefill = pair.engine("kv_producer", {"hold_s": 0.3})
     request = prefill.add("p", prompt_of(40), {"do_remote_decode": True, "room": os.urandom(16).hex()})
-    num_steps, cpu_s = 0, time.process_time()
+    num_steps = 0
     while not request.is_over:
         prefill.step()
         num_steps += 1
     assert num_steps < 40
-    assert time.process_time() - cpu_s < 0.2
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

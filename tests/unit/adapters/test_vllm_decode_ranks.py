@@ -163,7 +163,7 @@ def test_two_ends_with_other_prompts_hand_nothing_over(pair: Pairs) -> None:
 def test_many_requests_with_everything_at_once(pair: Pairs) -> None:
     rng = random.Random(5)
     prefill, decode = pair(
-        {"hold_s": 0.05, "lease_s": 5.0}, chunk=16, num_blocks=16, decode={**TWO, "num_blocks": 20, "block_size": 8}
+        {"hold_s": 0.05, "lease_s": 2.0}, chunk=16, num_blocks=16, decode={**TWO, "num_blocks": 20, "block_size": 8}
     )
     both = [submit(prefill, decode, prompt_of(rng.randint(2, 70), at), str(at)) for at in range(20)]
     run_at_random(rng, prefill, decode, [request for one in both for request in one])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,18 @@ def test_specimens_have_names_of_their_own() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keeps what is compiled, for these tests alone."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def fresh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be found that a run before this one has compiled."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
+
+
 def product(rows: int, dtype: torch.dtype = torch.bfloat16, **constants: int) -> Callable[[], None]:
     return started(
         bad_kernels.product,
@@ -105,6 +118,7 @@ def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None
     return call
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -118,17 +132,14 @@ def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None
         (started(bad_kernels.copied, empty(512), empty(512), 17, SIZE=512, num_warps=2), "loads of fewer than 8 bytes"),
     ],
 )
-def test_each_gate_is_missed_by_a_kernel_that_is_made_to(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], None], told: str
-) -> None:
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+def test_each_gate_is_missed_by_a_kernel_that_is_made_to(call: Callable[[], None], told: str) -> None:
     (one,) = aot.measure(aot.Specimen("made", call))
     assert told in "; ".join(one.missed)
     assert bool(told) == bool(one.missed)
 
 
-def test_what_a_kernel_loads_and_multiplies_is_counted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+@pytest.mark.usefixtures("fresh")
+def test_what_a_kernel_loads_and_multiplies_is_counted() -> None:
     (one,) = aot.measure(aot.Specimen("made", product(64, num_stages=3)))
     assert one.wgmma > 0 < one.cp_async
     (one,) = aot.measure(aot.Specimen("made", product(16, num_stages=3)))
@@ -160,6 +171,7 @@ def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:
     linear_fp8(empty(rows, 512, dtype=dtype), fp8(384, 512))
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     "call",
     [
@@ -172,11 +184,8 @@ def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:
         pytest.param(lambda: of_fp8(500), id="float32 of FP8, many rows"),
     ],
 )
-def test_what_no_real_model_asks_for_compiles_too(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
-) -> None:
+def test_what_no_real_model_asks_for_compiles_too(call: Callable[[], None]) -> None:
     """The interpreter runs these, and a compiler refuses what tensor cores cannot do."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     started = aot.launches(call)
     assert started
     for kernel, arguments, constants in started:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import re
@@ -11,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -406,7 +409,7 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, build
 
 
 @can_build
-def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
+def test_many_may_build_at_once_and_one_of_them_does(build: Build, commands: list[str], tmp_path: Path) -> None:
     failures: list[BaseException] = []
 
     def one() -> None:
@@ -423,7 +426,38 @@ def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
         thread.join()
     assert not failures
     assert all(path.suffix == ".so" for path in kept(tmp_path))
+    assert commands.count("-c") == 3
     build()
+
+
+@can_build
+def test_a_process_that_stands_still_keeps_no_other_waiting_for_ever(
+    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
+) -> None:
+    folder, passed = tmp_path / ".cache" / "pdinfer", []
+    folder.mkdir(parents=True, mode=0o700)
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    clock = SimpleNamespace(sleep=lambda _: passed.append(1), monotonic=lambda: 1000.0 * len(passed))
+    monkeypatch.setattr(process_compiled, "time", clock)
+    assert not build().reasons
+    assert passed == [1]
+    os.close(held)
+
+
+@can_build
+def test_a_folder_that_cannot_be_locked_will_do(
+    monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fails)
+        assert not build().reasons
+    commands.clear()
+    build()
+    assert "-c" not in commands
 
 
 @pytest.mark.parametrize("lost", SIGNATURES)

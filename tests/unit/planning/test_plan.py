@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
-from pdinfer.planning.rank_weights import STORED
+from pdinfer.planning import plan as plan_module
+from pdinfer.planning.rank_weights import STORED, RankWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 V3_SIZES = {
@@ -89,6 +91,22 @@ def test_context_parallel_prefill_writes_to_tensor_parallel_decode() -> None:
     assert plan.decode[0].placement is not None
     assert plan.decode[0].placement.slots_per_rank == 8
     assert plan.prefill[0].layout.token_bytes == 62 * (2 * 576 + 2 * 128)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counted_once() -> Iterator[None]:
+    """Let engines that are alike count their weights once, for which a model of hundreds of experts is built."""
+    count, counted = plan_module.rank_weights, dict[object, RankWeights]()
+
+    def once(*sizes: Any, placement: Any, **more: Any) -> RankWeights:
+        alike = (*sizes, *more.values())  # these give the placement too
+        if alike not in counted:
+            counted[alike] = count(*sizes, placement=placement, **more)
+        return counted[alike]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "rank_weights", once)
+        yield
 
 
 NORMAL = ExpertConfig(num_redundant_experts=32, moe_a2a_backend="deep_ep")

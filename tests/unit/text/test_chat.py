@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-import transformers
 
 import pdinfer as pd
 from pdinfer.text import ChatTemplate
@@ -77,6 +76,8 @@ DOCUMENTS = [{"title": "T", "text": "t"}]
 
 
 def theirs(source: str, *, prompt: bool) -> str:
+    import transformers  # takes a second, which no process that only collects tests shall pay
+
     empty = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={}, merges=[]))
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=source, **TOKENS)
     rendered = made.apply_chat_template(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 import pdinfer as pd
 from pdinfer.text import Tokenizer
@@ -27,6 +26,13 @@ TEXTS = ("", "set kqz=48213; get kqz=", "Grüße, 汉字 👩\u200d👧", " two 
 @pytest.fixture(scope="module")
 def tiny() -> Tokenizer:
     return Tokenizer.load(TINY)
+
+
+def theirs(folder: Path) -> Any:
+    """The tokenizer that transformers makes of a folder."""
+    import transformers  # takes a second, which no process that only collects tests shall pay
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def folder_with(tmp_path: Path, config: dict[str, Any] | str | None = None, **changes: Any) -> Path:
@@ -48,7 +54,7 @@ def test_the_tiny_models_files_are_those_that_its_training_writes(tmp_path: Path
 def test_the_tiny_models_tokens_are_those_it_was_trained_on(tiny: Tokenizer) -> None:
     rng = random.Random(0)
     texts = [*TEXTS, *("".join(chr(rng.randrange(0xD800)) for _ in range(50)) for _ in range(20))]
-    library = transformers.AutoTokenizer.from_pretrained(TINY)
+    library = theirs(TINY)
     for text in texts:
         tokens = tiny.encode(text)
         assert tokens == (BOS, *encode(text)) == tuple(library.encode(text))
@@ -61,7 +67,7 @@ def test_the_tiny_models_tokens_are_those_it_was_trained_on(tiny: Tokenizer) -> 
 def test_the_tiny_models_chat_is_what_transformers_makes_of_it(tiny: Tokenizer) -> None:
     chat = [{"role": "user", "content": "calc 47+38="}, {"role": "assistant", "content": "85;"}]
     chat.append({"role": "user", "content": "get kqz="})
-    library = transformers.AutoTokenizer.from_pretrained(TINY)
+    library = theirs(TINY)
     assert list(tiny.chat(chat)) == library.apply_chat_template(chat, return_dict=False)
     assert tiny.decode(tiny.chat(chat)) == "calc 47+38=85; get kqz="
     with pytest.raises(pd.RequestError, match="not by tool"):
@@ -74,7 +80,7 @@ def test_what_stands_around_a_text_is_what_tokenizer_json_says(tmp_path: Path) -
     folder = folder_with(
         tmp_path, config | {"bos_token": {"__type": "AddedToken", "content": "<|bos|>"}}, post_processor=None
     )
-    made, library = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    made, library = Tokenizer.load(folder), theirs(folder)
     assert made.encode("a") == tuple(library.encode("a")) == (ord("a"),)
     assert made.special_tokens == {"bos_token": "<|bos|>"}
 

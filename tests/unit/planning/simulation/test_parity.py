@@ -65,7 +65,7 @@ def assert_alike(real: Records, simulated: Records) -> None:
 @pytest.mark.parametrize(
     ("shape", "rate", "num_requests"),
     [
-        pytest.param("P2D2", 28.0, 120),
+        pytest.param("P2D2", 28.0, 80),
         pytest.param("P2D2", 28.0, 500, marks=pytest.mark.full),
         pytest.param("P4D4", 55.0, 500, marks=pytest.mark.full),
     ],

@@ -20,7 +20,7 @@ from tests.unit.planning.simulation.queues import CV2, waited_s
 
 @pytest.mark.parametrize("kind", CV2)
 def test_waiting_follows_the_formula(kind: str) -> None:
-    found_s, expected_s = waited_s(kind, 0.5, num_requests=10_000)
+    found_s, expected_s = waited_s(kind, 0.5, num_requests=4_000)
     assert found_s == pytest.approx(expected_s, rel=0.07)
 
 

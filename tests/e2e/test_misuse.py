@@ -1,0 +1,74 @@
+"""What a host does by mistake is told at once, and costs no other request anything."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+import pdinfer as pd
+from tests.e2e.setups import join, local, model_of, pool_of, request, tokens_of
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_its_host_closes_is_a_lost_port_at_once(role: str) -> None:
+    model = model_of()
+    pools = [[pool_of(model) for _ in range(2)] for _ in range(2)]
+    with join(model, "loopback", prefill_pools=pools[0], decode_pools=pools[1]) as setup:
+        closed = {"prefill": setup.prefills, "decode": setup.decodes}[role][0]
+        tokens = tokens_of(setup.pairing.generate([request("before")]))
+        closed.close()
+        assert tokens_of(setup.pairing.generate([request("behind")])) == tokens
+        (lost,) = setup.pairing.stats.ports_lost
+        assert (lost.role, lost.address) == (role, closed.address)
+        assert lost.reason == f"its {role} engine was closed, and not by its pairing"
+        assert setup.pairing.stats.num_ports_lost == 1
+
+
+def test_without_another_engine_the_request_fails_and_names_the_closed_one() -> None:
+    with local() as setup:
+        (decode,) = setup.decodes
+        decode.close()
+        (last,) = setup.pairing.generate([request("a")])
+        assert f"; the last that was lost is {decode.address}: its decode engine was closed" in str(last.error)
+
+
+def test_an_engine_is_a_port_of_one_pairing() -> None:
+    with local() as setup:
+        (prefill,), (decode,) = setup.prefills, setup.decodes
+        with pytest.raises(
+            pd.ConfigError, match="is a port of another pairing; remove it there, or close that pairing"
+        ):
+            pd.Pairing(prefill, decode)
+        assert len(tokens_of(setup.pairing.generate([request("a")]))) == 5
+        setup.pairing.remove(prefill, drain_s=0.0)
+        setup.pairing.remove(decode, drain_s=0.0)
+        other = pd.Pairing(prefill, decode)
+        assert len(tokens_of(other.generate([request("a")]))) == 5
+        other.close()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_belongs_to_a_process_is_not_copied(copied: Callable[[object], object]) -> None:
+    with local() as setup:
+        for each in (setup.pairing, setup.prefills[0], setup.decodes[0].pool, setup.decodes[0].channel):
+            with pytest.raises(pd.ConfigError, match=rf"{type(each).__name__} belongs to its process, and cannot be"):
+                copied(each)
+    asked = request("a")
+    assert copied(asked)
+    assert repr(copy.deepcopy(model_of())) == repr(model_of())
+
+
+def test_a_policy_that_returns_no_choice_is_told() -> None:
+    with (
+        local(policy=lambda *_: 5) as setup,
+        pytest.raises(pd.ConfigError, match=r"a policy returns a Choice.* returned 5"),
+    ):
+        list(setup.pairing.generate([request("a")]))
+
+
+def test_a_prompt_that_no_engine_can_hold_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(pd.ConfigError, match="at most 16777216 tokens, got 16777217"):
+        pd.Request(prompt=range(2**24 + 1))

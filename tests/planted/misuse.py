@@ -1,0 +1,102 @@
+"""Planted bugs in what is told to a host that has set something, or makes a mistake."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+SETTINGS = "test_host_settings.py"
+MISUSE = "test_misuse.py"
+TOKENS = f"{SETTINGS}::test_what_the_host_has_set_changes_no_token"
+
+MUTANTS = [
+    Mutant(
+        "pages that were made in inference mode can be written in it alone",
+        "        if torch.is_inference_mode_enabled():\n            stack.enter_context(torch.inference_mode(False))\n",
+        "",
+        f"{TOKENS}[inference-mode-bfloat16]",
+    ),
+    Mutant(
+        "steps round as the host's autocast says",
+        "            if torch.is_autocast_enabled(kind):",
+        "            if False:",
+        f"{TOKENS}[autocast-float32]",
+    ),
+    Mutant(
+        "float32 is rounded as the host has set for all products",
+        'if precision != "ieee":\n                        place.fp32_precision = "ieee"',
+        'if False:\n                        place.fp32_precision = "ieee"',
+        f"{TOKENS}[rounded-products-float32]",
+    ),
+    Mutant(
+        "the host's precision is not what it was",
+        '                    if precision != "ieee":\n                        place.fp32_precision = precision\n',
+        "                    pass\n",
+        f"{SETTINGS}::test_the_host_finds_its_settings_as_they_were",
+    ),
+    Mutant(
+        "another thread's precision is given back in the middle of a step",
+        "            if not self._num_inside:\n                for place, precision",
+        "            if True:\n                for place, precision",
+        f"{SETTINGS}::test_settings_are_given_back_when_the_last_step_has_ended",
+    ),
+    Mutant(
+        "a step computes with tensors that hold nothing",
+        "is not Tensor:\n        raise ConfigError(",
+        "is None:\n        raise ConfigError(",
+        f"{SETTINGS}::test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost",
+    ),
+    Mutant(
+        "an engine that finds a mode of the host is lost for good",
+        "                check_tensors_are_real()  # an engine",
+        "                # an engine",
+        f"{SETTINGS}::test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost",
+    ),
+    Mutant(
+        "a failed step does not say why",
+        'return f"{type(error).__name__}: {said}" if said else type(error).__name__',
+        "return type(error).__name__",
+        f"{SETTINGS}::test_a_failed_step_says_what_has_failed",
+    ),
+    Mutant(
+        "a closed engine is a port for ever",
+        'if getattr(port, "closed", False):',
+        "if False:",
+        f"{MISUSE}::test_an_engine_that_its_host_closes_is_a_lost_port_at_once",
+    ),
+    Mutant(
+        "two pairings take each other's events",
+        "if owner is not None and owner is not pairing:",
+        "if False:",
+        f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
+    ),
+    Mutant(
+        "an engine that was removed belongs to its pairing for ever",
+        '"its port was removed from the pairing"))\n        release(port)\n',
+        '"its port was removed from the pairing"))\n',
+        f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
+    ),
+    Mutant(
+        "the last lost port is not named",
+        "found = next((lost for _, lost in reversed(self._lost) if lost.role == role), None)",
+        "found = None",
+        f"{MISUSE}::test_without_another_engine_the_request_fails_and_names_the_closed_one",
+    ),
+    Mutant(
+        "a copy shares sockets and memory",
+        "        if not self.is_shared_by_fork:\n            return super().__reduce_ex__(protocol)",
+        "        if True:\n            return super().__reduce_ex__(protocol)",
+        f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied",
+    ),
+    Mutant(
+        "a policy's number is taken for a choice",
+        "    if choice is None or isinstance(choice, Choice):",
+        "    if True:",
+        f"{MISUSE}::test_a_policy_that_returns_no_choice_is_told",
+    ),
+    Mutant(
+        "a prompt of any length is copied first",
+        "    if len(given) > MAX_TOKENS:",
+        "    if len(given) > MAX_TOKENS**2:",
+        f"{MISUSE}::test_a_prompt_that_no_engine_can_hold_is_refused_before_it_is_copied",
+    ),
+]
