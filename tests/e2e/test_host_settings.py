@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pdinfer.testing.models import FAMILIES
 from tests.backends import ROOT
 from tests.e2e.setups import prompt_of
 from tests.hosts import SETTINGS, precision
+from tests.slices import one_in
 
 TINY = ROOT / "examples" / "tiny"
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
@@ -92,8 +94,7 @@ def plain() -> Iterator[dict[str, Plain]]:
     given.clear()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "name"), one_in(10, itertools.product(SETTINGS, MODELS)))
 def test_what_the_host_has_set_changes_no_token(
     setting: str, name: str, plain: dict[str, Plain], folders: Mapping[str, Path]
 ) -> None:
