@@ -24,12 +24,6 @@ MUTANTS = [
         REFUSED,
     ),
     Mutant(
-        "a channel is made over the pool of a parent",
-        "        refuse(pool)\n",
-        "",
-        FORK + "test_nothing_new_is_made_of_what_is_the_parents",
-    ),
-    Mutant(
         "a child waits for threads that a fork does not copy",
         "    if num_threads > 1 and _PROCESS.parent_computed:\n",
         "    if False:\n",

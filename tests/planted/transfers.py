@@ -86,7 +86,7 @@ MUTANTS = [
         "of a payload through shared memory only the last block is committed",
         "            self._landing.commit()\n            self._landing, self._next",
         "            self._landing, self._next",
-        PLACED + "::TestShm::test_writes_are_placed_byte_for_byte",
+        PLACED + "::TestShmInTwoPasses::test_writes_are_placed_byte_for_byte",
     ),
     Mutant(
         "every slot of a ring on a device is the first",

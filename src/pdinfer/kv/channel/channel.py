@@ -31,7 +31,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import Interrupted, LoopbackHub, LoopbackTransport
-from pdinfer.process.forked import OfOneProcess, refuse
+from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import ChannelStats
 from pdinfer.types import Handoff, PageGrant, PeerAddress, peer_key
@@ -61,7 +61,6 @@ class KVChannel(OfOneProcess):
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        refuse(pool)
         self.authenticates = key is not None
         self.takes_offers = takes_offers
         self.window_bytes = WINDOW_BYTES
