@@ -183,6 +183,8 @@ class AsyncPairing:
     def _check_open(self) -> None:
         if self._loop is None:
             raise ConfigError("the AsyncPairing was not entered; write `async with AsyncPairing(pairing) as host`")
+        if asyncio.get_running_loop() is not self._loop:  # whose readers are woken
+            raise ConfigError("the AsyncPairing was entered in another event loop; stream in that one")
         if self._failure is not None:
             raise PDInferError(f"the host of the pairing is closed: {self._failure}")  # the request is not to blame
         if self._is_closing:
@@ -257,6 +259,7 @@ class AsyncPairing:
             self._deliver(self.pairing.step())
         except BaseException:  # noqa: BLE001 - as above
             _log.exception("an AsyncPairing could not be closed whole")
+        self._submitting.shutdown(wait=False)  # the loop may be gone, and nobody else ends it then
         self._call(self._stop)
 
     def _remove(self) -> None:

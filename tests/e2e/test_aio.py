@@ -517,7 +517,22 @@ def test_a_host_whose_loop_has_ended_closes_its_pairing() -> None:
     asyncio.run(main())
     pairing.emit(token("a", 0))
     wait_until(lambda: pairing.is_closed)
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("pdinfer-step", "pdinfer-submit"))])
     gc.collect()
+
+
+def test_streams_are_read_in_the_loop_that_was_entered() -> None:
+    async def main() -> None:
+        pairing: Any = Scripted()
+        async with pd.aio.AsyncPairing(pairing) as host:
+
+            async def read() -> None:
+                await anext(host.stream(request("a")))
+
+            with pytest.raises(pd.ConfigError, match="entered in another event loop; stream in that one"):
+                await asyncio.to_thread(asyncio.run, read())
+
+    run(main())
 
 
 # -- ports ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +35,22 @@ def test_without_another_engine_the_request_fails_and_names_the_closed_one() -> 
         decode.close()
         (last,) = setup.pairing.generate([request("a")])
         assert f"; the last that was lost is {decode.address}: its decode engine was closed" in str(last.error)
+
+
+def test_a_pool_forgets_the_engines_that_have_used_it() -> None:
+    pool = pool_of(model_of())
+    gone = []
+    for _ in range(2):
+        ends = pd.KVChannel.loopback(pool, pool)
+        engines = [kind(model_of(), end) for kind, end in zip((pd.PrefillEngine, pd.DecodeEngine), ends, strict=True)]
+        gone += map(weakref.ref, engines)
+        while engines:
+            engines.pop().close()
+    del ends
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
+    pool.rebuild()
+    assert pool.num_free == pool.num_pages
 
 
 def test_an_engine_is_a_port_of_one_pairing() -> None:

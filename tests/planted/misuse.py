@@ -99,4 +99,22 @@ MUTANTS = [
         "    if len(given) > MAX_TOKENS**2:",
         f"{MISUSE}::test_a_prompt_that_no_engine_can_hold_is_refused_before_it_is_copied",
     ),
+    Mutant(
+        "a pool keeps every engine that has used it",
+        "WeakMethod(holder)]",
+        "lambda: holder]",
+        f"{MISUSE}::test_a_pool_forgets_the_engines_that_have_used_it",
+    ),
+    Mutant(
+        "a stream of another loop waits for ever",
+        "        if asyncio.get_running_loop() is not self._loop:",
+        "        if False:",
+        "test_aio.py::test_streams_are_read_in_the_loop_that_was_entered",
+    ),
+    Mutant(
+        "a thread that submits outlives the loop",
+        "        self._submitting.shutdown(wait=False)  # the loop",
+        "        pass  # the loop",
+        "test_aio.py::test_a_host_whose_loop_has_ended_closes_its_pairing",
+    ),
 ]

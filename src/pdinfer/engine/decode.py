@@ -30,6 +30,7 @@ from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
+from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.process.modes import own_modes
@@ -74,7 +75,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._untold: list[Granted] = []
         self._running: list[Sequence] = []
         self._tables = PageTables(self.pool, self.config)
-        self.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
+        self.pool.hold(self._held)
         self._arrivals = 0
         self._stalled = False
         self._drafted = DraftCounts()
@@ -185,6 +186,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             self._end(sequence, FinishReason.CANCELLED)
         self._channel.close()
         self._land()
+
+    def _held(self) -> Held:
+        return self._tables.held([*self._running, *self._granted.values()])
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)

@@ -15,6 +15,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
+from weakref import WeakMethod
 
 from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig
@@ -94,7 +95,7 @@ class PagePool(OfOneProcess):
         self._watchers: list[PageWatcher] = []
         self._index = PrefixIndex(self._removed)
         self._num_granted = 0
-        self._holders: list[Callable[[], Held]] = []
+        self._holders: list[WeakMethod[Callable[[], Held]]] = []
 
     def __repr__(self) -> str:
         return (
@@ -281,15 +282,15 @@ class PagePool(OfOneProcess):
     # -- after an interrupt -----------------------------------------------------------------------------------------
 
     def hold(self, holder: Callable[[], Held]) -> None:
-        """Register `holder`, which tells `rebuild` the pages that it holds."""
-        self._holders.append(holder)
+        """Register the method `holder`, which tells `rebuild` the pages that its object holds while that lives."""
+        self._holders = [*filter(lambda known: known() is not None, self._holders), WeakMethod(holder)]
 
     @own_modes()
     def rebuild(self) -> None:
         """Rebuild the accounts from the pages that the engines of this pool hold, after an interrupt may have left a
         call here or in an engine half done. All other pages become free with a new generation, and no prefix is
         known."""
-        held = [holder() for holder in self._holders]
+        held = [holder() for known in self._holders if (holder := known())]
         users = Counter(page for owned, _ in held for page in owned)
         granted = {page for _, pages in held for page in pages} - users.keys()
         states = {**dict.fromkeys(granted, PageState.GRANTED), **dict.fromkeys(users, PageState.OWNED)}
