@@ -509,9 +509,11 @@ def test_a_pairing_that_cannot_even_be_closed_ends_every_stream_once() -> None:
 
 def test_a_host_whose_loop_has_ended_closes_its_pairing() -> None:
     pairing: Any = Scripted()
+    kept: list[object] = []
 
     async def main() -> None:
         host = await pd.aio.AsyncPairing(pairing).__aenter__()
+        kept.append(host)
         await begun(pairing, host, "a")
 
     asyncio.run(main())
@@ -527,7 +529,8 @@ def test_streams_are_read_in_the_loop_that_was_entered() -> None:
         async with pd.aio.AsyncPairing(pairing) as host:
 
             async def read() -> None:
-                await anext(host.stream(request("a")))
+                async with asyncio.timeout(FAR_S):
+                    await anext(host.stream(request("a")))
 
             with pytest.raises(pd.ConfigError, match="entered in another event loop; stream in that one"):
                 await asyncio.to_thread(asyncio.run, read())

@@ -74,6 +74,8 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
         TINY, cache=pd.CacheConfig(page_size=16, num_pages=512), logits_processors=pd.text.schema_processors(TINY)
     )
     engines = {port.role: port for port in local.ports}
+    for engine in engines.values():
+        local.remove(engine, drain_s=0.0)
 
     async def start(self: Any, role: str) -> Any:
         engines[role].process = SimpleNamespace(pid=0)  # type: ignore[attr-defined]

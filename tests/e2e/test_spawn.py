@@ -63,6 +63,7 @@ def test_engines_in_processes_of_their_own_serve_and_end(scratch: Path, capsys: 
         ports = prefill, decode
         for port in ports:
             assert port.process.poll() is None
+            assert os.getsid(port.process.pid) == port.process.pid  # the host's Ctrl-C is not for it
             assert key not in Path(f"/proc/{port.process.pid}/cmdline").read_bytes()
         assert list(scratch.iterdir())
         prefill.process.kill()  # it cannot clean up behind itself

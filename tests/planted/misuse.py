@@ -117,4 +117,22 @@ MUTANTS = [
         "        pass  # the loop",
         "test_aio.py::test_a_host_whose_loop_has_ended_closes_its_pairing",
     ),
+    Mutant(
+        "the host's Ctrl-C reaches the engines that it spawned",
+        "                start_new_session=True,  # a Ctrl-C",
+        "                start_new_session=False,  # a Ctrl-C",
+        "test_spawn.py::test_engines_in_processes_of_their_own_serve_and_end",
+    ),
+    Mutant(
+        "a writer that was restarted shares pages with its former self",
+        'b"%d %d " % (epoch, rank) + engine_id',
+        'b"%d " % rank + engine_id',
+        "kv/test_prefix.py::test_who_wrote_pages_is_another_with_each_start_and_each_rank",
+    ),
+    Mutant(
+        "a state that is no number is drafted from",
+        "if bool(torch.isfinite(state_1D).all()):",
+        "if True:",
+        "test_mtp.py::test_a_state_that_cannot_be_used_is_not",
+    ),
 ]

@@ -15,7 +15,8 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.prefix import PrefixChain, PrefixIndex, digest
+from pdinfer.kv.prefix import PrefixChain, PrefixIndex, digest, domain_of
+from pdinfer.types import PeerAddress
 
 SIZE = 2
 """Tokens of a page."""
@@ -135,6 +136,14 @@ def test_salts_share_nothing() -> None:
     assert pool.find(keys_of(pool, (1, 2, 3, 4), b"b")) == ()
     assert pool.find(keys_of(pool, (1, 2, 3, 4))) == ()
     assert not set(leave(pool, (1, 2, 3, 4), b"b")) & set(pages)
+
+
+def test_who_wrote_pages_is_another_with_each_start_and_each_rank() -> None:
+    writer = PeerAddress(engine_id=b"a", epoch=1, rank=0)
+    others = [attrs.evolve(writer, **other) for other in ({"engine_id": b"b"}, {"epoch": 2}, {"rank": 1})]
+    assert len({domain_of([each]) for each in (writer, *others)}) == 4
+    assert domain_of([writer, others[2]]) == domain_of([others[2], writer, writer])
+    assert domain_of([attrs.evolve(writer, endpoints=("tcp://elsewhere:1",))]) == domain_of([writer])
 
 
 def test_a_page_of_several_requests_is_owned_once_and_until_the_last_lets_go() -> None:
