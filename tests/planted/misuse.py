@@ -122,6 +122,7 @@ MUTANTS = [
         "                start_new_session=True,  # a Ctrl-C",
         "                start_new_session=False,  # a Ctrl-C",
         "test_spawn.py::test_engines_in_processes_of_their_own_serve_and_end",
+        "remote/spawning.py",
     ),
     Mutant(
         "a writer that was restarted shares pages with its former self",
