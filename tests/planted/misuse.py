@@ -136,4 +136,12 @@ MUTANTS = [
         "if True:",
         "test_mtp.py::test_a_state_that_cannot_be_used_is_not",
     ),
+    Mutant(
+        "a simulated rank that is stopped as its work ends is waited for in vain",
+        "            is_last = self._killed  # what happens behind the release is for the next turn\n"
+        "            self._back.release()\n",
+        "            self._back.release()\n            is_last = self._killed\n",
+        "sim/test_ranks.py::test_a_rank_may_be_stopped_before_its_thread_has_noticed_that_its_work_is_done",
+        "tests/sim/ranks.py",
+    ),
 ]

@@ -101,8 +101,9 @@ class Fiber:
                 except BaseException as error:  # noqa: BLE001 - raised where it was resumed
                     self._error = error
                 self.busy = False
+            is_last = self._killed  # what happens behind the release is for the next turn
             self._back.release()
-            if self._killed:
+            if is_last:
                 return
 
 
