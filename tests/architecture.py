@@ -195,9 +195,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "process": (
         ("ahead",),
-        ("compiled",),
-        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory"),
-        ("modes", "recording", "scratch", "silence", "streams"),
+        ("compiled", "modes"),
+        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
     ),
 }
 

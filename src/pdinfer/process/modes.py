@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import ConfigError
+from pdinfer.process.locks import new_lock
 
 _SMALLEST = 5e-324
 
@@ -51,26 +51,24 @@ class _Exact:
     whole process's, and it is there again when the last thread has left."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._num_inside = 0
         self._before: list[tuple[Any, str]] = []
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._num_inside:
-                self._before = [(place, place.fp32_precision) for place in _products()]
-                for place, precision in self._before:
-                    if precision != "ieee":
-                        place.fp32_precision = "ieee"
             self._num_inside += 1
+            for place in _products():  # also where others are inside: the host may have set it meanwhile
+                if (precision := place.fp32_precision) != "ieee":
+                    self._before.append((place, precision))
+                    place.fp32_precision = "ieee"
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._num_inside -= 1
-            if not self._num_inside:
-                for place, precision in self._before:
-                    if precision != "ieee":
-                        place.fp32_precision = precision
+            while self._num_inside <= 0 and self._before:
+                place, precision = self._before.pop()
+                place.fp32_precision = precision
 
 
 def _products() -> Iterator[Any]:
