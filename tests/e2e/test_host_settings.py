@@ -141,6 +141,27 @@ def test_a_failed_step_says_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the prefill step failed: TypeError: unsupported operand type(s) for @" in str(last.error)
 
 
+def told() -> tuple[str, ...]:
+    """What torch tells of its products of float32."""
+    backends = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    return (torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in backends))
+
+
+@pytest.mark.parametrize("value", ["high", "medium", "allow_tf32"])
+def test_products_find_settings_that_agree(value: str) -> None:
+    """A product on a card raises where they do not."""
+    with precision("all", "highest"):
+        if value == "allow_tf32":
+            torch.backends.cuda.matmul.allow_tf32 = True
+        else:
+            torch.set_float32_matmul_precision(value)
+        before = told()
+        with own_modes():
+            assert told() == ("highest", "ieee", "ieee")
+            assert torch.backends.cuda.matmul.allow_tf32 is False
+        assert told() == before
+
+
 def test_the_host_finds_its_settings_as_they_were() -> None:
     pairing = made("float32", {})[1]
     place = torch.backends.mkldnn.matmul

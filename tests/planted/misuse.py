@@ -23,20 +23,32 @@ MUTANTS = [
     ),
     Mutant(
         "float32 is rounded as the host has set for all products",
-        'place.fp32_precision = "ieee"',
-        "pass",
+        '            torch.set_float32_matmul_precision("highest")\n',
+        "",
         f"{TOKENS}[rounded-products-float32]",
     ),
     Mutant(
+        "float32 is rounded as the host has set for a backend",
+        '        place.fp32_precision = "ieee"\n',
+        "        pass\n",
+        f"{TOKENS}[rounded-products-of-each-backend-float32]",
+    ),
+    Mutant(
+        "a backend is exact and all of them are not",
+        '            torch.set_float32_matmul_precision("highest")\n            return',
+        '            places[0].fp32_precision = places[1].fp32_precision = "ieee"\n            return',
+        f"{SETTINGS}::test_products_find_settings_that_agree",
+    ),
+    Mutant(
         "the host's precision is not what it was",
-        "                place.fp32_precision = precision",
-        "                pass",
+        "                self._undo.pop()()",
+        "                self._undo.pop()",
         f"{SETTINGS}::test_the_host_finds_its_settings_as_they_were",
     ),
     Mutant(
         "another thread's precision is given back in the middle of a step",
-        "while self._num_inside <= 0 and self._before:",
-        "while self._before:",
+        "while self._num_inside <= 0 and self._undo:",
+        "while self._undo:",
         f"{SETTINGS}::test_settings_are_given_back_when_the_last_step_has_ended",
     ),
     Mutant(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.process.locks import new_lock
 
 _SMALLEST = 5e-324
+_EXACTLY = frozenset({"ieee", "none"})
 
 
 @contextlib.contextmanager
@@ -53,29 +55,41 @@ class _Exact:
     def __init__(self) -> None:
         self._lock = new_lock()
         self._num_inside = 0
-        self._before: list[tuple[Any, str]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             self._num_inside += 1
-            for place in _products():  # also where others are inside: the host may have set it meanwhile
-                if (precision := place.fp32_precision) != "ieee":
-                    self._before.append((place, precision))
-                    place.fp32_precision = "ieee"
+            self._undo += _make_exact()  # also where others are inside: the host may have set it meanwhile
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._num_inside -= 1
-            while self._num_inside <= 0 and self._before:
-                place, precision = self._before.pop()
-                place.fp32_precision = precision
+            while self._num_inside <= 0 and self._undo:
+                self._undo.pop()()
 
 
-def _products() -> Iterator[Any]:
-    """Yield where torch keeps how it multiplies float32: by device, in versions that tell them apart."""
-    for backend in (torch.backends.mkldnn, torch.backends.cuda):
-        if hasattr(place := getattr(backend, "matmul", None), "fp32_precision"):
-            yield place
+def _make_exact() -> list[Callable[[], None]]:
+    """Round no products of float32, and return what sets it back, in reverse order. torch has one setting for all of
+    them and one for each backend, and raises where a product finds that they differ; so both are changed together."""
+    places = [place for place in map(_products_of, (torch.backends.mkldnn, torch.backends.cuda)) if place is not None]
+    before = [place.fp32_precision for place in places]
+    undo = [partial(setattr, place, "fp32_precision", said) for place, said in zip(places, before, strict=True)]
+    with contextlib.suppress(RuntimeError):  # they differ already, and the host multiplies nothing that minds
+        if (of_all := torch.get_float32_matmul_precision()) != "highest":
+            torch.set_float32_matmul_precision("highest")
+            return [*undo, partial(torch.set_float32_matmul_precision, of_all)]
+    if _EXACTLY.issuperset(before):
+        return []
+    for place in places:
+        place.fp32_precision = "ieee"
+    return undo
+
+
+def _products_of(backend: Any) -> Any:
+    """Return where torch keeps how a backend multiplies, or None in versions that do not tell backends apart."""
+    place = getattr(backend, "matmul", None)
+    return place if hasattr(place, "fp32_precision") else None
 
 
 _EXACT = _Exact()
