@@ -31,19 +31,19 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def precision(name: str, value: str) -> Iterator[None]:
-    """Round products of float32: by the name of all of them, or of a backend's own."""
+def precision(value: str) -> Iterator[None]:
+    """Round products of float32, by torch's word for all of them, or "each" backend by its own."""
     places = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
     before = [place.fp32_precision for place in places]
-    if name == "all":
-        torch.set_float32_matmul_precision(value)
+    if value == "each":
+        for place, own in zip(places, ("bf16", "tf32"), strict=True):
+            place.fp32_precision = own
     else:
-        for place in places:
-            place.fp32_precision = value
+        torch.set_float32_matmul_precision(value)
     try:
         yield
     finally:
-        if name == "all":
+        if value != "each":
             torch.set_float32_matmul_precision("highest")
         for place, old in zip(places, before, strict=True):
             place.fp32_precision = old
@@ -101,7 +101,7 @@ def _busy_threads() -> Iterator[None]:
 
     def flip() -> None:
         while not ended.wait(0.001):
-            with default_dtype(torch.float16), precision("all", "medium"):
+            with default_dtype(torch.float16), precision("medium"):
                 pass
 
     thread = threading.Thread(target=flip)
@@ -121,8 +121,8 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autograd": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "deterministic": _deterministic,
-    "rounded-products": lambda: precision("all", "medium"),
-    "rounded-products-of-each-backend": lambda: precision("each", "tf32"),
+    "rounded-products": lambda: precision("medium"),
+    "rounded-products-of-each-backend": lambda: precision("each"),
     "flush-to-zero": lambda: _set(torch.set_flush_denormal, True, False),
     "numpy-raises": lambda: np.errstate(all="raise"),
     "warnings-are-errors": _warnings_are_errors,

@@ -150,7 +150,7 @@ def told() -> tuple[str, ...]:
 @pytest.mark.parametrize("value", ["high", "medium", "allow_tf32"])
 def test_products_find_settings_that_agree(value: str) -> None:
     """A product on a card raises where they do not."""
-    with precision("all", "highest"):
+    with precision("highest"):
         if value == "allow_tf32":
             torch.backends.cuda.matmul.allow_tf32 = True
         else:
@@ -165,7 +165,7 @@ def test_products_find_settings_that_agree(value: str) -> None:
 def test_the_host_finds_its_settings_as_they_were() -> None:
     pairing = made("float32", {})[1]
     place = torch.backends.mkldnn.matmul
-    with pairing, precision("all", "medium"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+    with pairing, precision("medium"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         before = place.fp32_precision, torch.get_float32_matmul_precision()
         served(pairing)
         assert (place.fp32_precision, torch.get_float32_matmul_precision()) == before
@@ -175,7 +175,7 @@ def test_the_host_finds_its_settings_as_they_were() -> None:
 
 def test_settings_are_given_back_when_the_last_step_has_ended() -> None:
     place = torch.backends.mkldnn.matmul
-    with precision("all", "medium"):
+    with precision("medium"):
         before, first, second = place.fp32_precision, own_modes(), own_modes()
         first.__enter__()
         second.__enter__()

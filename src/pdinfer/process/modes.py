@@ -74,7 +74,9 @@ def _make_exact() -> list[Callable[[], None]]:
     them and one for each backend, and raises where a product finds that they differ; so both are changed together."""
     places = [place for place in map(_products_of, (torch.backends.mkldnn, torch.backends.cuda)) if place is not None]
     before = [place.fp32_precision for place in places]
-    undo = [partial(setattr, place, "fp32_precision", said) for place, said in zip(places, before, strict=True)]
+    undo: list[Callable[[], None]] = [
+        partial(setattr, place, "fp32_precision", said) for place, said in zip(places, before, strict=True)
+    ]
     with contextlib.suppress(RuntimeError):  # they differ already, and the host multiplies nothing that minds
         if (of_all := torch.get_float32_matmul_precision()) != "highest":
             torch.set_float32_matmul_precision("highest")
