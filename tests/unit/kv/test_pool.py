@@ -11,7 +11,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.pool import PagePool, PageState
+from pdinfer.kv.pool import Held, PagePool, PageState
 from pdinfer.testing import random_model
 
 NUM_PAGES = 7
@@ -199,10 +199,19 @@ def test_a_pool_of_a_real_model_holds_its_pages() -> None:
     assert pool.memory.num_bytes == (5 + 1) * pool.layout.page_bytes
 
 
+@attrs.frozen
+class Engine:
+    holds: Held
+
+    def held(self) -> Held:
+        return self.holds
+
+
 def test_accounts_are_made_anew_from_what_engines_hold() -> None:
     pool = pool_of()
     shared, granted, lost = pool.own(2), pool.grant(2), pool.own(2)
-    pool.hold(lambda: ([*shared, shared[0]], list(granted)))
+    engine = Engine(([*shared, shared[0]], list(granted)))
+    pool.hold(engine.held)
     before = pool.generations((*shared, *granted, *lost))
     pool._free.clear()  # as if an interrupt had hit
     pool.rebuild()
