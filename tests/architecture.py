@@ -665,7 +665,7 @@ def tensors(modules: Sequence[Module]) -> list[str]:
     """What makes a tensor names its dtype and its device: without them they are whatever the host has set."""
     complaints = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in MAKE_TENSORS:
                     missing = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}

@@ -91,6 +91,21 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Return a function that puts a script before the compiler in PATH: it does what it is told, and then compiles with
+    these flags in front."""
+    real, path = shutil.which("cc"), tmp_path / "bin" / "cc"
+    path.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    def write(first: str, flags: str = "") -> None:
+        path.write_text(f'#!/bin/sh\n{first}\nexec {real} {flags} "$@"\n')
+        path.chmod(0o755)
+
+    return write
+
+
 def kept(home: Path) -> list[Path]:
     return sorted((home / ".cache" / "pdinfer").iterdir())
 
@@ -266,57 +281,42 @@ def test_what_does_not_compile_is_not_compiled_in_vain(build: Build, commands: l
     ],
     ids=["a signal", "no header", "a full disk", "no memory", "a bug"],
 )
-def test_a_failure_that_may_pass_is_not_remembered(
-    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path, script: str
-) -> None:
-    real, folder = shutil.which("cc"), tmp_path / "bin"
-    folder.mkdir()
-    cc = folder / "cc"
-    cc.write_text(f'#!/bin/sh\ncase "$*" in *rows.c*) {script};; esac\nexec {real} "$@"\n')
-    cc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+def test_a_failure_that_may_pass_is_not_remembered(build: Build, wrap: Callable[..., None], script: str) -> None:
+    wrap(f'case "$*" in *rows.c*) {script};; esac')
     assert set(build().reasons) == {"rows"}
-    cc.write_text(cc.read_text().replace(script, ":"))
+    wrap(":")
     assert not build().reasons
 
 
 @can_build
 def test_the_header_of_all_sources_is_compiled_once_and_its_loss_costs_nothing_but_time(
-    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
+    build: Build, wrap: Callable[..., None], tmp_path: Path
 ) -> None:
-    real, folder, log = shutil.which("cc"), tmp_path / "bin", tmp_path / "log"
-    folder.mkdir()
-    cc = folder / "cc"
-    cc.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {real} "$@"\n')
-    cc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    log = tmp_path / "log"
+    wrap(f'echo "$*" >> {log}')
     assert not build().reasons
     ran = log.read_text().splitlines()
     assert sum("-x c-header" in line for line in ran) == 1
     assert [line.startswith("-include") for line in ran if " -c " in line] == [True] * 3
     for number, fails in enumerate(("*c-header*", "*-include*")):
-        cc.write_text(f'#!/bin/sh\ncase "$*" in {fails}) exit 1;; esac\nexec {real} -DOTHER={number} "$@"\n')
+        wrap(f'case "$*" in {fails}) exit 1;; esac', f"-DOTHER={number}")
         assert not build().reasons
 
 
 @can_build
 def test_what_clang_compiles_is_linked_with_the_openmp_of_clang(
-    monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
+    build: Build, wrap: Callable[..., None], tmp_path: Path
 ) -> None:
     """It calls LLVM's runtime, and what torch has loaded is GNU's. The linker's own line says that it is missing."""
-    real, folder, log = shutil.which("cc"), tmp_path / "bin", tmp_path / "log"
-    folder.mkdir()
-    cc = folder / "cc"
-    cc.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {real} -D__clang__ "$@"\n')
-    cc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    log = tmp_path / "log"
+    wrap(f'echo "$*" >> {log}', "-D__clang__")
     assert not build().reasons
     linked = [line for line in log.read_text().splitlines() if "-shared" in line]
     assert len(linked) == 2
     assert all("-fopenmp" in line and "libgomp" not in line for line in linked)
     said = "ld: cannot find -lomp", "clang: error: linker command failed with exit code 1 (use -v to see invocation)"
     fails = f"printf '%s\\n' '{said[0]}' '{said[1]}' >&2; exit 1"
-    cc.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) {fails};; esac\nexec {real} -D__clang__ -DANOTHER "$@"\n')
+    wrap(f'case "$*" in *-shared*) {fails};; esac', "-D__clang__ -DANOTHER")
     with pytest.raises(BackendUnavailable, match=r"could not be compiled by .*: ld: cannot find -lomp$"):
         build()
 
