@@ -1,5 +1,7 @@
 /* Included before a kernel's source: allows so many allocations and no more, and counts those that are not given back. */
 
+#pragma once
+
 #include <immintrin.h> /* has functions that are called free and posix_memalign */
 #include <stdlib.h>
 #include <unistd.h>
