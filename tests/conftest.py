@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--far", type=float, help="wait so many seconds for what has to happen, other than tests.forks.FAR_S"
     )
+    group.addoption("--host", help="run what is ours under one of tests.hosts.SETTINGS, or the next at each number")
     group.addoption("--longest", type=float, default=LONGEST_S, help="end a test that hangs for so many seconds")
     group.addoption("--minutes", type=float, help="begin no test after so many; what did not run is counted at the end")
     group.addoption(
@@ -70,6 +71,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[STDERR])
+
+
+def host_of(config: pytest.Config) -> str | None:
+    """Return the setting of `--host`."""
+    asked = config.getoption("--host")
+    if asked is None or not asked.isdigit():
+        return asked
+    from tests.hosts import SETTINGS
+
+    return [*SETTINGS][int(asked) % len(SETTINGS)]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the setting."""
+    return None if (setting := host_of(config)) is None else f"in a program that sets {setting}"
 
 
 def needed_s(item: pytest.Item) -> float:
@@ -135,6 +151,21 @@ def pytest_collection_finish() -> None:
     little garbage among it is not worth a look either."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--host`, let what is ours run as in a program that has set torch so."""
+    if (setting := host_of(request.config)) is None:
+        yield
+        return
+    from tests.conformance import op_suite
+    from tests.hosts import LEFT_BY_STEPS, around_ours
+
+    with around_ours(setting), pytest.MonkeyPatch.context() as patch:
+        if setting not in LEFT_BY_STEPS:
+            patch.setattr(op_suite, "HOST", setting)
+        yield
 
 
 @pytest.fixture(scope="session")

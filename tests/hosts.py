@@ -1,8 +1,11 @@
-"""What programs that use this library do to torch, to numpy and to their process, each as a context."""
+"""What programs that use this library do to torch, to numpy and to their process, each as a context. With
+`--host NAME` pytest runs whatever it runs under one of them: each step of an engine, each call of a model, each op of
+the conformance suites."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import locale
 import os
 import random
@@ -13,8 +16,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pdinfer.engine.engine import Engine
+from pdinfer.model.model import Model
 
 
 @contextlib.contextmanager
@@ -131,3 +138,25 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a-dispatch-mode": _Passes,
     "changed-meanwhile": _busy_threads,
 }
+LEFT_BY_STEPS = ("autocast", "rounded-products", "rounded-products-of-each-backend", "changed-meanwhile")
+"""What engines and models undo before they call an op, and an op by itself does not."""
+
+
+def within(setting: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls it under a setting."""
+
+    @functools.wraps(call)
+    def run(*given: Any, **options: Any) -> Any:
+        with SETTINGS[setting]():
+            return call(*given, **options)
+
+    return run
+
+
+@contextlib.contextmanager
+def around_ours(setting: str) -> Iterator[None]:
+    """Let engines step, and models run in one piece, under a setting."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Engine, "step"), (Engine, "warm_up"), (Model, "logits")):
+            patch.setattr(owner, name, within(setting, getattr(owner, name)))
+        yield

@@ -31,6 +31,7 @@ from pdinfer.kernels.weight_formats import (
     map_tensors,
 )
 from pdinfer.model.batch import Batch, Row
+from tests.hosts import within
 from tests.rounding import (
     assert_within,
     error_of_attention,
@@ -124,6 +125,9 @@ def on_a_cpu(*ops: str, dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDe
     return pytest.mark.parametrize(("dtype", "provider"), cases)
 
 
+HOST: str | None = None
+"""The setting under which ops run, of tests.hosts.SETTINGS."""
+
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
@@ -131,7 +135,8 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
     """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
     for such a place."""
     sum_in_float32(torch.device(device))
-    return getattr(_ops(provider, name, device, dtype), name)
+    op = getattr(_ops(provider, name, device, dtype), name)
+    return op if HOST is None else within(HOST, op)
 
 
 def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ from pdinfer.testing import random_model, tiny_config
 from pdinfer.testing.models import FAMILIES
 from tests.backends import ROOT
 from tests.e2e.setups import prompt_of
-from tests.hosts import SETTINGS, precision
+from tests.hosts import SETTINGS, around_ours, precision
 from tests.slices import one_in
 
 TINY = ROOT / "examples" / "tiny"
@@ -115,6 +115,19 @@ def test_what_the_host_has_set_changes_no_token(
                 logits, first = model.logits(prompt), served(pairing)
             assert [first, served(pairing)] == plain[name][1]
             assert torch.equal(logits, plain[name][0])
+
+
+def test_other_tests_step_engines_under_a_setting_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, step = [], pd.PrefillEngine._step
+
+    def watched(engine: pd.PrefillEngine) -> None:
+        seen.append(torch.get_default_dtype())
+        step(engine)
+
+    monkeypatch.setattr(pd.PrefillEngine, "_step", watched)
+    with made("float32", {})[1] as pairing, around_ours("default-dtype-bfloat16"):
+        served(pairing)
+    assert {*seen} == {torch.bfloat16}
 
 
 def test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost() -> None:
