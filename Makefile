@@ -101,6 +101,7 @@ $(VENV)/.test: $(VENV)/.library
 		echo '$(TRITON) cannot be installed here: its tests will be skipped'
 	@[ -e /dev/nvidiactl ] || $(BIN)/python -m pip install -qq $(MOONCAKE) 2>/dev/null || \
 		echo '$(MOONCAKE) cannot be installed here: its tests will be skipped'
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true  # or each process of a run compiles all tests
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.library
