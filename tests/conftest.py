@@ -12,6 +12,7 @@ import time
 # beside a second pytest worker, most of the time goes into waiting for threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where there are several, those that wait leave the core to other tests
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
