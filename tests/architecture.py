@@ -81,7 +81,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("broker",),
         ("choosing", "queue", "joining"),
         ("ports", "tracked_request", "policy"),
-        ("found", "stopping", "policies"),
+        ("port", "found", "losses", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (("openai",), ("stream",), ("detokenizer", "schema"), ("tokenizer",), ("chat", "files"), ("sandbox",)),

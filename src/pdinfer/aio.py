@@ -22,7 +22,7 @@ import attrs
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError, PDInferError, RequestError
 from pdinfer.pairing.pairing import Pairing
-from pdinfer.pairing.ports import DecodePort, PrefillPort
+from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.types import FinishReason, Request, TokenEvent
 
 MAX_UNREAD = 4096

@@ -109,7 +109,8 @@ class Request:
 
     `stop` has sequences of tokens, each of which ends the request once it is in the output, or a matcher that decides,
     such as `text.StopStrings`. The event of the token that completes a sequence is the last, with STOP. The Pairing
-    looks for it in the thread that steps; engines take only `sampling.stop_token_ids`.
+    looks for it in the thread that steps; engines take only `sampling.stop_token_ids`. One that is `alone` is computed
+    in steps of its own; a Pairing sets it on a request that may be what breaks engines (docs/decisions/0056).
     """
 
     __repr__ = brief
@@ -121,6 +122,7 @@ class Request:
     deadline_s: float | None = None
     cache_salt: bytes = b""
     stop: tuple[tuple[int, ...], ...] | StopMatcher = ()
+    alone: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -77,7 +77,11 @@ def serving(
             assert role, [outcome.trace for outcome in outcomes]
             client = pd.remote.PrefillClient if role == "prefill" else pd.remote.DecodeClient
             ports[role].append(client(connection, timeout_s=START_S))
-        world = World(pd.Pairing(ports["prefill"], ports["decode"]), ports["prefill"], ports["decode"])
+        world = World(
+            pd.Pairing(ports["prefill"], ports["decode"], config=pd.PairingConfig(port_wait_s=0.0)),
+            ports["prefill"],
+            ports["decode"],
+        )
         try:
             yield world
         finally:

@@ -26,6 +26,7 @@ from tests.e2e.setups import (
     Setup,
     by_request,
     collect,
+    hang,
     join,
     model_of,
     pool_of,
@@ -280,6 +281,102 @@ def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one
             held.go.set()
         assert errors == []
         assert setup.pairing.stats.links_down == ()
+
+
+# -- in the thread that steps ---------------------------------------------------------------------------------------
+
+
+def connects_late(port: Any, pairing: pd.Pairing, clock: VirtualClock) -> None:
+    """Make a port connect when every request has ended, which takes the thread that steps and 10 s."""
+    stepping, connect = threading.current_thread(), port.connect
+
+    def wait(peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
+        assert threading.current_thread() is not stepping, "nobody steps meanwhile"
+        clock.advance(10.0)
+        wait_until(lambda: not pairing.num_unfinished)
+        connect(peer, timeout_s=timeout_s)
+
+    port.connect = wait
+
+
+def test_deadlines_are_kept_while_the_thread_that_steps_adds_a_port() -> None:
+    clock = VirtualClock()
+    with several(2, 1, "loopback", clock=clock) as setup:
+        port = setup.prefills[1]
+        setup.pairing.remove(port, drain_s=0.0)
+        hang(setup.prefills[0])
+        setup.pairing.submit(request(deadline_s=5.0))
+        events = setup.pairing.step()
+        connects_late(port, setup.pairing, clock)
+        setup.pairing.add(port)
+        assert port in setup.pairing.ports
+        (end,) = events + setup.pairing.step()
+        assert end.finish_reason is pd.FinishReason.DEADLINE
+
+
+def test_a_host_that_steps_itself_gets_the_events_of_streams_while_a_port_joins() -> None:
+    clock = VirtualClock()
+    with several(2, 1, "loopback", clock=clock) as setup:
+        port = setup.prefills[1]
+        setup.pairing.remove(port, drain_s=0.0)
+        setup.pairing.submit(request())
+        events = setup.pairing.step()
+        connects_late(port, setup.pairing, clock)
+        for left_s in setup.pairing.joining(port):
+            assert 0.0 <= left_s <= setup.pairing.config.connect_timeout_s
+            events += setup.pairing.step()
+            setup.pairing.wait(0.05)
+        assert port in setup.pairing.ports
+        assert tokens_of(events + setup.pairing.step()) == EXPECTED
+
+
+def test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later() -> None:
+    with several(1, 1) as setup, newcomer() as port:
+        held = Held(port)
+        joining = setup.pairing.joining(port)
+        next(joining)
+        assert held.asked.wait(TIMEOUT_S)
+        joining.close()  # type: ignore[attr-defined]
+        held.go.set()
+        assert port not in setup.pairing.ports
+        with pd.Pairing(port, newcomer(pd.DecodeEngine)) as other:
+            other.remove(port, drain_s=0.0)
+        setup.pairing.add(port)
+        assert port in setup.pairing.ports
+
+
+def test_what_add_raises_is_raised_in_the_thread_that_steps() -> None:
+    with several(1, 1) as setup, newcomer() as port:
+        setup.pairing.step()
+        with pytest.raises(pd.ConfigError, match="is a port of this pairing already"):
+            setup.pairing.add(setup.prefills[0])
+        with pytest.raises(pd.ConfigError, match="is a port of this pairing already"):
+            list(setup.pairing.joining(setup.prefills[0]))
+        plug = unplug(port, setup.decodes[0].address)
+        with pytest.raises(pd.TransferError, match="unplugged"):
+            setup.pairing.add(port)
+        assert port not in setup.pairing.ports
+        plug()
+        setup.pairing.add(port)
+        assert port in setup.pairing.ports
+
+
+def test_a_port_may_be_added_from_inside_a_step() -> None:
+    """A policy of the host's, say, that wants more ports: no step runs inside another."""
+    added: list[Any] = []
+
+    def wanting(*arguments: Any) -> pd.Choice | None:
+        if added:
+            pairing.add(added.pop())
+        return pd.policy.round_robin(*arguments)
+
+    with several(1, 1, policy=wanting) as setup, newcomer() as port:
+        pairing = setup.pairing
+        pairing.step()
+        added.append(port)
+        pairing.submit(request())
+        assert tokens_of(collect(pairing)) == EXPECTED
+        assert port in pairing.ports
 
 
 # -- clients ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing.tracked_request import MAX_DECODES_LOST
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,
@@ -97,29 +96,22 @@ def test_times_of_a_stream_that_went_on_are_those_of_the_whole() -> None:
         assert usage.timeline.committed_s == pytest.approx(6.0)
 
 
-def test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect() -> None:
-    with several(3) as setup:
+def test_times_of_a_stream_that_went_on_twice_leave_out_what_both_lost_decodes_ran() -> None:
+    clock = VirtualClock()
+    with several(3, clock=clock) as setup:
         setup.pairing.submit(request("a", COUNT))
-        events = until_tokens(setup, 2)
-        for _ in range(2):
+        clock.advance(1.0)  # it waits
+        for waits_s in (2.0, 0.0):
+            until_tokens(setup, 1)
+            clock.advance(5.0)  # it runs
             (busy,) = (one for one in setup.decodes if one.num_unfinished)
-            events += until_tokens(setup, 1)
             busy.step = broken  # type: ignore[method-assign,assignment]
-            events += setup.pairing.step()
-        events += collect(setup.pairing)
-        (stream,) = by_request(events).values()
-        assert stream[-1].finish_reason is pd.FinishReason.FAILED
-        assert "its decode is lost" in str(stream[-1].error)
-    with several(MAX_DECODES_LOST + 1) as setup:
-        hang(setup.prefills[0])
-        setup.pairing.submit(request())
-        for _ in range(MAX_DECODES_LOST):
-            assert setup.pairing.step() + setup.pairing.step() == []
-            (busy,) = (one for one in setup.decodes if one.load().num_granted_requests)
-            busy.step = broken  # type: ignore[method-assign,assignment]
-        (end,) = collect(setup.pairing)
-        assert end.finish_reason is pd.FinishReason.FAILED
-        assert [port.role for port in setup.pairing.ports].count("decode") == 1
+            setup.pairing.step()
+            clock.advance(waits_s)
+        usage = collect(setup.pairing)[-1].usage
+        assert usage is not None
+        assert usage.queue_s == pytest.approx(3.0)
+        assert usage.ttft_s == 1.0
 
 
 def test_a_decode_that_lives_on_behind_a_cut_is_not_heard() -> None:

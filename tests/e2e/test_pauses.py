@@ -126,11 +126,7 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
             last = streams[name][-1]
             check_greedy(streams[name])
             assert sum(event.finish_reason is not None for event in streams[name]) == 1
-            if role == "decode":
-                assert last.finish_reason is pd.FinishReason.FAILED
-                assert "was silent" in str(last.error)
-            else:
-                assert last.finish_reason is pd.FinishReason.LENGTH
+            assert last.finish_reason is pd.FinishReason.LENGTH  # it has waited for the only port of its kind
         assert processes.pairing.stats.num_ports_lost == 1
 
 

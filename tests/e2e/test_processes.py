@@ -83,14 +83,15 @@ def fleet(
     num_decode: int = 1,
     *,
     clock: Callable[[], float] = time.monotonic,
+    pairs: pd.PairingConfig | None = None,
     **more: Any,
 ) -> Iterator[Fleet]:
-    """That many engines of each side; `clock` is the pairing's, `more` is for the engines."""
+    """That many engines of each side; `clock` and its config `pairs` are for the pairing, `more` is for the engines."""
     taken = workers.take(num_prefill + num_decode)
     prefills, decodes = taken[:num_prefill], taken[num_prefill:]
     prefill_ports = [worker.serve("prefill", **more) for worker in prefills]
     decode_ports = [worker.serve("decode", **more) for worker in decodes]
-    pairing = pd.Pairing(prefill_ports, decode_ports, policy=pd.policy.round_robin, clock=clock)
+    pairing = pd.Pairing(prefill_ports, decode_ports, policy=pd.policy.round_robin, clock=clock, config=pairs)
     made = Fleet(pairing, prefills, decodes, [*prefill_ports, *decode_ports])
     yield made
     made.close()
@@ -367,8 +368,8 @@ def test_requests_of_a_killed_decode_go_on_at_another_promptly(workers: Workers,
         assert stats.num_moved >= 3  # "after" may have been on its way too
 
 
-def test_without_any_prefill_requests_fail_promptly(workers: Workers) -> None:
-    with fleet(workers, client_config=PATIENT) as processes:
+def test_without_any_prefill_requests_fail_promptly_if_none_will_come(workers: Workers) -> None:
+    with fleet(workers, client_config=PATIENT, pairs=pd.PairingConfig(port_wait_s=0.0)) as processes:
         with processes.prefills[0].frozen():
             processes.pairing.submit(request("waiting"))
             processes.pairing.step()

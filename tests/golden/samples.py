@@ -253,12 +253,13 @@ COMMANDS: dict[str, messages.Command] = {
 }
 REPORTS: dict[str, messages.Report] = {
     "beat of an engine": messages.Beat(0.5),
+    "computing": messages.Computing(("a", "b")),
     "ready prefill": messages.Ready(
         PREFILL,
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
         messages.Load(prefill=PREFILL_LOAD),
         (PREFILL,),
-        version=4,
+        version=5,
         session=3,
         hung_s=60.0,
         key_scheme=KeyScheme(layout_id=b"l" * 32, page_size=64, lookahead=1, by_writer=True),

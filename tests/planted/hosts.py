@@ -36,8 +36,8 @@ MUTANTS = [
     ),
     Mutant(
         "submits are numbered on in a new session",
-        "ready, True\n        self._num_submitted = self._num_seen = 0\n",
-        "ready, True\n",
+        "frozenset()\n        self._num_submitted = self._num_seen = 0\n",
+        "frozenset()\n",
         _BREAKS,
     ),
     Mutant(

@@ -70,15 +70,9 @@ MUTANTS = [
         "test_queue.py::test_who_was_away_has_saved_up_nothing",
     ),
     Mutant(
-        "a stream may go on elsewhere any number of times",
-        "return self.continued or not may_continue",
-        "return not may_continue",
-        MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
-    ),
-    Mutant(
         "a stream goes on elsewhere although the host forbids it",
-        "return self.continued or not may_continue",
-        "return self.continued",
+        "self.first_token_s is not None and not may_continue)",
+        "False)",
         "test_ports.py::test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others",
     ),
     Mutant(
@@ -86,12 +80,6 @@ MUTANTS = [
         "output=(*self.request.output, *self.tokens))",
         "output=self.request.output)",
         MOVING + "test_streams_go_on_as_if_nothing_had_happened",
-    ),
-    Mutant(
-        "a request that kills decodes is retried for ever",
-        "        self.num_decodes_lost += self.num_grants > 0\n",
-        "",
-        MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
     ),
     Mutant(
         "a decode that was removed is heard when it is back",

@@ -398,6 +398,8 @@ class CellPrefill(PrefillEngine):
         chunk = super()._plan()
         size = self.config.chunked_prefill_size
         num_tokens = sum(count for _, count in chunk)
+        if any(prompt.request.alone for prompt in remaining):
+            return chunk  # it shares no step, and so leaves some of its budget
         if size != -1 and num_tokens != min(size, sum(remaining.values())):
             raise Violation(f"a step of {size} tokens runs {num_tokens} of {list(remaining.values())}")
         if chunk:
@@ -422,7 +424,7 @@ class CellDecode(DecodeEngine):
 
     def _retract(self, sequence: Any) -> None:
         """Check which request is chosen: none at its last attempt, and none twice before its equals once."""
-        if sequence.attempts >= self.config.max_attempts:
+        if sequence.num_failed >= self.config.max_attempts:
             raise Violation(f"{sequence.request_id} is retracted at its last attempt")
         priority = sequence.request.priority
         equals = [one for one in self._running if one.request.priority == priority and not one.protected]

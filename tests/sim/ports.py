@@ -147,6 +147,7 @@ class Served:
     def _beat(self) -> None:
         if not self.ended:
             self._reports.send(None)
+            self.loop.wake()  # a host looks whether its load has changed: links come without a step
 
     def _turn(self) -> float | None:
         if self.ended:
@@ -279,9 +280,10 @@ class Port:
         else:
             assert grant is not None
             submit = partial(engine.submit, request, grant)
-        self._num_submitted += 1
-        self._unseen.append((self._num_submitted, len(request.tokens)))
-        self._post(submit, seen=True)
+        if self._in_session:
+            self._num_submitted += 1
+            self._unseen.append((self._num_submitted, len(request.tokens)))
+            self._post(submit, seen=True)
 
     def disconnect(self, peer: PeerAddress) -> None:
         self._post(partial(self._served.engine.disconnect, peer))
@@ -300,7 +302,8 @@ class Port:
             self._session += 1
             self._served.commands.send(partial(self._served.renew, self._session))
         elif report is not None and report.session == self._session:
-            self._in_session = True
+            if not self._in_session:
+                self._in_session, self._num_submitted = True, 0
             self._load = report.load
             self._unseen = [unseen for unseen in self._unseen if unseen[0] > report.num_seen]
             self._events += report.events
@@ -319,6 +322,11 @@ class Port:
         if self._lost and not events:
             raise TransferError("the process at the other end of a port is gone")
         return events
+
+    @property
+    def computing(self) -> frozenset[str]:
+        """What it was computing rows of: a process dies between two steps here, and has told of all before."""
+        return self._served.engine.computing
 
     def recover(self) -> bool:
         """Return, after a loss, whether the engine is back, with nothing of what it had."""

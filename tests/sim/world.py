@@ -24,8 +24,9 @@ from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
 from pdinfer.kv.channel import sender
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
+from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.pairing import Pairing
-from pdinfer.pairing.tracked_request import MAX_DECODES_LOST, TrackedRequest
+from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.parallel.groups import Groups
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -344,7 +345,7 @@ class World:
         """Connect a port. This may find other ports lost and end their requests, so a host looks for events after it in
         any case."""
         try:
-            self.pairing.add(port)
+            self.pairing._add(port, object())  # at once: time does not pass in a thread beside this one
         except PDInferError:
             self.counts["join again"] += 1
             self.simulation.later(RETRY_S, partial(self._join, port))
@@ -430,9 +431,9 @@ class World:
         rooms = [port.limits.max_tokens for port in self.pairing.ports if port.role == "decode"]
         if max(rooms, default=0) < tracked.max_tokens or not str(event.error).startswith("its decode is lost"):
             return False
-        if event.index > len(tracked.request.output) or tracked.continued:
-            return self.plan.pairing.continue_elsewhere and not tracked.continued
-        return tracked.num_decodes_lost + 1 < MAX_DECODES_LOST
+        if tracked.first_token_s is not None and not self.plan.pairing.continue_elsewhere:
+            return False
+        return len(tracked.losses.computing) <= MAX_COMPUTING
 
     def _idle(self) -> bool:
         # requests that a call other than `step` has ended are reported by the next step

@@ -212,13 +212,14 @@ class PairingConfig:
 
     `default_deadline_s` is for requests that bring no deadline; None lets them take as long as they need. `port_wait_s`
     is how long requests wait for a port to join when no port of one side is left that could serve them; 0 fails them at
-    once. A request that a decode holds already, and whose prefill is gone, waits 30 s at most.
+    once. None is 60 s if the last port of that side that was lost is in another process, which comes back or is started
+    again, and else 0. A request that a decode holds already, and whose prefill is gone, waits 60 s at most.
 
-    A request whose decode is lost goes to another one. With `continue_elsewhere` it does so once even after it has
-    given tokens. This is on by default: tokens depend on seed and position, so the stream is the one that a retraction
-    would have given. With `fair_share` tenants, that is requests of equal `cache_salt`, take turns in the queue by the
-    tokens they ask for, within a priority. It is off by default, because salts need not name tenants; see
-    docs/decisions/0022.
+    A request that loses a port goes on at another one, as often as ports are lost while it waits; docs/decisions/0056
+    says which losses are counted. With `continue_elsewhere` it does so even after it has given tokens. This is on by
+    default: tokens depend on seed and position, so the stream is the one that a retraction would have given. With
+    `fair_share` tenants, that is requests of equal `cache_salt`, take turns in the queue by the tokens they ask for,
+    within a priority. It is off by default, because salts need not name tenants; see docs/decisions/0022.
     """
 
     __repr__ = brief
@@ -231,7 +232,11 @@ class PairingConfig:
         validator=attrs.validators.optional(float_in(0, MAX_DEADLINE_S)),
     )
     connect_timeout_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
-    port_wait_s: float = attrs.field(default=0.0, converter=as_float, validator=float_in(0, 3600, low_included=True))
+    port_wait_s: float | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(as_float),
+        validator=attrs.validators.optional(float_in(0, 3600, low_included=True)),
+    )
     continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
     fair_share: bool = attrs.field(default=False, validator=a_bool)
 

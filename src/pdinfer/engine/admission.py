@@ -59,6 +59,8 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
         raise RequestError(
             f"cache_salt must be a bytes object of at most {MAX_SALT_BYTES} bytes, got {clip(request.cache_salt)}"
         )
+    if not isinstance(request.alone, bool):
+        raise RequestError(f"alone must be True or False, got {clip(request.alone)}")
     _check_stop(request.stop, vocab_size)
     deadline = request.deadline_s
     if deadline is not None and not (is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):

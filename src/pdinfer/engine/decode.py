@@ -18,11 +18,11 @@ from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.schedule import choose_victim
+from pdinfer.engine.schedule import choose_victim, share_a_step
 from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.engine.tracks import show_landed, show_sequence
-from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.runner import ModelRunner, graphs_of
@@ -77,6 +77,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._tables = PageTables(self.pool, self.config)
         self.pool.hold(self._held)
         self._arrivals = 0
+        self._num_batches = 0
         self._stalled = False
         self._drafted = DraftCounts()
         self._costs = StepCosts(3)
@@ -107,8 +108,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     @typed
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
-        """Name other writers for a request. An attempt under way is aborted and a new one is granted. A running request
-        keeps its KV and uses the new writers if it is retracted. Unknown and finished ids are ignored."""
+        """Name other writers for a request. An attempt under way is aborted and a new one is granted; the old one
+        counts as none, nor does one that ended when its writers were gone. A running request keeps its KV and uses the
+        new writers if it is retracted. Unknown and finished ids are ignored."""
         self._put(ChangeWriters(request_id, tuple(writers)))
 
     def _step(self) -> None:
@@ -226,25 +228,15 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         except PDInferError as error:
             self._events.append(Refused(request_id=request_id, error=error))
             return
-        now = self._clock()
-        sequence = Sequence(
-            request_id=request_id,
-            request=request,
-            writers=writers,
-            arrival=self._arrivals,
-            submitted_at=now,
-            deadline_at=None if request.deadline_s is None else now + request.deadline_s,
-            output=list(request.output),
-            num_told=len(request.output),
-            chain=self.pool.chain(request.cache_salt),
-            processor=processor,
-        )
+        chain, now = self.pool.chain(request.cache_salt), self._clock()
+        sequence = Sequence.of(request, writers, self._arrivals, now, chain, processor)
         self._arrivals += 1
         self._sequences[request_id] = sequence
         self._waiting.add(sequence)
 
     def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
-        sequence.writers = writers
+        sequence.num_taken_over += len(sequence.cuts) + (sequence.state is SequenceState.GRANTED)
+        sequence.writers, sequence.cuts = writers, []
         if sequence.state is SequenceState.GRANTED:
             self._give_up(sequence, TransferError("another prefill takes over"))
             self._waiting.add(sequence)
@@ -288,11 +280,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """End an attempt that brought no KV. Its writers have stopped, so its pages are free. Only a failed transfer is
-        retried."""
+        retried. When the writers are gone, whether it has failed is seen once they are back or others are named."""
         if not isinstance(error, TransferError | RequestError):
             self._tables.forget(sequence)
         self._tables.release(sequence)
-        if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
+        is_cut = not self._has_writers(sequence)
+        sequence.cuts += [error] * is_cut
+        if isinstance(error, TransferError) and (is_cut or sequence.num_failed < self.config.max_attempts):
             self._waiting.add(sequence)
         else:
             self._end(sequence, FinishReason.FAILED, error)
@@ -306,6 +300,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
             self._end(deserted, FinishReason.FAILED, error)
         while (sequence := self._waiting.next()) is not None:
+            if sequence.cuts and sequence.num_failed >= self.config.max_attempts:
+                self._end(sequence, FinishReason.FAILED, sequence.cuts[-1])
+                continue
             self._tables.belong(sequence, shared=self._channel.shares_pool(sequence.writers))
             if not self._may_grant(sequence):
                 break
@@ -354,6 +351,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _retract(self, sequence: Sequence) -> None:
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
+        self.computing -= {sequence.request_id}
         self._tables.release(sequence)
         self._waiting.add(sequence)
 
@@ -368,18 +366,21 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _decode(self) -> None:
         num_running = len(self._running)
         running = SequenceState.RUNNING  # one that another's growth has retracted is not
-        grown = [sequence for sequence in list(self._running) if sequence.state is running and self._grow(sequence)]
+        turn = share_a_step(self._running, lambda sequence: sequence.request.alone, num_steps=self._num_batches)
+        self._num_batches, num_in_turn = self._num_batches + 1, len(turn)
+        grown = [sequence for sequence in list(turn) if sequence.state is running and self._grow(sequence)]
         self._tables.learn(num_retracted=num_running - len(self._running))
         # growing a later sequence may have retracted an earlier one of lower priority
         batch = [sequence for sequence in grown if sequence.state is running]
-        self._stalled = not batch
+        self._stalled = not batch and num_in_turn == num_running
         if not batch:
             self._runner.idle()
             return
         started, context = self._clock(), sum(sequence.num_tokens for sequence in batch)
         try:
+            self._begin(sequence.request_id for sequence in batch)
             drawn = self._forward(batch)
-        except MemoryError:
+        except (MemoryError, RankLost):  # what it had is not to blame for a lost rank, and goes on elsewhere
             raise
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")

@@ -59,6 +59,9 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
+    computing: frozenset[str] = frozenset()
+    """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode until
+    they end or are retracted. Those that have ended since may still be named."""
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -77,6 +80,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
         self.channel.recover()
         self._drop(error)
         self._arrived.clear()
+        self.computing = frozenset()
         self.pool.rebuild()
         self._num_changes += 1
         self._unfinished_call = False
@@ -152,6 +156,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
         self._runner, self._channel = self.ranks.runner, self.ranks.channel
         self._events: list[Event] = []
+        self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -275,6 +280,20 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def notify(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
+
+    @typed
+    def tell_computing(self, listener: Callable[[frozenset[str]], None]) -> None:
+        """Call `listener` with `computing`, in the thread that steps, before a step that computes the first rows of a
+        request: whoever is told then knows of them even if the step ends the process."""
+        self._tell_computing = listener
+
+    def _begin(self, request_ids: Iterable[str | None]) -> None:
+        """Note of which requests the coming step computes rows."""
+        new = {request_id or "" for request_id in request_ids} - self.computing
+        if new:
+            self.computing = self.computing.intersection(self.request_ids) | new
+            if self._tell_computing is not None:
+                self._tell_computing(self.computing)
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other

@@ -18,11 +18,11 @@ from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.schedule import by_age, chunk_beside, plan_step
+from pdinfer.engine.schedule import by_age, chunk_beside, plan_step, share_a_step
 from pdinfer.engine.sequence import Prompt
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.engine.tracks import show_prompt, show_sent
-from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
@@ -265,7 +265,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _plan(self) -> list[tuple[Prompt, int]]:
         """Return the prompts of this step, each with its number of tokens."""
         chunk = plan_step(
-            self._active,
+            share_a_step(self._active, lambda prompt: prompt.request.alone, num_steps=self._num_chunks),
             num_steps=self._num_chunks,
             now=self._clock(),
             tokens_per_s=self._best_tokens_per_s,
@@ -291,8 +291,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
         """Run one chunk through the model. An exception ends the prompts in it and nothing else."""
         started = self._clock()
         try:
+            self._begin(prompt.request.request_id for prompt in prompts)
             self._compute(prompts, counts)
-        except MemoryError:
+        except (MemoryError, RankLost):  # what it had is not to blame for a lost rank, and goes on elsewhere
             raise
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
@@ -376,6 +377,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             compute_s=now - started,
         )
         prompt.landed = error is None
+        self.computing -= {prompt.request.request_id or ""}
         if self._trace is not None:
             show_prompt(self._trace, prompt, now)
         prompt.sent = self._channel.finish(prompt.grant, handoff)

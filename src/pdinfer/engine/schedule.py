@@ -82,6 +82,20 @@ def by_age(waiting: Iterable[T], since: Callable[[T], float], *, num_turns: int,
     return min((one for one in waiting if now - since(one) > PATIENCE_S), key=since, default=None)
 
 
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def share_a_step(rows: list[T], is_alone: Callable[[T], bool], *, num_steps: int) -> list[T]:
+    """Return those of `rows` that may run in the step after `num_steps` others: `rows` itself where none must run
+    alone. Each that must has a turn of its own, and all others have one together."""
+    turns = [[row] for row in rows if is_alone(row)]
+    if not turns:
+        return rows
+    if others := [row for row in rows if not is_alone(row)]:
+        turns.append(others)
+    return turns[num_steps % len(turns)]
+
+
 # -- prefill steps ----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from pdinfer.types import (
     Usage,
 )
 
-WRITER_GRACE_S = 30.0
+WRITER_GRACE_S = 60.0
 """How long a request waits for a prefill that is not connected. Hosts notice a lost prefill sooner than that and name
 another one. A broken link between two live engines is dialled again, which may take this long."""
 
@@ -55,7 +55,8 @@ class Sequence:
     RUNNING, owned pages only. `spare` holds owned pages that are kept for its growth; `protected` says that they are
     all it can ever need. `missed_at` is when its writers were found to be gone. The cache holds every token except the
     last one of `output`. `chain` has the keys by which its full pages are known. The host was told the first
-    `num_told` tokens of `output`.
+    `num_told` tokens of `output`. Of its `attempts`, other writers took over `num_taken_over`. `cuts` is how those
+    ended that lost these writers.
     """
 
     request_id: str
@@ -76,6 +77,8 @@ class Sequence:
     draft: Draft = attrs.field(factory=Draft)
     drafted: DraftCounts = attrs.field(factory=DraftCounts)
     attempts: int = 0
+    num_taken_over: int = 0
+    cuts: list[PDInferError] = attrs.field(factory=list)
     protected: bool = False
     cached_tokens: int = 0
     waited_s: float = 0.0
@@ -83,6 +86,30 @@ class Sequence:
     missed_at: float | None = None
     first_token_at: float | None = None
     timeline: Timeline = attrs.field(factory=lambda: Timeline(queued_s=0.0))
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        writers: tuple[PeerAddress, ...],
+        arrival: int,
+        now: float,
+        chain: PrefixChain,
+        processor: LogitsProcessor | None,
+    ) -> Sequence:
+        """Return the sequence of a request that comes now, as number `arrival`."""
+        return cls(
+            request_id=request.request_id or "",
+            request=request,
+            writers=writers,
+            arrival=arrival,
+            submitted_at=now,
+            deadline_at=None if request.deadline_s is None else now + request.deadline_s,
+            output=list(request.output),
+            num_told=len(request.output),
+            chain=chain,
+            processor=processor,
+        )
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
@@ -106,6 +133,11 @@ class Sequence:
     def max_tokens(self) -> int:
         """The number of tokens in prompt and output once the request has run to its full length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def num_failed(self) -> int:
+        """How many attempts count as failed, or would if the last one failed: those that no other writers took over."""
+        return self.attempts - self.num_taken_over
 
     def extend_chain(self) -> None:
         """Add the keys of the pages that are full by now."""
@@ -158,11 +190,11 @@ class Sequence:
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
         """Return how many tokens the next grant has room for."""
-        return tokens_to_reserve(self.num_tokens, self.max_tokens, attempts=self.attempts, max_attempts=max_attempts)
+        return tokens_to_reserve(self.num_tokens, self.max_tokens, attempts=self.num_failed, max_attempts=max_attempts)
 
     def tokens_to_find(self, max_attempts: int) -> int:
         """Return how many tokens need room before the next grant."""
-        return tokens_to_find(self.num_tokens, self.max_tokens, attempts=self.attempts, max_attempts=max_attempts)
+        return tokens_to_find(self.num_tokens, self.max_tokens, attempts=self.num_failed, max_attempts=max_attempts)
 
     def missing_s(self, now: float, *, connected: bool) -> float:
         """Return how long its writers have been gone, counted from the first call that found them gone."""

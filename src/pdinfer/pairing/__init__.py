@@ -5,10 +5,12 @@
     broker.py            what happens to its requests
     tracked_request.py   one request in a Pairing
     stopping.py          where it has to stop
+    losses.py            the ports that it has lost, and whether it may go on
     queue.py             which requests wait, and which is next
     choosing.py          how a policy is asked for a pair, and what it is shown
     found.py             how much of a prompt the pages of each port hold
-    ports.py             what an engine must offer, which ports are linked, which were lost and may come back
+    port.py              what an engine must offer
+    ports.py             which ports there are, which are linked, which were lost and may come back
     policy.py            which pair takes a request: pure functions of loads and links
     policies/            those that come with pdinfer
     joining.py           how a new port is linked beside the running work, and which pairing has it

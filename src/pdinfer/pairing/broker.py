@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import le
 
 import attrs
@@ -24,8 +24,9 @@ from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.pairing.choosing import Board, Chooser
 from pdinfer.pairing.policy import Policy
-from pdinfer.pairing.ports import LostPorts, Port, Ports
-from pdinfer.pairing.queue import Queue
+from pdinfer.pairing.port import Port, TellingPort
+from pdinfer.pairing.ports import LostPorts, Ports
+from pdinfer.pairing.queue import AwaitingRelease, Queue
 from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.stats import LostPort, PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
@@ -37,8 +38,13 @@ have been lost."""
 
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
+DIAL_S = 5.0
+"""How often links that are down are dialled anew: the channels may have given up the peer."""
 LINK_WAIT_S = WRITER_GRACE_S
 """How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
+STRANDED_S = 3.0
+"""How long a request waits for a prefill at a decode that none reaches, while another pair could serve it. Links that
+broke are back sooner, or one of their ports is known to be lost."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -67,45 +73,6 @@ class Progress:
         return tracked if event.finish_reason is not None else None
 
 
-class AwaitingRelease:
-    """Requests that were taken away from a decode, by ending them or by removing the port. Each id stays reserved until
-    that decode has released it, as long as the decode is a port."""
-
-    def __init__(self) -> None:
-        self._forget_at: dict[tuple[str, PeerAddress], float] = {}
-
-    def __len__(self) -> int:
-        return len(self._forget_at)
-
-    def add(self, request_id: str, decode: PeerAddress, *, forget_at: float = float("inf")) -> None:
-        """Reserve an id until the decode releases it, or until `forget_at` by the broker's clock."""
-        self._forget_at[request_id, decode] = forget_at
-
-    def discard(self, request_id: str, decode: PeerAddress) -> None:
-        """Free an id that the decode has released."""
-        self._forget_at.pop((request_id, decode), None)
-
-    def waits(self, request_id: str, decodes: Iterable[PeerAddress]) -> bool:
-        """Return whether any of these decodes has not released the id."""
-        return bool(self._forget_at) and any((request_id, decode) in self._forget_at for decode in decodes)
-
-    def keep(self, decodes: Collection[PeerAddress]) -> None:
-        """Forget the ids of all other decodes."""
-        self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] in decodes}
-
-    def drop(self, decode: PeerAddress) -> None:
-        """Forget the ids of a decode that is lost."""
-        self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] != decode}
-
-    def expire(self, now: float) -> None:
-        """Forget the ids whose time is over."""
-        self._forget_at = {each: at for each, at in self._forget_at.items() if now < at}
-
-    def ends_at(self) -> Iterator[float]:
-        """Return when ids will be forgotten, where that is known."""
-        return (at for at in list(self._forget_at.values()) if at < float("inf"))
-
-
 class Broker:
     """The requests under way and the decisions about them. `requests` holds all that have not ended, and the host's
     threads add to it. `emit` takes every event for the host."""
@@ -128,7 +95,7 @@ class Broker:
         self._emit = emit
         self._awaiting_release = AwaitingRelease()
         self._progress = Progress()
-        self._look_at = float("-inf")
+        self._look_at = self._dial_at = float("-inf")
         self._num_changes = 0
         self._num_changes_seen = -1
         self._gives_up = False
@@ -145,6 +112,9 @@ class Broker:
         if (self.requests or self._ports.links_down) and now >= self._look_at:
             self._ports.look()
             self._look_at = now + LOOK_S
+            if now >= self._dial_at:
+                self._ports.dial()
+                self._dial_at = now + DIAL_S
         if self._stranded or self._ports.num_changes != self._num_changes:
             self._relink(now)
         self._dispatch(now)
@@ -280,7 +250,7 @@ class Broker:
         if side is not None:
             reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
             reason += f"; {tracked.lost}" if tracked.lost is not None else self.lost_ports.last(side)
-            grace_s = self._config.port_wait_s
+            grace_s = self._port_wait_s(side)
         elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
             grace_s = LINK_WAIT_S
@@ -409,7 +379,9 @@ class Broker:
         self._give_up(port, lost, error)
 
     def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
-        address = lost.address
+        address, computing = lost.address, port.computing if isinstance(port, TellingPort) else None
+        for tracked in self.assigned(address):
+            tracked.losses.add(address, was_computing=tracked.was_computed(computing))
         self.lost_ports.set_aside(port, self._ports)
         self._ports.drop(address)
         self._awaiting_release.drop(address)
@@ -427,13 +399,25 @@ class Broker:
                 port.cancel(tracked.request_id)
 
     def part_with(self, address: PeerAddress, error: Exception) -> None:
-        """Remove a port, and move what it had to other ports as far as possible."""
+        """Remove a port, and move what it had to other ports as far as possible. What runs at a decode needs no
+        prefill; the rest gets another one there, but a request that has to run alone is told to all anew."""
+        had = self.assigned(address)
         self._ports.drop(address)
-        lost = TransferError(f"its decode is lost: {address}: {error}")
-        for tracked in list(self.requests.values()):
+        for tracked in had:
             if tracked.decode == address:
-                self._move(tracked, lost)
+                self._move(tracked, TransferError(f"its decode is lost: {address}: {error}{tracked.losses}"))
+                continue
+            tracked.prefill = None
+            if tracked.losses.is_suspect:
+                self._take_away(tracked, TransferError(f"its prefill is lost: {address}: {error}{tracked.losses}"))
         self._relink(self._clock())
+
+    def _take_away(self, tracked: TrackedRequest, lost: TransferError) -> None:
+        """Take a request from a decode that lives, as if it were lost. It may go there again once that has let go."""
+        assert tracked.decode is not None
+        self._awaiting_release.add(tracked.request_id, tracked.decode)
+        self._ports.decodes[tracked.decode].cancel(tracked.request_id)
+        self._move(tracked, lost)
 
     def _move(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Queue a request for another decode after its own is gone, or end it. Events of the old decode are dropped
@@ -457,28 +441,42 @@ class Broker:
             if decode is None or tracked.failure is not None:
                 continue
             if self._ports.linked(tracked.prefill, decode):
-                tracked.give_up_at = None
+                tracked.give_up_at = tracked.stranded_at = None
                 continue
             prefill = self._chooser.prefill(tracked, decode, board)
             if prefill is None:
                 self._stranded = True
                 self._strand(tracked, decode, now)
                 continue
+            if tracked.num_grants and not tracked.landed and tracked.prefill in self._ports.prefills:
+                tracked.losses.links.append(tracked.prefill)
+                if tracked.losses.are_too_many:
+                    self._take_away(tracked, TransferError(f"its attempts failed{tracked.losses}"))
+                    continue
             self._num_reroutes += 1
-            tracked.prefill, tracked.forwarded, tracked.give_up_at = prefill, tracked.landed, None
+            tracked.prefill, tracked.forwarded = prefill, tracked.landed
+            tracked.give_up_at = tracked.stranded_at = None
             self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
         """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
-        after WRITER_GRACE_S. When there is no prefill at all, only a port that joins can help."""
+        after WRITER_GRACE_S. If it does not, another pair may serve the request. When there is no prefill at all, only
+        a port that joins can help."""
         prefills, _ = self._ports.fitting(tracked.max_tokens)
+        tracked.stranded_at = now if tracked.stranded_at is None else tracked.stranded_at
         if tracked.landed or prefills:
             tracked.give_up_at = None
-        elif tracked.gives_up(now, self._config.port_wait_s):
-            tracked.cancel_requested(
-                now, TransferError(f"no prefill port is left for it{self.lost_ports.last('prefill')}")
-            )
+            is_late = not tracked.landed and now >= tracked.stranded_at + STRANDED_S
+            if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
+                self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
+        elif tracked.gives_up(now, self._port_wait_s("prefill")):
+            last = self.lost_ports.last("prefill")
+            tracked.cancel_requested(now, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
             self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
+
+    def _port_wait_s(self, side: str) -> float:
+        waits_s = self._config.port_wait_s
+        return self.lost_ports.waits_s(side) if waits_s is None else waits_s
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

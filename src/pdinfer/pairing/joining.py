@@ -1,16 +1,17 @@
-"""Links a port that joins a Pairing to the ports at work, in the thread that adds it, without delaying other
-threads."""
+"""Links a port that joins a Pairing to the ports at work, without delaying the thread that steps."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from weakref import WeakKeyDictionary, ref
 
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
-from pdinfer.pairing.ports import Port
+from pdinfer.pairing.port import Port
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
@@ -56,6 +57,23 @@ def _connect(one: Port, other: Port, timeout_s: float) -> None:
     prefill, decode = (one, other) if one.role == "prefill" else (other, one)
     for rank in decode.addresses:
         prefill.connect(rank, timeout_s=timeout_s)
+
+
+def beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None]:
+    """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended."""
+    result: Future[None] = Future()
+    result.add_done_callback(lambda _: then())
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    threading.Thread(target=run, name="pdinfer-join", daemon=True).start()
+    return result
 
 
 class _Owners:

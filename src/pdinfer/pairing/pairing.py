@@ -30,9 +30,10 @@ from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.joining import claim, link, release
+from pdinfer.pairing.joining import beside, claim, link, release
 from pdinfer.pairing.policy import Policy, traffic_aware
-from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
+from pdinfer.pairing.port import DecodePort, Port, PrefillPort
+from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
@@ -72,6 +73,7 @@ class Pairing(OfOneProcess):
         self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
         self._admission = Admission(self._broker, self._ports, self._inbox, self._admitting, self.config)
         self._stepping = threading.RLock()
+        self._stepper: threading.Thread | None = None
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
         self._unfinished_call = False
@@ -279,14 +281,39 @@ class Pairing(OfOneProcess):
     @typed
     @interruptible
     def add(self, port: PrefillPort | DecodePort) -> None:
-        """Connect a port to the ports of the other side and use it. Other threads may step meanwhile. A pair that
-        cannot be connected now is dialled again, and is in `stats.links_down` until it is connected.
+        """Connect a port to the ports of the other side and use it. Other threads may step meanwhile; the thread that
+        steps goes on stepping, and its events stay for the next `step`. A pair that cannot be connected now is dialled
+        again, and is in `stats.links_down` until it is connected.
 
         Raises TransferError when no port of the other side can be connected or the pairing is closed, LayoutMismatch
         when the layouts of two ports differ, and ConfigError when the port is part of this pairing already. The port
         does not join then.
         """
-        token = object()
+        if self._stepper is not threading.current_thread() or self._unfinished_call:  # or from inside a step
+            self._add(port, object())
+            return
+        for _ in self.joining(port):
+            self._advance()
+            self._sleep(0.05)
+
+    def joining(self, port: PrefillPort | DecodePort) -> Iterator[float]:
+        """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
+        steps until there is none, or what `add` raises. A thread connects the port meanwhile. A port does not join when
+        its iterator is closed before it has."""
+        token, end = object(), time.monotonic() + self.config.connect_timeout_s
+        joined = beside(partial(self._add, port, token), then=self._inbox.wake)
+        try:
+            while not joined.done():
+                yield max(0.0, end - time.monotonic())
+        finally:
+            with self._admitting:
+                if self._joining.get(port.address) is token:
+                    del self._joining[port.address]  # its thread is told
+                    release(port)
+        joined.result()
+
+    def _add(self, port: PrefillPort | DecodePort, token: object) -> None:
+        """Connect a port and use it, unless `token` is not that of its joining any more."""
         try:
             with self._admitting:
                 if port.address in self._joining or port.address in (known.address for known in self._ports.all):
@@ -375,6 +402,7 @@ class Pairing(OfOneProcess):
 
     def _advance(self) -> None:
         with self._stepping:
+            self._stepper = threading.current_thread()
             if not self._closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
                 self._change(self._go_on)

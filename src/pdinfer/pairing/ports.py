@@ -1,13 +1,13 @@
-"""The ports of a Pairing: what an engine has to offer, here or in another process, and which ports take part."""
+"""The ports of a Pairing: which take part, which of them reach each other, and which were lost and may come back."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import TypeVar, cast
 
 import attrs
 
@@ -16,86 +16,20 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.found import CachingPort, CachingPorts
+from pdinfer.pairing.port import BriefPort, DecodePort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
-from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, peer_key
+from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
 
 MAX_PORTS_LOST = 64
 """How many losses `stats` lists."""
-
-_log = logging.getLogger("pdinfer")
-
-
-class Port(Protocol):
-    """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
-    the port is lost."""
-
-    @property
-    def role(self) -> str:
-        """The side of the port: "prefill" or "decode"."""
-
-    @property
-    def address(self) -> PeerAddress: ...
-
-    @property
-    def addresses(self) -> tuple[PeerAddress, ...]:
-        """The addresses of all ranks that share the port's requests, its own `address` first."""
-
-    @property
-    def limits(self) -> RequestLimits: ...
-
-    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None: ...
-
-    def disconnect(self, peer: PeerAddress) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> list[Event]: ...
-
-    def load(self) -> EngineLoad: ...
-
-    def notify(self, listener: Callable[[], None]) -> None: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class PrefillPort(Port, Protocol):
-    """A prefill engine, in this process or another."""
-
-    def submit(self, request: Request, grant: PageGrant) -> None: ...
-
-    def load(self) -> PrefillLoad: ...
-
-
-class DecodePort(Port, Protocol):
-    """A decode engine, in this process or another."""
-
-    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None: ...
-
-    def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None: ...
-
-    def load(self) -> DecodeLoad: ...
-
-
-@runtime_checkable
-class ReturningPort(Port, Protocol):
-    """A port that may come back after it was lost, without the requests it had. `recover` returns whether it is back,
-    and raises when it never will be."""
-
-    def recover(self) -> bool: ...
-
-
-@runtime_checkable
-class BriefPort(Protocol):
-    """A port that quickly tells what policies need. Others are asked for all of their load."""
-
-    def brief_load(self) -> EngineLoad: ...
-
+PORT_WAIT_S = 60.0
+"""How long requests wait for a port where the last one was in another process, which comes back or is replaced."""
 
 AnyPort = TypeVar("AnyPort", bound=Port)
 T = TypeVar("T")
+
+_log = logging.getLogger("pdinfer")
 
 
 class Ports:
@@ -221,12 +155,17 @@ class Ports:
 
     def take_back(self, port: Port) -> None:
         """Add a port again that was lost, and have its links dialled again without waiting for them."""
-        for other in self.opposite(port):
-            prefill, decode = (port, other) if port.role == "prefill" else (other, port)
-            for rank in decode.addresses:
-                with contextlib.suppress(TransferError):
-                    prefill.connect(rank, timeout_s=0.0)
         self.add(port, [other.address for other in self.opposite(port)])
+        self.dial()
+
+    def dial(self) -> None:
+        """Have the links dialled that are down, without waiting for them. Channels dial again by themselves, but give
+        up a peer that they have not reached for a minute."""
+        for prefill, decode in product(self.prefills.values(), self.decodes.values()):
+            if (prefill.address, decode.address) in self.links_down:
+                for rank in decode.addresses:
+                    with contextlib.suppress(TransferError):
+                        prefill.connect(rank, timeout_s=0.0)
 
     def look(self) -> None:
         """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
@@ -349,6 +288,7 @@ class LostPorts:
         self.away: dict[PeerAddress, ReturningPort] = {}
         self.num_lost = 0
         self._lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
+        self._waits_s: dict[str, float] = {}
 
     def told(self, now: float) -> tuple[LostPort, ...]:
         """Return the newest losses, in order of time."""
@@ -359,8 +299,14 @@ class LostPorts:
         found = next((lost for _, lost in reversed(self._lost) if lost.role == role), None)
         return f"; the last that was lost is {found.address}: {found.reason}" if found else ""
 
+    def waits_s(self, role: str) -> float:
+        """Return how long requests wait for a port of a role where none is left: not at all for an engine of this
+        process, which only its host can replace."""
+        return self._waits_s.get(role, 0.0)
+
     def set_aside(self, port: Port, ports: Ports) -> None:
         """Close a port, which proves that it has stopped. Of one that may come back the others close their links."""
+        self._waits_s[port.role] = PORT_WAIT_S if isinstance(port, ReturningPort) else 0.0
         if isinstance(port, ReturningPort):
             self.away[port.address] = port
             ports.part(port)

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from pdinfer.engine.schedule import PATIENCE_S, is_turn_of_oldest
 from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.types import PeerAddress
 
 MAX_TENANTS = 1024
 """Shares are kept for this many tenants. When there are more, only the half that has had most is kept."""
@@ -157,3 +158,42 @@ class Shares:
         if len(self._had) > MAX_TENANTS:
             most = sorted(self._had.items(), key=lambda item: item[1])[MAX_TENANTS // 2 :]
             self._had = dict(most)
+
+
+class AwaitingRelease:
+    """Requests that were taken away from a decode, by ending them or by removing the port. Each id stays reserved until
+    that decode has released it, as long as the decode is a port."""
+
+    def __init__(self) -> None:
+        self._forget_at: dict[tuple[str, PeerAddress], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._forget_at)
+
+    def add(self, request_id: str, decode: PeerAddress, *, forget_at: float = float("inf")) -> None:
+        """Reserve an id until the decode releases it, or until `forget_at` by the broker's clock."""
+        self._forget_at[request_id, decode] = forget_at
+
+    def discard(self, request_id: str, decode: PeerAddress) -> None:
+        """Free an id that the decode has released."""
+        self._forget_at.pop((request_id, decode), None)
+
+    def waits(self, request_id: str, decodes: Iterable[PeerAddress]) -> bool:
+        """Return whether any of these decodes has not released the id."""
+        return bool(self._forget_at) and any((request_id, decode) in self._forget_at for decode in decodes)
+
+    def keep(self, decodes: Collection[PeerAddress]) -> None:
+        """Forget the ids of all other decodes."""
+        self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] in decodes}
+
+    def drop(self, decode: PeerAddress) -> None:
+        """Forget the ids of a decode that is lost."""
+        self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] != decode}
+
+    def expire(self, now: float) -> None:
+        """Forget the ids whose time is over."""
+        self._forget_at = {each: at for each, at in self._forget_at.items() if now < at}
+
+    def ends_at(self) -> Iterator[float]:
+        """Return when ids will be forgotten, where that is known."""
+        return (at for at in list(self._forget_at.values()) if at < float("inf"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 
 import attrs
@@ -11,6 +11,7 @@ import attrs
 from pdinfer.engine.schedule import due_at
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.pairing.found import PromptKeys
+from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
 from pdinfer.types import Choice, FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
@@ -22,9 +23,6 @@ CANCEL_GRACE_S = 0.05
 """The same after a request was cancelled."""
 STOP_GRACE_S = 1.0
 """The same after `Request.stop` ended a request. Its text is complete, and only decode knows all of its usage."""
-
-MAX_DECODES_LOST = 3
-"""After this many lost decodes that had granted it pages, a request goes to no other one: it may be what kills them."""
 
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
@@ -46,11 +44,13 @@ class TrackedRequest:
     current attempt; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a
     grant, when prefill is done with it. `choice` is the last that was made for it. `failure` is why decode was asked to
     end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `give_up_at` is when it stops
-    waiting for a missing port or link. `displaced` is why it gives its place in the queue to another request. `lost` is
-    why it had to leave its last decode, `tokens` are those emitted since `request` was made, and `streamed_s` is how
-    long lost decodes ran it. When its pair was chosen, its prefill had to compute `prefill_tokens`, and `link_bytes`
-    had to cross the link. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the
-    matcher has failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
+    waiting for a missing port or link. `stranded_at` is since when its decode has no prefill for it. `displaced` is why
+    it gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are
+    all ports that it has lost. `tokens` are those emitted since `request` was made, `runs_from_s` is when the first of
+    them came, and `streamed_s` is how long lost decodes ran it. When its pair was chosen, its prefill had to compute
+    `prefill_tokens`, and `link_bytes` had to cross the link. `stopping` looks for the end that `Request.stop` asks for.
+    Once it has come, or the matcher has failed, `ending` is the final event: it waits for decode's usage, and later
+    tokens are dropped."""
 
     request_id: str
     request: Request
@@ -72,9 +72,12 @@ class TrackedRequest:
     give_up_at: float | None = None
     displaced: PDInferError | None = None
     waiting_since: float = 0.0
+    stranded_at: float | None = None
     lost: PDInferError | None = None
+    losses: Losses = attrs.field(factory=Losses)
     num_decodes_lost: int = 0
     continued: bool = False
+    runs_from_s: float | None = None
     streamed_s: float = 0.0
     tokens: list[int] = attrs.field(factory=list)
     prefill_tokens: int = 0
@@ -185,24 +188,29 @@ class TrackedRequest:
 
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
+    def was_computed(self, computing: Collection[str] | None) -> bool:
+        """Return whether one of its ports computed rows of it. `computing` are the requests of which the port has told
+        so; of one that tells nothing, all that were granted pages count."""
+        return self.forwarded if computing is None else self.request_id in computing
+
     def stays_lost(self, *, may_continue: bool) -> bool:
-        """Return whether it cannot go to another decode. A request without tokens may go, until it has lost
-        MAX_DECODES_LOST decodes; one with tokens may go once, and only if the host allows it."""
-        if self.first_token_s is not None:
-            return self.continued or not may_continue
-        return self.num_decodes_lost + (self.num_grants > 0) >= MAX_DECODES_LOST
+        """Return whether it cannot go to another decode: it may be what breaks them, or it has given tokens and the
+        host does not want that."""
+        return self.losses.are_too_many or (self.first_token_s is not None and not may_continue)
 
     def leave(self, now: float, lost: PDInferError) -> None:
         """Forget the decode it had, so that it can wait in the queue. It goes on behind the tokens that the host got,
         like a request that its host resumes. Tokens depend on seed and position, so it gives the same ones."""
         self.num_decodes_lost += self.num_grants > 0
-        if self.first_token_s is not None:
+        if self.losses.is_suspect:
+            self.request = attrs.evolve(self.request, alone=True)
+        if self.runs_from_s is not None:
             self.continued = True
             self.request = attrs.evolve(self.request, output=(*self.request.output, *self.tokens))
             self.tokens = []
-            self.streamed_s = now - self.submitted_at - self.first_token_s
+            self.streamed_s += now - self.submitted_at - self.runs_from_s
         self.lost, self.waiting_since = lost, now
-        self.prefill = self.decode = self.give_up_at = None
+        self.prefill = self.decode = self.give_up_at = self.stranded_at = self.runs_from_s = None
         self.forwarded = self.landed = False
         self.num_grants = 0
 
@@ -245,8 +253,9 @@ class TrackedRequest:
         self.num_tokens = event.index + (event.token is not None)
         if event.token is not None:
             self.tokens.append(event.token)
-        if event.token is not None and self.first_token_s is None:
-            self.first_token_s = now - self.submitted_at
+        if event.token is not None and self.runs_from_s is None:
+            self.runs_from_s = now - self.submitted_at
+            self.first_token_s = self.runs_from_s if self.first_token_s is None else self.first_token_s
         event = self._counted_from_submit(event)
         if self.ending is None:
             self.ending = self._stopped(event)

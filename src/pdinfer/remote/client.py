@@ -5,7 +5,7 @@ stand for it where the Pairing is. A connection is anything with `send_bytes`, `
 of `multiprocessing.Pipe()`. Each process hosts its own loop, and KV never passes through here.
 
     client ── Connect, Submit, Cancel, Renew, Close, Beat ──► serve          one message, one send_bytes
-    client ◄── Ready, Connected, Stepped, Beat ────────────── serve
+    client ◄── Ready, Connected, Computing, Stepped, Beat ─── serve
 
 Neither end waits for the other. Messages leave in threads of their own (`pdinfer.remote.session`), which also notice
 when a process is gone or stands still.
@@ -144,10 +144,7 @@ class _Client(OfOneProcess):
             answer = self._answers.pop(peer, None)
         if answer is None:
             raise self._no_answer(waits_s) if self._engine.is_live else self._loss()
-        if answer.error is not None:
-            if answer.fields:
-                answer.error.fields = answer.fields  # type: ignore[attr-defined]
-            raise answer.error
+        answer.check()
 
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
@@ -202,6 +199,11 @@ class _Client(OfOneProcess):
     def key_scheme(self) -> KeyScheme | None:
         """How the keys of the engine's cached pages are made; None when it caches none."""
         return None if self._engine.ready is None else self._engine.ready.key_scheme
+
+    @property
+    def computing(self) -> frozenset[str]:
+        """The requests of which the engine computes rows, as far as it has said. They stay when the port is lost."""
+        return self._engine.computing
 
     @typed
     def count_known(self, keys: Sequence[bytes]) -> int:
@@ -301,7 +303,7 @@ class _Client(OfOneProcess):
                     self._answers[report.peer] = report
                 self._answered.notify_all()
             return
-        if isinstance(report, Ready | Stepped):
+        if isinstance(report, Ready | messages.Computing | Stepped):
             with self._lock:
                 if not self._engine.take(report):
                     return

@@ -8,14 +8,15 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Load, Ready, Stepped
+from pdinfer.remote.messages import Computing, Load, Ready, Stepped
 from pdinfer.remote.pages import MirroredPages
 from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 
 
 class KnownEngine:
     """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
-    port is lost. `pages` are those that it can find. `num_renewals` is the number of the last Renew that was sent.
+    port is lost. `pages` are those that it can find, and `computing` are the requests of which it computed rows when it
+    last said so. `num_renewals` is the number of the last Renew that was sent.
     The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
@@ -24,6 +25,7 @@ class KnownEngine:
         self.is_live = False
         self.load = Load()
         self.pages = MirroredPages()
+        self.computing: frozenset[str] = frozenset()
         self._brief: PrefillLoad | DecodeLoad | None = None
         self.num_renewals = 0
         self._num_submitted = self._num_seen = 0
@@ -77,10 +79,13 @@ class KnownEngine:
         self._brief = None
         self._unseen.clear()
 
-    def take(self, report: Ready | Stepped) -> bool:
-        """Take a report. Return False for one from before the session was renewed. Raises TransferError for a report
-        that this engine cannot send now."""
+    def take(self, report: Ready | Computing | Stepped) -> bool:
+        """Take a report. Return False for one from before the session was renewed, and for one that is no news for a
+        host. Raises TransferError for a report that this engine cannot send now."""
         if self._is_old(report):
+            return False
+        if isinstance(report, Computing):
+            self.computing = frozenset(report.request_ids)
             return False
         self._check(report)
         self.load = report.load
@@ -88,10 +93,10 @@ class KnownEngine:
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
 
-    def _is_old(self, report: Ready | Stepped) -> bool:
+    def _is_old(self, report: Ready | Computing | Stepped) -> bool:
         if self.is_live or self.ready is None:
             return False
-        return isinstance(report, Stepped) or report.session < self.num_renewals
+        return not isinstance(report, Ready) or report.session < self.num_renewals
 
     def _check(self, report: Ready | Stepped) -> None:
         """Check a report strictly, since policies rely on its load."""
@@ -123,5 +128,5 @@ class KnownEngine:
             raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
             raise TransferError("it is another engine than before")
-        self.ready, self.is_live = ready, True
+        self.ready, self.is_live, self.computing = ready, True, frozenset()
         self._num_submitted = self._num_seen = 0

@@ -20,7 +20,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 
-VERSION = 4
+VERSION = 5
 """The version of these messages. An engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
@@ -31,6 +31,7 @@ MAX_EVENTS = 1 << 20
 class BareRequest(msgspec.Struct):
     """A `Request` without its tokens, and without `stop`, which a Pairing looks for itself."""
 
+    alone: bool = False
     cache_salt: bytes = b""
     deadline_s: float | None = None
     output: tuple[()] = ()
@@ -56,6 +57,7 @@ class PackedRequest(msgspec.Struct):
     @classmethod
     def of(cls, request: Request) -> PackedRequest:
         bare = BareRequest(
+            alone=request.alone,
             cache_salt=request.cache_salt,
             deadline_s=request.deadline_s,
             priority=request.priority,
@@ -74,6 +76,7 @@ class PackedRequest(msgspec.Struct):
             priority=bare.priority,
             deadline_s=bare.deadline_s,
             cache_salt=bare.cache_salt,
+            alone=bare.alone,
         )
 
 
@@ -204,6 +207,20 @@ class Connected(msgspec.Struct, tag="connected"):
     error: PDInferError | None = None
     fields: Differences = ()
 
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None and self.fields:
+            self.error.fields = self.fields  # type: ignore[attr-defined]
+        if self.error is not None:
+            raise self.error
+
+
+class Computing(msgspec.Struct, tag="computing"):
+    """The requests of which the engine has begun to compute rows. It comes before the step that computes the first rows
+    of one, and names all."""
+
+    request_ids: Annotated[tuple[Name, ...], MANY]
+
 
 class Stepped(msgspec.Struct, tag="stepped"):
     """The events of a step, and how the pages that can be found have changed. `num_seen` counts the submits taken since
@@ -223,7 +240,7 @@ class Stepped(msgspec.Struct, tag="stepped"):
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
 
 
-Report = Beat | Ready | Connected | Stepped
+Report = Beat | Ready | Connected | Computing | Stepped
 
 DIGEST_BYTES = 8
 

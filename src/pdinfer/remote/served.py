@@ -33,6 +33,7 @@ from pdinfer.remote.messages import (
     ChangeWriters,
     Close,
     Command,
+    Computing,
     Connect,
     Connected,
     Disconnect,
@@ -128,6 +129,7 @@ class _Host(OfOneProcess):
         self.session: Session[Command] | None = None
         self.listener: Listener | None = None
         engine.notify(self.inbox.wake)
+        engine.tell_computing(self.tell_computing)
         if isinstance(connection, Listener):
             self.listener = connection
             _start(self.accept)
@@ -316,6 +318,11 @@ class _Host(OfOneProcess):
             _log.exception("connecting to a peer failed")
             error = TransferError(f"connecting failed: {type(problem).__name__}")
         session.post(Connected(command.peer, error, getattr(error, "fields", ())))
+
+    def tell_computing(self, request_ids: frozenset[str]) -> None:
+        """Tell the client, before a step that may end this process, of which requests it computes rows."""
+        if self.renewal is None and self.session is not None:
+            self.session.tell(Computing(tuple(sorted(request_ids))))
 
     def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
         """Report the events of a step or, after a step without any, a new load now and then."""

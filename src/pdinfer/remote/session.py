@@ -29,6 +29,8 @@ BEAT_S = 0.4
 MAX_UNSENT_BYTES = 256 << 20
 """A live process empties its connection at once, so this much waits only for a process that does not read."""
 FLUSH_S = 0.2
+TOLD_S = 0.02
+"""How long `tell` may wait. A pipe with room takes a message in a fraction of that."""
 """How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 
 _log = logging.getLogger("pdinfer")
@@ -125,6 +127,12 @@ class Session(OfOneProcess, Generic[M]):
         if overfull:
             self._give_up(f"does not read: {MAX_UNSENT_BYTES} bytes wait for it")
 
+    def tell(self, message: Command | Report) -> None:
+        """Post a message, and wait until it has left or TOLD_S are over: it then arrives even if this process ends."""
+        self.post(message)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unsent_bytes or self._loss is not None, TOLD_S)
+
     def close(self, *last_messages: Command | Report) -> None:
         """Send `last_messages` instead of those that wait, and end the connection, within a second whatever the other
         end does. A second call does nothing."""
@@ -178,6 +186,7 @@ class Session(OfOneProcess, Generic[M]):
                     self.connection.send_bytes(piece)
                 with self._changed:
                     self._unsent_bytes -= len(data)
+                    self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - as for reading
             # Its last messages may still be on the way to the thread that reads, which ends by itself after them.
             self._reader.join(BEAT_S)

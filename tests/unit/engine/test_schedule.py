@@ -20,6 +20,7 @@ from pdinfer.engine.schedule import (
     may_grant,
     plan_chunk,
     queueing_s,
+    share_a_step,
     withheld_pages,
 )
 from pdinfer.errors import ConfigError
@@ -224,3 +225,12 @@ def test_a_chunk_beside_decode_is_whole_until_a_step_was_measured_and_never_empt
 def test_a_chunk_beside_decode_is_no_larger_than_the_best_speed_allows() -> None:
     """Steps of one size do not tell what a token costs."""
     assert beside(0.0, 1.0, costs=(0.1, 0.0)) == 450
+
+
+def test_who_must_run_alone_has_turns_of_its_own() -> None:
+    rows = ["a", "B", "c", "D"]
+    turns = [share_a_step(rows, str.isupper, num_steps=number) for number in range(6)]
+    assert turns == [["B"], ["D"], ["a", "c"]] * 2
+    assert share_a_step(["B"], str.isupper, num_steps=7) == ["B"]
+    assert share_a_step([], str.isupper, num_steps=7) == []
+    assert share_a_step(quiet := ["a", "c"], str.isupper, num_steps=7) is quiet

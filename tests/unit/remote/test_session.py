@@ -339,6 +339,31 @@ class Slow:
         return getattr(self._connection, name)
 
 
+def test_what_is_told_has_left_when_the_call_returns(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the other end does not read, for which nobody waits long."""
+    line = Slow(end.session.connection)  # type: ignore[arg-type]
+    end.session.connection = line
+    monkeypatch.setattr(session, "TOLD_S", FAR_S)
+    telling = threading.Thread(target=end.session.tell, args=(Cancel("a"),), daemon=True)
+    telling.start()
+    telling.join(0.1)
+    assert telling.is_alive()
+    line.may_leave.release(9)
+    telling.join(FAR_S)
+    assert not telling.is_alive()
+    assert end.hear() == Cancel("a")
+    monkeypatch.setattr(session, "TOLD_S", 0.0)
+    line.may_leave = threading.Semaphore(0)
+    check_returns(lambda: end.session.tell(Cancel("b")))
+    line.may_leave.release(9)
+
+
+def test_a_request_that_must_run_alone_is_told_to_other_processes() -> None:
+    for alone in (False, True):
+        told = messages.PackedRequest.of(pd.Request(prompt=(1,), alone=alone))
+        assert told.unpack() == pd.Request(prompt=(1,), alone=alone)
+
+
 def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) -> None:
     """Its pieces are signs of life, although no beat can come before its end."""
     ours, theirs = Pipe()

@@ -89,7 +89,7 @@ class Decode:
 
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a request."""
-        job.submitted_at, job.attempts = now_s, 0
+        job.submitted_at, job.attempts, job.num_taken_over = now_s, 0, 0
         job.arrival_number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         self._wait(job, now_s)
         if self._before is not None:
@@ -108,6 +108,7 @@ class Decode:
             del self.granted[job]
             self.granted_tokens -= job.num_tokens
             self.pages.release(job.held)
+            job.num_taken_over += 1
             self._wait(job, now_s)
             self.poke(now_s)
 
@@ -414,7 +415,10 @@ class Decode:
 
     def _may_grant(self, job: Job, found: Held) -> bool:
         tokens = tokens_to_find(
-            job.num_tokens, job.max_tokens, attempts=job.attempts, max_attempts=self._config.max_attempts
+            job.num_tokens,
+            job.max_tokens,
+            attempts=job.attempts - job.num_taken_over,
+            max_attempts=self._config.max_attempts,
         )
         return may_grant(
             -(-tokens // self.page_size) - found.num_known + self.pages.num_unused(found),
@@ -433,7 +437,10 @@ class Decode:
 
     def _open_room(self, job: Job, found: Held, now_s: float) -> None:
         reserved = tokens_to_reserve(
-            job.num_tokens, job.max_tokens, attempts=job.attempts, max_attempts=self._config.max_attempts
+            job.num_tokens,
+            job.max_tokens,
+            attempts=job.attempts - job.num_taken_over,
+            max_attempts=self._config.max_attempts,
         )
         job.protected = reserved == job.max_tokens
         self.pages.share(found)

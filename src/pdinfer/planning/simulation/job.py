@@ -27,9 +27,10 @@ class Job:
     """A request and what became of it. Times are seconds since the run began.
 
     `room` counts its attempts over all decodes, so that what belongs to an earlier one is recognised; `attempts` counts
-    those at its decode. While it runs at decode, it has `offset` tokens more than the decode has ended steps. Otherwise
-    it has `num_tokens`. Decode's pages had the first `num_found` tokens when they were granted, prefill's the first
-    `num_cached`. `waiting_since` is when it joined the queue of its decode.
+    those at its decode, of which other prefills took over `num_taken_over`. While it runs at decode, it has `offset`
+    tokens more than the decode has ended steps. Otherwise it has `num_tokens`. Decode's pages had the first `num_found`
+    tokens when they were granted, prefill's the first `num_cached`. `waiting_since` is when it joined the queue of its
+    decode.
     """
 
     number: int
@@ -43,7 +44,8 @@ class Job:
     attempts: int = 0
     num_retries: int = 0
     num_decodes_lost: int = 0
-    continued: bool = False
+    num_computing_lost: int = 0
+    num_taken_over: int = 0
     landed: bool = False
     protected: bool = False
     num_tokens: int = 0

@@ -16,8 +16,8 @@ from pdinfer.bench.record import Record
 from pdinfer.bench.summary import EngineUse
 from pdinfer.bench.traces import Arrival
 from pdinfer.errors import ConfigError
+from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware
-from pdinfer.pairing.tracked_request import MAX_DECODES_LOST
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster
 from pdinfer.planning.simulation.device import Device
@@ -368,13 +368,13 @@ class Simulator:
             if job.spells and job.spells[-1].told_s > now_s:  # the host never got this token
                 job.spells.pop()
                 job.num_tokens -= 1
-            has_begun, num_lost = job.num_output > 0, job.num_decodes_lost + (job.attempts > 0)
-            continues = self.cluster.pairing.continue_elsewhere and not job.continued
-            if (has_begun and not continues) or (not has_begun and num_lost >= MAX_DECODES_LOST):
+            job.num_decodes_lost += job.attempts > 0
+            job.num_computing_lost += job.landed
+            is_last = job.num_computing_lost > MAX_COMPUTING
+            if is_last or (job.num_output and not self.cluster.pairing.continue_elsewhere):
                 self._end(job, now_s, "failed", f"its decode is lost: D{decode.number}")
                 continue
-            job.num_decodes_lost, job.continued = num_lost, has_begun
-            job.attempts, job.landed = 0, False
+            job.attempts, job.num_taken_over, job.landed = 0, 0, False
             insort(self._queue, job, key=_turn)
         self._dispatch(now_s)
 

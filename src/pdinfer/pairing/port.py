@@ -1,0 +1,86 @@
+"""What an engine has to offer to be a port of a Pairing, in this process or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, runtime_checkable
+
+from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
+from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits
+
+
+class Port(Protocol):
+    """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
+    the port is lost."""
+
+    @property
+    def role(self) -> str:
+        """The side of the port: "prefill" or "decode"."""
+
+    @property
+    def address(self) -> PeerAddress: ...
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """The addresses of all ranks that share the port's requests, its own `address` first."""
+
+    @property
+    def limits(self) -> RequestLimits: ...
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None: ...
+
+    def disconnect(self, peer: PeerAddress) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def notify(self, listener: Callable[[], None]) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class PrefillPort(Port, Protocol):
+    """A prefill engine, in this process or another."""
+
+    def submit(self, request: Request, grant: PageGrant) -> None: ...
+
+    def load(self) -> PrefillLoad: ...
+
+
+class DecodePort(Port, Protocol):
+    """A decode engine, in this process or another."""
+
+    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None: ...
+
+    def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None: ...
+
+    def load(self) -> DecodeLoad: ...
+
+
+@runtime_checkable
+class ReturningPort(Port, Protocol):
+    """A port that may come back after it was lost, without the requests it had. `recover` returns whether it is back,
+    and raises when it never will be."""
+
+    def recover(self) -> bool: ...
+
+
+@runtime_checkable
+class BriefPort(Protocol):
+    """A port that quickly tells what policies need. Others are asked for all of their load."""
+
+    def brief_load(self) -> EngineLoad: ...
+
+
+@runtime_checkable
+class TellingPort(Protocol):
+    """A port that tells of which requests it computes rows, also after it was lost. Of others it is taken for all that
+    were granted pages there."""
+
+    @property
+    def computing(self) -> Collection[str]: ...
