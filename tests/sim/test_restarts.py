@@ -13,6 +13,7 @@ import pytest
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.testing import NetworkFaults, Placement
 from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
+from tests.each_time import others_in_full
 from tests.sim.fakes import Violation
 from tests.sim.plan import Arrival, Focus, Trouble
 from tests.sim.world import World
@@ -118,7 +119,7 @@ class Restarts(World):
             raise Violation(f"{event.request_id} is lost beside ports that live: {event.error}")
 
 
-@pytest.mark.parametrize("freezes", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("freezes", others_in_full([0.0, 0.5, 1.0], each_time=[0.5]))
 def test_no_request_is_lost_or_waits_long_beside_ports_that_live(freezes: float) -> None:
     world = Restarts(int(2 * freezes), partial(strikes, freezes=freezes), every_s=0.5).run()
     assert world.counts["crash"] + world.counts["freeze"] >= LASTS_S / EVERY_S / 2
