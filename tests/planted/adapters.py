@@ -11,6 +11,7 @@ DECODE_RANKS = "test_vllm_decode_ranks.py::"
 DATA_RANKS = "test_vllm_data_ranks.py::"
 TOLD = "test_vllm_told.py::"
 ORDER = "test_vllm_order.py::"
+DIALLING = "test_vllm_dialling.py::"
 
 MUTANTS = [
     Mutant(
@@ -325,5 +326,65 @@ MUTANTS = [
         "        room = bytes.fromhex(room).hex()  # both ends compare text\n",
         "",
         f"{VLLM}test_a_room_may_be_written_in_capitals",
+    ),
+    Mutant(
+        "a sampling parameter that vLLM is not told is lost",
+        "    _check_all_is_said(sampling)\n",
+        "",
+        f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
+    ),
+    Mutant(
+        "a field of a request that vLLM is not told is lost",
+        "    _check_all_is_said(request)\n",
+        "",
+        f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
+    ),
+    Mutant(
+        "a request with the log-probability that vLLM says is refused",
+        "    if sampling.logprobs == 0:",
+        "    if False:",
+        f"{PROMPTS}test_what_vllm_need_not_be_told_is_no_reason_to_refuse",
+    ),
+    Mutant(
+        "a decode dials whatever a request names",
+        "    elif loads and not settings.may_dial(prefill):",
+        "    elif False:",
+        f"{DIALLING}test_a_request_chooses_among_the_prefills_that_its_decode_may_dial",
+    ),
+    Mutant(
+        "without a key a stranger elsewhere writes into a decode's prefix cache",
+        "return self.key_file is not None or leads_here(prefill)",
+        "return True",
+        f"{DIALLING}test_a_request_chooses_among_the_prefills_that_its_decode_may_dial",
+    ),
+    Mutant(
+        "a host is judged by another reading of its address than that by which it is dialled",
+        "not endpoint.startswith(TCP) or _is_local(_split(endpoint)[0])",
+        'not endpoint.startswith(TCP) or endpoint.startswith((TCP + "127.", TCP + "[::1]"))',
+        f"{DIALLING}test_a_request_chooses_among_the_prefills_that_its_decode_may_dial",
+    ),
+    Mutant(
+        "with a key the list of prefills counts for nothing",
+        "        if self.prefills is not None:\n            return prefill in",
+        "        if self.prefills is not None and not self.key_file:\n            return prefill in",
+        f"{DIALLING}test_with_a_key_a_request_may_name_any_prefill",
+    ),
+    Mutant(
+        "a decode dials as many addresses at once as requests name",
+        "if not self._turns.acquire(blocking=False):",
+        "if self._turns.acquire(blocking=False) and False:",
+        f"{DIALLING}test_so_many_addresses_are_dialled_at_a_time",
+    ),
+    Mutant(
+        "an address that did not answer keeps its turn",
+        "        self._turns.release()\n",
+        "",
+        f"{DIALLING}test_so_many_addresses_are_dialled_at_a_time",
+    ),
+    Mutant(
+        "log-probabilities of a prompt that was loaded are what memory held",
+        'ask.loads and getattr(request, "skip_reading_prefix_cache", False):',
+        "False:",
+        f"{VLLM}test_a_prompt_that_vllm_must_compute_itself_is_not_loaded",
     ),
 ]

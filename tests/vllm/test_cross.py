@@ -36,15 +36,15 @@ def asked(vllm: Engine) -> Complete:
     return complete
 
 
-def greedy(prompt: list[int], at: int) -> pd.Request:
-    sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+def greedy(prompt: list[int], at: int, logprobs: int | None = None) -> pd.Request:
+    sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs)
     return pd.Request(prompt=prompt, sampling=sampling, request_id=str(at))
 
 
-def events(pairing: pd.Pairing, asked: list[list[int]]) -> list[list[pd.TokenEvent]]:
+def events(pairing: pd.Pairing, asked: list[list[int]], logprobs: int | None = None) -> list[list[pd.TokenEvent]]:
     """Return the tokens of each prompt, as events. Every request must end well."""
     heard: list[list[pd.TokenEvent]] = [[] for _ in asked]
-    for event in pairing.generate(greedy(prompt, at) for at, prompt in enumerate(asked)):
+    for event in pairing.generate(greedy(prompt, at, logprobs) for at, prompt in enumerate(asked)):
         assert event.error is None, event
         assert event.token is not None
         heard[int(event.request_id)].append(event)
@@ -72,7 +72,7 @@ def ours(model: Path) -> pd.Model:
 
 def alone(model: pd.Model, asked: list[list[int]]) -> list[Said]:
     with pd.Pairing.local(model, cache=pd.CacheConfig(num_pages=128)) as pairing:
-        heard = events(pairing, asked)
+        heard = events(pairing, asked, logprobs=2)
     return [
         Said(
             tuple(int(event.token or 0) for event in each),

@@ -205,6 +205,17 @@ def test_a_prefill_that_nobody_finds_ends_the_request_by_its_policy(
     assert "no prefill at tcp://127.0.0.1:1" in caplog.text
 
 
+def test_a_prompt_that_vllm_must_compute_itself_is_not_loaded(
+    pair: Pairs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair()
+    monkeypatch.setattr(FakeRequest, "skip_reading_prefix_cache", True, raising=False)
+    ours, theirs = submit(prefill, decode, prompt_of(40))
+    run([prefill, decode], lambda: ours.is_over and theirs.is_over and prefill.is_at_rest and decode.is_at_rest)
+    assert theirs.landed is None
+    assert "prompt_logprobs; leave that out" in caplog.text
+
+
 def test_requests_may_name_one_prefill_by_two_names(pair: Pairs) -> None:
     prefill, decode = pair()
     hand_over(prefill, decode, [prompt_of(20)])
@@ -481,11 +492,13 @@ def test_two_loads_of_one_room_cost_only_the_second(pair: Pairs) -> None:
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"listne": LISTEN}, "has listne; known are listen, advertise, key_file, hold_s, lease_s"),
+    "unknown": ({"listne": LISTEN}, "has listne; known are listen, advertise, key_file, prefills, hold_s"),
     "address": ({"listen": "127.0.0.1"}, 'listen must be "tcp://host:port"'),
     "port": ({"listen": "tcp://127.0.0.1:99999"}, 'listen must be "tcp://host:port"'),
     "seconds": ({"lease_s": "long"}, "lease_s must be 0 to 3600 seconds, got 'long'"),
     "key": ({"key_file": "/nowhere/key"}, "no key can be read from /nowhere/key"),
+    "prefills": ({"prefills": "tcp://127.0.0.1:1"}, "prefills must be a list of addresses"),
+    "a prefill": ({"prefills": ["127.0.0.1:1"]}, "prefills must be a list of addresses"),
     "open to all": ({"listen": "tcp://0.0.0.0:0"}, "key"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import attrs
 import pytest
 
 import pdinfer as pd
@@ -46,9 +47,38 @@ def test_the_output_so_far_is_a_part_of_the_prompt_and_penalized_as_before() -> 
     assert (said["min_tokens"], said["seed"]) == (0, 4)
 
 
-def test_a_logits_processor_is_refused_by_name() -> None:
-    with pytest.raises(pd.RequestError, match="logits processor 'json' cannot draw"):
-        body(pd.Request(prompt=(1,), sampling=pd.SamplingParams(logits_processor="json")))
+@attrs.frozen(kw_only=True)
+class LaterParams(pd.SamplingParams):
+    """Sampling parameters as a later release has them."""
+
+    typical_p: float = 1.0
+
+
+@attrs.frozen(kw_only=True)
+class LaterRequest(pd.Request):
+    """A request as a later release has it."""
+
+    adapter: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (pd.Request(prompt=(1,), sampling=pd.SamplingParams(logits_processor="json")), "logits_processor='json'"),
+        (pd.Request(prompt=(1,), sampling=pd.SamplingParams(logprobs=3)), "logprobs=3"),
+        (pd.Request(prompt=(1,), sampling=LaterParams(typical_p=0.0)), "typical_p=0.0"),
+        (LaterRequest(prompt=(1,), adapter="mine"), "adapter='mine'"),
+    ],
+    ids=["processor", "logprobs", "sampling", "request"],
+)
+def test_what_vllm_is_not_told_is_refused_by_name(request_: pd.Request, says: str) -> None:
+    with pytest.raises(pd.RequestError, match=f"^{says} cannot be said to vLLM.*leave it out"):
+        body(request_)
+
+
+def test_what_vllm_need_not_be_told_is_no_reason_to_refuse() -> None:
+    sampling = LaterParams(logprobs=0)
+    body(LaterRequest(prompt=(1,), sampling=sampling, request_id="r", priority=3, deadline_s=1.0, stop=((5,),)))
 
 
 class Backend(BaseHTTPRequestHandler):

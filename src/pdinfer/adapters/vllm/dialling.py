@@ -19,6 +19,8 @@ AGAIN_S = 0.5
 """How long an address that did not answer is not dialled again, so that a burst of requests is one attempt."""
 MAX_DOORS = 256
 """How many addresses are remembered. They come with requests."""
+MAX_DIALS = 16
+"""How many addresses are dialled at a time, each by a thread. Others wait for their turn."""
 
 
 @attrs.define(eq=False)
@@ -41,19 +43,23 @@ class Doors:
         self._wake = wake
         self._clock = clock
         self._doors: dict[str, Door] = {}
+        self._turns = threading.BoundedSemaphore(MAX_DIALS)
 
     def at(self, endpoint: str) -> PeerAddress | PDInferError | None:
-        """Return who is linked at an address, why nobody is, or None while it is being dialled. Never waits."""
-        door = self._doors.get(endpoint)
-        if door is None:
-            self._forget_one()
-            door = self._doors[endpoint] = Door()
+        """Return who is linked at an address, why nobody is, or None while it is being dialled or waits for that. Never
+        waits itself."""
+        door = self._doors.get(endpoint, Door())
         if door.is_dialling:
             return None
         if door.peer is not None and self._channel.connected(door.peer):
             return door.peer
         if door.error is not None and self._clock() - door.tried_at < AGAIN_S:
             return door.error
+        if not self._turns.acquire(blocking=False):
+            return None
+        if endpoint not in self._doors:
+            self._forget_one()
+        self._doors[endpoint] = door
         door.is_dialling = True
         threading.Thread(target=self._dial, args=(endpoint, door), name="pdinfer-dial", daemon=True).start()
         return None
@@ -67,9 +73,10 @@ class Doors:
             door.peer, door.error = None, TransferError(f"dialling {endpoint} failed: {error!r}")
         door.tried_at = self._clock()
         door.is_dialling = False
+        self._turns.release()
         self._wake()
 
     def _forget_one(self) -> None:
-        """Forget the address that was met first, when there are too many."""
+        """Forget the address that was met first and is not being dialled, when there are too many."""
         if len(self._doors) >= MAX_DOORS:
-            del self._doors[next(iter(self._doors))]
+            del self._doors[next(at for at, door in self._doors.items() if not door.is_dialling)]

@@ -21,7 +21,7 @@ from pdinfer.bounds import escaped
 from pdinfer.checks import clip, is_int, is_number
 from pdinfer.errors import ConfigError, PDInferError, RequestError, TransferError
 from pdinfer.process.locks import new_lock
-from pdinfer.types import Request
+from pdinfer.types import Request, SamplingParams
 
 ANSWER_S = 600.0
 """How long a server may take to compute one prompt, the time in its queue included."""
@@ -30,6 +30,16 @@ MAX_MODELS_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
 MAX_BIAS = 100.0
 _SEED_MASK = (1 << 63) - 1
+
+SETTLED_HERE = frozenset({"request_id", "sampling", "priority", "deadline_s", "stop"})
+"""Fields of a Request that vLLM need not be told: the Pairing names, orders and ends requests."""
+SAID = frozenset(
+    {"prompt", "output", "cache_salt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"}
+    | {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
+    | {"stop_token_ids", "ignore_eos"}
+)
+"""Fields of a Request and its SamplingParams that `body_of` says to vLLM. Any other is refused unless it is at its
+default, so that one which is added later is never lost in silence."""
 
 Complete = Callable[[Mapping[str, Any]], object]
 """Has vLLM compute one prompt, described as the body of a POST to /v1/completions, and returns when it has. Called from
@@ -69,12 +79,12 @@ Called from several threads; it raises as Complete does."""
 def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1) -> dict[str, Any]:
     """Return what asks vLLM for the next tokens of a request, with these `kv_transfer_params`. Every sampling parameter
     is there, since vLLM's defaults are those of the checkpoint. The output so far is a part of the prompt: what it adds
-    to penalties goes into the biases. Raises RequestError for what vLLM does not have."""
+    to penalties goes into the biases. Raises RequestError, by name, for what is neither said nor at its default."""
     sampling, output = request.sampling, request.output
-    if sampling.logits_processor is not None:
-        raise RequestError(
-            f"logits processor {sampling.logits_processor!r} cannot draw tokens in vLLM, where this one is drawn"
-        )
+    if sampling.logprobs == 0:  # of the drawn token alone, which vLLM always says
+        sampling = attrs.evolve(sampling, logprobs=None)
+    _check_all_is_said(request)
+    _check_all_is_said(sampling)
     biases = Counter(dict(sampling.logit_bias))
     for token, count in Counter(output).items():
         biases[token] -= sampling.presence_penalty + count * sampling.frequency_penalty  # type: ignore[assignment]
@@ -96,6 +106,16 @@ def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1)
         "cache_salt": request.cache_salt.hex() or None,
         "kv_transfer_params": dict(params),
     }
+
+
+def _check_all_is_said(asked: Request | SamplingParams) -> None:
+    for field in attrs.fields(type(asked)):
+        given = getattr(asked, field.name)
+        if field.name not in SAID | SETTLED_HERE and given != field.default:
+            raise RequestError(
+                f"{field.name}={clip(given)} cannot be said to vLLM, where a token of this request would be drawn; "
+                "leave it out, or give the request to a Pairing whose prefill and decode are engines of pdinfer"
+            )
 
 
 class Call:

@@ -6,6 +6,8 @@ A host's settings are `kv_connector_extra_config`:
                 the first one listens there, and rank r at port + r, or at the path with ".r" behind it
     advertise   the name or address that peers are told instead of the host listened on
     key_file    a file with the key of all ends, in hexadecimal (`openssl rand -hex 32`)
+    prefills    the addresses of prefills that requests may name to a decode; without it, any with a key, and without a
+                key those of this host
     hold_s      how long a prefill waits for decode's grant before it computes, and again while others have one
     lease_s     how long decode waits for its pages, and how long prefill keeps those that no grant has come for
 
@@ -17,7 +19,7 @@ A request's are `kv_transfer_params`, with a room of 16 random bytes in hexadeci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +34,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream.endpoints import leads_here
 
 ROOM_BYTES = 16
 MAX_WAIT_S = 3600.0
@@ -40,6 +43,15 @@ MAX_WAIT_S = 3600.0
 def _seconds(settings: Settings, attribute: attrs.Attribute[float], value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WAIT_S:
         raise ConfigError(f"{attribute.name} must be 0 to {MAX_WAIT_S:g} seconds, got {clip(value)}")
+
+
+def _addresses(settings: Settings, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not (isinstance(value, list | tuple) and all(map(_is_address, value))):
+        raise ConfigError(f'{attribute.name} must be a list of addresses such as "tcp://host:port", got {clip(value)}')
+
+
+def _is_address(value: object) -> bool:
+    return isinstance(value, str) and "://" in value
 
 
 @attrs.frozen(kw_only=True)
@@ -51,6 +63,7 @@ class Settings:
     listen: str = "tcp://127.0.0.1:0"
     advertise: str | None = None
     key_file: str | None = None
+    prefills: Sequence[str] | None = attrs.field(default=None, validator=_addresses)
     hold_s: float = attrs.field(default=5.0, validator=_seconds)
     lease_s: float = attrs.field(default=30.0, validator=_seconds)
 
@@ -95,6 +108,14 @@ class Settings:
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else "it is not hexadecimal"
             raise ConfigError(f"no key can be read from {self.key_file}: {problem}") from None
+
+    def may_dial(self, prefill: str) -> bool:
+        """Return whether a request may have its KV written by the prefill at an address. Whoever sends requests names
+        it, and what lands from there is reused for others. With a key a stranger at an address proves nothing and
+        writes nothing. Without one, whoever listens there is a peer."""
+        if self.prefills is not None:
+            return prefill in self.prefills
+        return self.key_file is not None or leads_here(prefill)
 
     def transport(self) -> Transport:
         """Return the transport that listens as asked. Raises ConfigError for another kind of address."""
@@ -141,8 +162,13 @@ def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
         problem = "a request asks for do_remote_prefill of an engine with kv_role kv_producer; send it to a decode"
     elif sends and not settings.sends:
         problem = "a request asks for do_remote_decode of an engine with kv_role kv_consumer; send it to a prefill"
-    elif loads and not (isinstance(prefill, str) and "://" in prefill):
+    elif loads and not _is_address(prefill):
         problem = f'the prefill of a request must be an address such as "tcp://host:port", got {clip(prefill)}'
+    elif loads and not settings.may_dial(prefill):
+        problem = (
+            f"a request names the prefill {clip(prefill)}, which this decode does not dial: "
+            "set prefills to all that it may, or a key_file at all ends"
+        )
     first_token = params.get("first_token") is True
     return Ask(loads=loads, room=str(room), prefill=str(prefill), first_token=first_token, problem=problem)
 

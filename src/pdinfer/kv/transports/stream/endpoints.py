@@ -75,6 +75,11 @@ def check_local(host: str, receiver: Receiver) -> None:
         )
 
 
+def leads_here(endpoint: str) -> bool:
+    """Return whether whoever answers at an endpoint is a process of this machine, by the text alone."""
+    return not endpoint.startswith(TCP) or _is_local(_split(endpoint)[0])
+
+
 def listen_tcp(host: str, port: int, advertise: str | None = None) -> Listener:
     """Listen on an address of this machine, announced as `advertise`. Raise ConfigError when that fails. Without
     `advertise` a wildcard is announced by this machine's name."""
@@ -184,11 +189,16 @@ def _addresses(endpoint: str) -> Addresses:
     """Return the addresses of an endpoint. Raise ValueError or OSError for an endpoint that leads nowhere."""
     if not endpoint.startswith(TCP):
         return [(socket.AF_UNIX, endpoint.partition("://")[2])]
-    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    host, port = _split(endpoint)
     number = int(port)
     if not 0 < number <= MAX_PORT:  # getaddrinfo takes it modulo 2**16, or raises an OverflowError
         raise ValueError(f"a TCP port is 1 to {MAX_PORT}")
-    return _resolve(host.strip("[]"), number)
+    return _resolve(host, number)
+
+
+def _split(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    return host.strip("[]"), port
 
 
 def _resolve(host: str, port: int, flags: int = 0) -> Addresses:
