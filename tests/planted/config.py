@@ -79,9 +79,33 @@ MUTANTS = [
     ),
     Mutant(
         "mlp_layer_types may disagree with first_k_dense_replace",
-        "        or wanted not in (None, num_dense)\n",
-        "",
+        "        or not (\n            wanted in (None,",
+        "        or False and (\n            wanted in (None,",
         "test_fields.py::test_dense_layers_from_their_kinds",
+    ),
+    Mutant(
+        "the default that transformers writes beside mlp_layer_types is a contradiction",
+        "wanted in (None, num_dense, family.unread_dense_layers)",
+        "wanted in (None, num_dense)",
+        "test_fields.py::test_what_transformers_writes_beside_the_kinds_of_layers_is_no_contradiction",
+    ),
+    Mutant(
+        "more dense layers than there are layers contradict kinds that are all dense",
+        "wanted >= len(kinds) == num_dense",
+        "wanted == len(kinds) == num_dense",
+        "test_fields.py::test_what_transformers_writes_beside_the_kinds_of_layers_is_no_contradiction",
+    ),
+    Mutant(
+        "layers of experts may be said to be dense",
+        "wanted >= len(kinds) == num_dense",
+        "wanted >= len(kinds)",
+        "test_fields.py::test_what_transformers_writes_beside_the_kinds_of_layers_is_no_contradiction",
+    ),
+    Mutant(
+        "an adapter beside the weights is not applied, without a word",
+        "    if adapters:\n",
+        "    if False:\n",
+        "test_reader.py::test_an_adapter_beside_the_weights_is_refused_by_name",
     ),
     Mutant(
         "an absent n_group is one group in every family",

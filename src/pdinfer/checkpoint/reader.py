@@ -33,6 +33,7 @@ SHOWN_NAMES = 10
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 REFUSED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
 
 Prefixes = tuple[tuple[str, str], ...]
@@ -77,8 +78,9 @@ class Checkpoint:
     def open(cls, folder: AnyPath, *, prefixes: Prefixes = (), trusted_roots: Iterable[AnyPath] = ()) -> Checkpoint:
         """Open and check every file of a model folder; no tensor is read. Names are changed by `renamed`.
 
-        Raises CheckpointError: no folder, no or several candidates, other formats, links that lead out of the folder,
-        its hub cache's blobs and `trusted_roots`, malformed headers, and an index that disagrees with its files.
+        Raises CheckpointError: no folder, no or several candidates, an adapter beside them, other formats, links that
+        lead out of the folder, its hub cache's blobs and `trusted_roots`, malformed headers, and an index that
+        disagrees with its files.
         """
         folder, roots = check_folder(folder), tuple(trusted_roots)
         files, weight_map = _find_weights(folder, roots)
@@ -189,6 +191,12 @@ def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], 
         names = sorted(os.listdir(folder))
     except OSError as failure:
         raise CheckpointError(f"cannot open model folder {folder}: {failure.strerror}") from None
+    adapters = [name for name in names if name == ADAPTER_CONFIG or _is_adapter(name)]
+    if adapters:
+        raise CheckpointError(
+            f"{folder} holds an adapter (LoRA), {_listed(adapters)}, which would not be applied; merge it into the "
+            "weights (merge_and_unload of peft), or move it out of the folder to load the model without it"
+        )
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(SUFFIX)]
     if len(indexes) > 1:
@@ -213,6 +221,10 @@ def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], 
             f"convert them to safetensors"
         )
     raise CheckpointError(f"{folder} holds no *{SUFFIX}")
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter") and name.endswith((SUFFIX, INDEX_SUFFIX, *REFUSED_SUFFIXES))
 
 
 def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:

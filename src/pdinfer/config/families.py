@@ -40,7 +40,9 @@ class Family:
     `has_experts` every MLP is dense. `indexer_rope_interleave` is None in families without an indexer. With
     `moe_output_norm` the output of the experts is normed before it is added. With `optional_correction_bias` a router
     without that tensor has zeros. `text_models` are the model types that a wrapper for images may hold as its
-    `text_config`. `tensor_prefixes` are pairs of what tensor names begin with in the files, and here.
+    `text_config`. `unread_dense_layers` is the default that transformers' class writes as `first_k_dense_replace`
+    whatever the `mlp_layer_types` are that it reads. `tensor_prefixes` are pairs of what tensor names begin with in the
+    files, and here.
     """
 
     architectures: tuple[str, ...]
@@ -54,6 +56,7 @@ class Family:
     moe_output_norm: bool = False
     optional_correction_bias: bool = False
     text_models: tuple[str, ...] = ()
+    unread_dense_layers: int | None = None
     tensor_prefixes: tuple[tuple[str, str], ...] = ()
 
 
@@ -78,9 +81,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=MappingProxyType({**_UNGROUPED, "n_shared_experts": 2}),
         ),
         "deepseek_v3": _V3,
-        "deepseek_v32": attrs.evolve(_V3, architectures=("DeepseekV32ForCausalLM",), indexer_rope_interleave=False),
+        "deepseek_v32": attrs.evolve(
+            _V3, architectures=("DeepseekV32ForCausalLM",), indexer_rope_interleave=False, unread_dense_layers=3
+        ),
         "glm_moe_dsa": attrs.evolve(
-            _V3, architectures=("GlmMoeDsaForCausalLM",), defaults=_UNGROUPED, indexer_rope_interleave=True
+            _V3,
+            architectures=("GlmMoeDsaForCausalLM",),
+            defaults=_UNGROUPED,
+            indexer_rope_interleave=True,
+            unread_dense_layers=3,
         ),
         "glm4_moe_lite": attrs.evolve(_V3, architectures=("Glm4MoeLiteForCausalLM",), defaults=_UNGROUPED),
         "kimi_k2": attrs.evolve(_V3, architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),

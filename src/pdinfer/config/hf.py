@@ -120,7 +120,10 @@ def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
         not isinstance(kinds, list)
         or kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense)
         or (is_int(num_layers) and is_int(num_mtp) and not 0 <= len(kinds) - num_layers <= num_mtp)  # type: ignore[operator]
-        or wanted not in (None, num_dense)
+        or not (
+            wanted in (None, num_dense, family.unread_dense_layers)
+            or (is_int(wanted) and wanted >= len(kinds) == num_dense)  # type: ignore[operator]
+        )
     ):
         said = "" if wanted is None else f" first_k_dense_replace = {clip(wanted)} times"
         raise ConfigError(

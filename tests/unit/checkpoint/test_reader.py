@@ -76,6 +76,17 @@ def test_other_index_names_and_files_beside_it_are_fine(tmp_path: Path) -> None:
         assert checkpoint.files == SHARDS
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors"]
+)
+def test_an_adapter_beside_the_weights_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """As transformers would apply it."""
+    _save_sharded(tmp_path, _tensors())
+    (tmp_path / name).write_bytes(b"not opened")
+    with pytest.raises(CheckpointError, match=f"adapter.*1: '{name}', which would not be applied; merge it"):
+        Checkpoint.open(tmp_path)
+
+
 def test_a_read_tensor_is_fresh(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4)}, tmp_path / "a.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:

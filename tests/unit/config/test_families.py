@@ -33,11 +33,15 @@ EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 GROUPED = EXPERTS | {"n_group": 4, "topk_group": 2}
+INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 8}  # scores of a few heads tie at 0
+ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}  # written beside a first_k_dense_replace of 3
 VISION = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32, "patch_size": 2}
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-4.7-flash": ("Glm4MoeLite", DENSE | EXPERTS),
     "two-dense-layers": ("Glm4MoeLite", DENSE | EXPERTS | {"mlp_layer_types": ["dense", "dense", "sparse"]}),
+    "deepseek-v3.2": ("DeepseekV32", DENSE | GROUPED | INDEXER | ONE_DENSE),
+    "glm-5": ("GlmMoeDsa", DENSE | EXPERTS | INDEXER | ONE_DENSE),
     "youtu-llm": ("Youtu", DENSE),
     "youtu-without-query-latent": ("Youtu", DENSE | {"q_lora_rank": None, "tie_word_embeddings": False}),
     "a.x-k1": ("AXK1", DENSE | GROUPED),

@@ -347,6 +347,26 @@ def test_dense_layers_from_their_kinds() -> None:
         ModelConfig.from_dict(tiny_config_dict() | kinds | {"first_k_dense_replace": 1})
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize(
+    ("num_layers", "said", "num_dense"), [(3, None, 1), (2, None, 0), (2, None, None), (4, 5, None), (4, 2, 2)]
+)
+def test_what_transformers_writes_beside_the_kinds_of_layers_is_no_contradiction(
+    kind: str, num_layers: int, said: int | None, num_dense: int | None
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if said is not None:
+        fields["first_k_dense_replace"] = said
+    if num_dense is not None:
+        fields["mlp_layer_types"] = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    written = json.loads(getattr(transformers, f"{kind}Config")(**fields).to_json_string())
+    expected = written["mlp_layer_types"].count("dense")
+    assert ModelConfig.from_dict(written).first_k_dense_replace == expected
+    with pytest.raises(ConfigError, match="must be first_k_dense_replace = 7 times dense"):
+        ModelConfig.from_dict(written | {"first_k_dense_replace": 7, "mlp_layer_types": ["sparse"] * num_layers})
+
+
 def test_a_dense_model_has_no_experts() -> None:
     config = ModelConfig.from_dict(YOUTU)
     assert (config.n_routed_experts, config.first_k_dense_replace) == (0, 32)
