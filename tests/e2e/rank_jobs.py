@@ -4,14 +4,19 @@ test's own process, without sizes, they are the one rank that others are compare
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 
 import pdinfer as pd
+from pdinfer.engine.ranks.wakeup import Wakeup
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.kv.view import KVView
 from pdinfer.model import load_plan
@@ -20,6 +25,8 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.parallel import groups as groups_module
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.process.memory import DeviceMemory
+from tests.e2e.rank_worlds import miss_soon
+from tests.forks import FAR_S
 
 
 def noted(groups: Groups) -> list[str]:
@@ -134,8 +141,60 @@ def sized_pool(folder: str, pages_in_use: Sequence[int], fraction: float) -> int
 def timeouts(sizes: dict[str, int]) -> dict[str, float]:
     """How long a collective of each group of several ranks may take, in seconds."""
     groups = attrs.astuple(pd.Topology.from_env(**sizes).connect(), recurse=False)
+    lookouts = {id(group.lookout) for group in groups if isinstance(group, Group) and group.process_group is not None}
+    assert len(lookouts) == 1
     return {
         group.name: group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in groups
         if isinstance(group, Group) and group.process_group is not None
     }
+
+
+def stand_still(folder: str) -> str:
+    """The last rank stands still, while one waits for it in a collective and the first one in an exchange: what each
+    of these is told."""
+    miss_soon()
+    world = pd.Topology.from_env().connect().world
+    wakeup = Wakeup(world, lambda number: None)
+    world.lookout.look = wakeup.check
+    pids = world.all_gather(torch.tensor([os.getpid()], dtype=torch.int64, device="cpu")).tolist()
+    others, end = world.size - 1, time.monotonic() + FAR_S
+    while len(wakeup._beats._watches) < others:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    world.all_reduce(torch.zeros(1, device="cpu"))
+    if world.rank == others:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    calls = (
+        lambda: world.exchange([], [(others, torch.zeros(1, device="cpu"))]),
+        lambda: world.all_reduce(torch.zeros(1, device="cpu")),
+    )
+    with pytest.raises(pd.RankLost) as raised:
+        calls[world.rank]()
+    (Path(folder) / str(world.rank)).touch()
+    while len(os.listdir(folder)) < others:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(pids[others], signal.SIGKILL)
+    wakeup.close()
+    return str(raised.value)
+
+
+def meet_elsewhere(port: int) -> int:
+    """Three ranks meet in a store that belongs to none of them. The first one dies, and the others meet there again."""
+    dist.barrier()
+    dist.destroy_process_group()
+    store, rank = dist.TCPStore("127.0.0.1", port, is_master=False), int(os.environ["RANK"])
+    first = pd.Topology(rank=rank, world_size=3, dp_size=3).connect(store=dist.PrefixStore("first", store))
+    with pytest.raises(pd.ConfigError, match="begun before: give it the store"):
+        pd.Topology(rank=rank, world_size=3, dp_size=3).connect(store=store)
+    first.world.all_reduce(torch.zeros(1, device="cpu"))
+    if rank == 0:
+        os._exit(3)
+    with pytest.raises(pd.RankLost):
+        first.world.all_reduce(torch.zeros(1, device="cpu"))
+    first.close()
+    again = pd.Topology(rank=rank - 1, world_size=2, dp_size=2).connect(store=dist.PrefixStore("again", store))
+    total = int(again.world.all_reduce(torch.ones(1, dtype=torch.int64, device="cpu")))
+    again.close()
+    return total

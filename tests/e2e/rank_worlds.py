@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 import pdinfer as pd
+from pdinfer.engine.ranks import wakeup
 from pdinfer.parallel.groups import Groups
+from pdinfer.process.silence import RANKS
 from tests.ranks import COLLECTIVE_S, Outcome, Ranks
 
 Sizes = Mapping[str, int]
@@ -166,8 +168,8 @@ def serve_rank(
     if topology.is_leader:
         connection = Client(f"{folder}/host", "AF_UNIX")
         connection.send_bytes(role.encode())
-    if fault[2] == "stop":  # its connections stay open, so it is missed when a collective takes too long
-        miss_after(topology, 8.0)
+    if fault[2] == "stop" and role == fault[0]:  # its connections stay open, so it is missed by its silence
+        miss_soon()
     broken = Path(folder) / "broken"
     if [role, rank] == list(fault[:2]):
         break_down(fault[2], broken)
@@ -223,11 +225,9 @@ def meet_alone(checkpoint: str, folder: str) -> dict[str, Any]:
     return {"told": told, "steps": steps, "num_idle": num_idle, "free": engine.channel.pool.num_free}
 
 
-def miss_after(topology: pd.Topology, seconds: float) -> None:
-    """Gives collectives so long, now that all have begun."""
-    if topology.world_size > 1:
-        dist.barrier()
-        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+def miss_soon() -> None:
+    """Has this rank miss others as users' ranks do."""
+    wakeup.RANKS = RANKS
 
 
 def break_down(how: str, broken: Path) -> None:

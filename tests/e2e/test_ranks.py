@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
@@ -222,3 +223,18 @@ def test_no_group_waits_longer_than_the_world(ranks: Ranks) -> None:
     shape = Shape(tp=2, dp=2, dense=2, ep=4)
     names = {"world", "attention", "tp", "dense_tp", "ep"}
     assert ranks.run("tests.e2e.rank_jobs:timeouts", 4, shape.sizes) == [dict.fromkeys(names, COLLECTIVE_S)] * 4
+
+
+@pytest.mark.full
+def test_a_rank_that_stands_still_is_missed_by_its_silence(ranks: Ranks, tmp_path: Path) -> None:
+    *told, still = ranks.outcomes("tests.e2e.rank_jobs:stand_still", 3, str(tmp_path))
+    assert still.error == "Died"
+    for outcome in told:
+        assert str(outcome.value).startswith("rank 2 has been silent for 2."), outcome
+
+
+def test_ranks_may_meet_in_a_store_that_outlives_them(ranks: Ranks) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dead, *others = ranks.outcomes("tests.e2e.rank_jobs:meet_elsewhere", 3, store.port)
+    assert dead.error == "Died", dead
+    assert [outcome.value for outcome in others] == [2, 2], others

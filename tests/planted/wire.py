@@ -225,8 +225,8 @@ MUTANTS = [
     ),
     Mutant(
         "anybody wakes a rank",
-        "                    if hmac.compare_digest(secret, self._secret):\n                        self._heard(number)",
-        "                    self._heard(number)",
+        "        if hmac.compare_digest(secret, self._secret):\n",
+        "        if True:\n",
         "test_wakeup.py",
     ),
     Mutant(

@@ -236,5 +236,8 @@ class SimWakeup:
     def notify(self, number: int) -> None:
         self._world.team.notify(self._world.rank, number)
 
-    def close(self) -> None:
+    def check(self) -> None:
+        """Return: a simulated collective has a deadline of its own."""
+
+    def close(self, *, as_agreed: bool = True) -> None:
         self._world.team.wakeups.pop(self._world.rank, None)

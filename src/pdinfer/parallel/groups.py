@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
 
 import attrs
 import torch
@@ -20,12 +24,59 @@ from pdinfer.errors import RankLost
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.values import brief
 
+LOOK_S = 0.3
+"""How long a rank waits for the others before it looks whether they live."""
+
+
+@attrs.define(eq=False)
+class Lookout:
+    """How whoever waits for other ranks learns that one is lost. `look` raises RankLost then. `engine.ranks` sets it,
+    whose ranks tell each other that they live; without it a rank that stands still is missed when the deadline of a
+    collective passes. What a lost rank holds up is abandoned, and torch keeps it, and the process at its end, until
+    that deadline."""
+
+    look: Callable[[], None] | None = None
+
+    def watches(self, x: Tensor) -> bool:
+        """Return whether to wait for a collective with `x` here. A device's stream waits for its own."""
+        return self.look is not None and x.device.type == "cpu"
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective that `watches`, or has ended if it is None. Raises RankLost, or the RuntimeError with
+        which it failed."""
+        if work is None:
+            return
+        while self.look is not None and not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+            except RuntimeError:  # this wait has ended, or the collective has failed: then the last one says so
+                self.look()
+        work.wait()
+
+    def wait_apart(self, works: Sequence[dist.Work]) -> None:
+        """Do the same for sends and receives. Ending a wait for one early breaks its connection, so a thread waits."""
+        ended: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    work.wait()
+                ended.set_result(None)
+            except Exception as error:  # noqa: BLE001 - raised below
+                ended.set_exception(error)
+
+        threading.Thread(target=wait, name="pdinfer-exchange", daemon=True).start()
+        while self.look is not None and not wait_for([ended], LOOK_S).done:
+            self.look()
+        ended.result()
+
 
 @attrs.frozen(eq=False)
 class Group(OfOneProcess):
     """Some `ranks` of the world; `ranks[rank]` is this one. `process_group` is None when this rank is alone.
 
-    Every method raises RankLost when the others do not take part within the deadline with which the groups were made.
+    Every method raises RankLost when the others do not take part within the deadline with which the groups were made,
+    or when the `lookout`, which all groups of a rank share, knows that one is lost.
     Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
     on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same.
     """
@@ -37,6 +88,7 @@ class Group(OfOneProcess):
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     calls: list[str] | None = None
+    lookout: Lookout = attrs.field(factory=Lookout)
 
     @property
     def is_shared_by_fork(self) -> bool:
@@ -51,7 +103,7 @@ class Group(OfOneProcess):
         """Sum over ranks, in place."""
         if self.process_group is not None:
             with _calling(self, "all_reduce", x):
-                dist.all_reduce(x, group=self.process_group)
+                self.lookout.wait(dist.all_reduce(x, group=self.process_group, async_op=self.lookout.watches(x)))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -60,7 +112,8 @@ class Group(OfOneProcess):
             return x
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         with _calling(self, "all_gather", x):
-            dist.all_gather(list(_raw(gathered).chunk(self.size)), _raw(x), group=self.process_group)
+            parts, is_watched = list(_raw(gathered).chunk(self.size)), self.lookout.watches(x)
+            self.lookout.wait(dist.all_gather(parts, _raw(x), group=self.process_group, async_op=is_watched))
         return gathered
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -107,7 +160,10 @@ class Group(OfOneProcess):
         """Copy x from the group's rank `source` to all ranks, in place."""
         if self.process_group is not None:
             with _calling(self, "broadcast", x):
-                dist.broadcast(_raw(x), group=self.process_group, group_src=source)
+                is_watched = self.lookout.watches(x)
+                self.lookout.wait(
+                    dist.broadcast(_raw(x), group=self.process_group, group_src=source, async_op=is_watched)
+                )
         return x
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
@@ -144,8 +200,11 @@ class Group(OfOneProcess):
         with _calling(self, "exchange", None):
             works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
             works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
-            for work in works:
-                if work is not None:
+            begun = [work for work in works if work is not None]
+            if all(self.lookout.watches(x) for _, x in (*sends, *receives)):
+                self.lookout.wait_apart(begun)
+            else:
+                for work in begun:
                     work.wait()
 
 
@@ -163,7 +222,10 @@ class Begun:
         """Return the result; call it once. On a device, the stream waits instead of the host. Raises RankLost."""
         if self.work is not None:
             with _calling(self.group, self.what, None):
-                self.work.wait()
+                if self.group.lookout.watches(self.x):
+                    self.group.lookout.wait(self.work)
+                else:
+                    self.work.wait()
         return self.result
 
 

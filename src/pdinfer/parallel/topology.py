@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError, RankLost
-from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.groups import Group, Groups, Lookout
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size", "moe_dense_tp_size")
 
@@ -132,17 +135,21 @@ class Topology:
             ep=self._alone("ep", self.ep_size),
         )
 
-    def connect(self, device: str | torch.device = "cpu", *, timeout_s: float = 60.0) -> Groups:
+    def connect(
+        self, device: str | torch.device = "cpu", *, timeout_s: float = 60.0, store: Store | None = None
+    ) -> Groups:
         """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
-        It uses the torch.distributed backend that the host has begun, or begins one as torchrun's variables say (gloo
-        for host tensors, NCCL for those on "cuda"). `timeout_s` is how long any collective may take. Raises ConfigError
-        when the ranks do not agree on sizes, RankLost when a rank does not come.
+        It uses the torch.distributed backend that the host has begun, or begins one (gloo for host tensors, NCCL for
+        those on "cuda"). Ranks meet in `store`, or where torchrun's variables say: a store may live in a process that
+        is no rank, so that it outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may
+        take. Raises ConfigError when the ranks do not agree on sizes, or for a store when a backend has begun without
+        it; RankLost when a rank does not come.
         """
         if self.world_size == 1:
             return Groups.single()
         try:
-            return self._connect(torch.device(device).type, timeout_s)
+            return self._connect(torch.device(device).type, timeout_s, store)
         except ValueError as error:
             raise ConfigError(
                 f"{self.world_size} ranks, and nothing says where they meet: {error}; start them with torchrun or "
@@ -152,25 +159,29 @@ class Topology:
             reason = str(error).splitlines()[0][:200]
             raise RankLost(f"rank {self.rank} of {self.world_size} could not meet the others: {reason}") from error
 
-    def _connect(self, kind: str, timeout_s: float) -> Groups:
+    def _connect(self, kind: str, timeout_s: float, store: Store | None) -> Groups:
         owns_backend = not dist.is_initialized()
         if owns_backend:
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            place: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size} if store else {}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+        elif store is not None:
+            raise ConfigError("a store to meet in was given, but torch.distributed was begun before: give it the store")
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise ConfigError(
                 f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was begun as rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
-        world = Group("world", tuple(range(self.world_size)), self.rank, dist.group.WORLD)
+        lookout = Lookout()
+        world = Group("world", tuple(range(self.world_size)), self.rank, dist.group.WORLD, lookout=lookout)
         self._compare(world)
         return Groups(
             world=world,
-            attention=self._group("attention", kind, self.attention_size),
-            tp=self._group("tp", kind, self.tp_size),
-            cp=self._group("cp", kind, self.cp_size, stride=self.tp_size),
-            dense_tp=self._group("dense_tp", kind, self.moe_dense_tp_size),
-            ep=self._group("ep", kind, self.ep_size),
+            attention=self._group("attention", kind, lookout, self.attention_size),
+            tp=self._group("tp", kind, lookout, self.tp_size),
+            cp=self._group("cp", kind, lookout, self.cp_size, stride=self.tp_size),
+            dense_tp=self._group("dense_tp", kind, lookout, self.moe_dense_tp_size),
+            ep=self._group("ep", kind, lookout, self.ep_size),
             owns_backend=owns_backend,
         )
 
@@ -180,9 +191,9 @@ class Topology:
         first = self.rank - at * stride
         return Group(name, tuple(range(first, first + size * stride, stride)), at)
 
-    def _group(self, name: str, kind: str, size: int, *, stride: int = 1) -> Group:
+    def _group(self, name: str, kind: str, lookout: Lookout, size: int, *, stride: int = 1) -> Group:
         """Return the same group, connected."""
-        alone = self._alone(name, size, stride=stride)
+        alone = attrs.evolve(self._alone(name, size, stride=stride), lookout=lookout)
         if size == 1:
             return alone
         if size == self.world_size:

@@ -22,7 +22,9 @@ LINKS = Times(look_s=0.4, max_look_s=1.1, silent_s=2.2)
 """Links between two ends of a channel. With the look that finds it, a loss is known within 3 s."""
 SESSIONS = Times(look_s=0.2, max_look_s=0.4, silent_s=2.4)
 """Connections between a served engine and its client; `RemoteConfig.silent_s` may set another limit."""
-# Ranks of one engine need no row: a rank that dies breaks the collective in which the others wait for it.
+RANKS = Times(look_s=0.3, max_look_s=0.6, silent_s=2.2)
+"""Ranks of one engine. With the look that finds it, and another one in the collective that waits, within 3 s. A rank
+that dies needs no row: it breaks the collective in which the others wait for it."""
 
 
 class SilenceWatch:

@@ -5,8 +5,9 @@
     rank 2   sleeps ── wakes ───►│        │ model, with none       │ agree …
 
 After an idle agreement, a rank takes part in the next one when it has work itself, when it is notified, or after
-BEAT_S. So a lost notification costs no more than that, and a rank that died is noticed even without work. Between
-agreements each rank decides alone. What must be the same on all ranks is decided from the agreement alone.
+BEAT_S. So a lost notification costs no more than that, and a rank that died is noticed even without work. One that
+stands still is noticed by its silence (`wakeup`), in whichever collective the others wait for it. Between agreements
+each rank decides alone. What must be the same on all ranks is decided from the agreement alone.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Lockstep:
         self._is_active = True
         self._agreed_at = clock()
         self._wakeup = Wakeup(groups.world, self._hear)
+        groups.world.lookout.look = self._wakeup.check
 
     def tell(self, message: Message) -> None:
         """Send a message with the next agreement, from the leader to its followers or from a follower to its leader.
@@ -157,8 +159,9 @@ class Lockstep:
             raise
 
     def close(self) -> None:
-        """Stop listening to notifications. A second call does nothing."""
-        self._wakeup.close()
+        """Stop listening to the other ranks. A second call does nothing."""
+        self.groups.world.lookout.look = None
+        self._wakeup.close(as_agreed=self.closing)
 
     def _hear(self, number: int) -> None:
         if number == self._number:

@@ -68,6 +68,22 @@ def test_all_learn_what_all_have() -> None:
         assert {status.number for status in agreement.statuses} == {1}
 
 
+def test_collectives_look_for_silent_ranks_and_who_closes_without_the_others_is_missed() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        for lockstep, one in zip(made, groups, strict=True):
+            assert one.world.lookout.look == lockstep._wakeup.check
+        agreed: list[bool] = []
+        for lockstep in made:
+            close = lockstep._wakeup.close
+            lockstep._wakeup.close = lambda *, as_agreed, close=close: (agreed.append(as_agreed), close())  # type: ignore[method-assign]
+        made[0].close()
+        on_ranks(groups, lambda one: meet(made[one.world.rank], is_closing=one.world.rank == 0))
+        made[1].close()
+        assert agreed == [False, True]
+        assert groups[0].world.lookout.look is None
+
+
 def test_orders_reach_the_followers_and_reports_the_leader() -> None:
     groups = groups_of(dp_size=2, tp_size=3)
     with locksteps(groups) as (made, _):

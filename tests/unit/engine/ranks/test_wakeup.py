@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from pdinfer.engine.ranks import wakeup
-from pdinfer.engine.ranks.wakeup import DATAGRAM, SECRET_BYTES, Wakeup
-from pdinfer.parallel.groups import Groups
+from pdinfer.engine.ranks.wakeup import BEAT, DATAGRAM, LEAVES, SECRET_BYTES, Beats, Wakeup
+from pdinfer.errors import RankLost
+from pdinfer.parallel.groups import LOOK_S, Groups
+from pdinfer.process.silence import RANKS
+from pdinfer.testing import VirtualClock
 from tests.forks import FAR_S
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
@@ -38,8 +43,8 @@ def test_a_ring_is_heard_by_all_others() -> None:
     with wakeups(groups_of(dp_size=3)) as (made, heard):
         made[1].notify(2**40)
         assert [heard[rank].get(timeout=TIMEOUT_S) for rank in (0, 2)] == [2**40, 2**40]
-        made[0].notify(-1)
-        assert heard[1].get(timeout=TIMEOUT_S) == -1  # nothing of its own before
+        made[0].notify(3)
+        assert heard[1].get(timeout=TIMEOUT_S) == 3  # nothing of its own before
 
 
 def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
@@ -48,7 +53,7 @@ def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
             assert one.address[0] == "127.0.0.1"
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
                 for host, number in (("127.0.0.2", 1), ("127.0.0.1", 2)):
-                    anybody.sendto(DATAGRAM.pack(bytes(SECRET_BYTES), number), (host, one.address[1]))
+                    anybody.sendto(DATAGRAM.pack(bytes(SECRET_BYTES), number, 0), (host, one.address[1]))
             assert heard[rank].get(timeout=TIMEOUT_S) == 2
 
 
@@ -63,7 +68,7 @@ def test_between_hosts_it_listens_on_the_address_that_the_others_were_told(monke
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x", bytes(8), DATAGRAM.pack(bytes(8), 7), DATAGRAM.pack(b"\xff" * 8, 7), bytes(64)]
+    "data", [b"", b"x", bytes(8), DATAGRAM.pack(bytes(8), 7, 0), DATAGRAM.pack(b"\xff" * 8, 7, 0), bytes(64)]
 )
 def test_what_does_not_carry_the_secret_is_not_heard(data: bytes) -> None:
     with wakeups(groups_of(dp_size=2)) as (made, heard):
@@ -85,10 +90,89 @@ def test_every_rank_has_a_secret_of_its_own() -> None:
         assert len(secrets) == len({*secrets}) == 3
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
             for number, secret in enumerate(secrets):
-                anybody.sendto(DATAGRAM.pack(secret, number), made[1].address)
+                anybody.sendto(DATAGRAM.pack(secret, number, 0), made[1].address)
         made[2].notify(8)
         assert heard[1].get(timeout=TIMEOUT_S) < 3  # its own, and no other
         assert heard[1].get(timeout=TIMEOUT_S) == 8
+
+
+def beats_of(clock: VirtualClock, *heard: int) -> Beats:
+    beats = Beats({1, 2}, clock)
+    for rank in heard:
+        beats.heard(rank, BEAT)
+    return beats
+
+
+def pass_time(beats: Beats, clock: VirtualClock, seconds: float, *, beating: int | None = None) -> None:
+    """Let time pass as the thread lives through it."""
+    for _ in range(round(seconds / RANKS.look_s)):
+        clock.advance(RANKS.look_s)
+        if beating is not None:
+            beats.heard(beating, BEAT)
+        beats.look()
+
+
+def test_a_silent_rank_is_lost_within_three_seconds_and_one_that_beats_is_not() -> None:
+    clock = VirtualClock()
+    beats = beats_of(clock, 1, 2)
+    pass_time(beats, clock, 1.8, beating=2)
+    beats.check()
+    pass_time(beats, clock, 0.6, beating=2)
+    with pytest.raises(RankLost, match=r"rank 1 has been silent for 2\.4 s.*start all ranks anew"):
+        beats.check()
+    assert 2.4 + LOOK_S < 3.0
+    beats.heard(1, 7)  # it was stopped for a while; whatever it says counts
+    beats.look()
+    beats.check()
+
+
+def test_a_rank_that_was_stopped_itself_has_missed_nobody() -> None:
+    clock = VirtualClock()
+    beats = beats_of(clock, 1, 2)
+    clock.advance(60.0)
+    beats.look()
+    beats.check()
+
+
+def test_a_rank_that_was_never_heard_or_has_left_is_not_missed() -> None:
+    clock = VirtualClock()
+    beats = beats_of(clock, 2)
+    beats.heard(2, LEAVES)
+    beats.heard(2, BEAT)  # it was overtaken
+    beats.heard(0, BEAT)  # no other rank
+    beats.heard(99, BEAT)
+    pass_time(beats, clock, 6.0)
+    beats.check()
+
+
+def until_heard(wakeup: Wakeup, rank: int) -> None:
+    end = time.monotonic() + FAR_S
+    while rank not in wakeup._beats._watches:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("as_agreed", [True, False])
+def test_ranks_beat_until_they_leave_and_are_missed_unless_that_was_agreed(as_agreed: bool) -> None:
+    clock = VirtualClock()
+    groups = groups_of(dp_size=2)
+    heard: queue.Queue[int] = queue.Queue()
+    one, other = on_ranks(groups, lambda each: Wakeup(each.world, heard.put, clock=clock))
+    with contextlib.closing(one):
+        with contextlib.closing(other):
+            for _ in range(3):  # one beat at each tick
+                clock.advance(RANKS.look_s)
+                until_heard(one, 1)
+                until_heard(other, 0)
+            other.close(as_agreed=as_agreed)
+        end = time.monotonic() + FAR_S
+        with contextlib.nullcontext() if as_agreed else pytest.raises(RankLost, match="rank 1 has been silent"):
+            while 1 in one._beats._watches:
+                assert time.monotonic() < end
+                clock.advance(0.1)
+                time.sleep(0.005)
+                one.check()
+        assert heard.empty()  # beats wake nobody
 
 
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOBUFS, "no memory")])
