@@ -199,6 +199,18 @@ def test_fp8_in_strips(body: Kernels, rows: int, outs: int, parts: int, flushing
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 150])
+def test_fp8_in_strips_of_many_blocks(body: Kernels, rows: int) -> None:
+    """Nine blocks of 128 inputs and a quarter of one; every block has a one somewhere."""
+    weight, x = whole_fp8(64, 1184, 1), torch.zeros(150, 1184)
+    for row in range(len(x)):
+        x[row, row * 67 % 1184] = 1.0
+    expected = reference.linear_fp8(x.bfloat16(), weight)
+    strips = fp8_in_strips(weight)
+    got = torch.cat([native.linear_fp8_strips(some, strips) for some in x.bfloat16().split(rows)])
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
 @pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
 def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: int, code: int) -> None:
@@ -213,11 +225,17 @@ def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: i
     torch.testing.assert_close(got[:, kept], good[:, kept], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "inner", "width"),
+    [*((counts, 160, 288) for counts in ((17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9)), ((1, 19), 800, 1184)],
+    ids=str,
+)
 @pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
-def test_experts_with_fp8_in_strips(body: Kernels, counts: tuple[int, ...], ue8m0: bool) -> None:
-    gate_up = fp8_weight(len(counts), 160, 288, parts=2, ue8m0=ue8m0)
-    down, x = fp8_weight(len(counts), 288, 160, ue8m0=ue8m0), draw(sum(counts), 288).bfloat16()
+def test_experts_with_fp8_in_strips(
+    body: Kernels, counts: tuple[int, ...], inner: int, width: int, ue8m0: bool
+) -> None:
+    gate_up = fp8_weight(len(counts), inner, width, parts=2, ue8m0=ue8m0)
+    down, x = fp8_weight(len(counts), width, inner, ue8m0=ue8m0), draw(sum(counts), width).bfloat16()
     got = native.grouped_mlp_fp8_strips(x, torch.tensor(counts), fp8_in_strips(gate_up), fp8_in_strips(down))
     exact = reference.grouped_mlp_fp8(x, torch.tensor(counts), gate_up, down).double()
     assert ((got.double() - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1)).all()

@@ -143,6 +143,18 @@ MUTANTS = [
         "kv/test_prefix.py::test_who_wrote_pages_is_another_with_each_start_and_each_rank",
     ),
     Mutant(
+        "pages are kept apart by their writers though all are trusted",
+        "domain_of(writers) if writers and self.by_writer else",
+        "domain_of(writers) if writers else",
+        "kv/test_prefix.py::test_writers_are_told_apart_where_that_is_asked_for",
+    ),
+    Mutant(
+        "a page may have two keys",
+        "if key in self._pages or page in self._nodes or (parent",
+        "if key in self._pages or (parent",
+        "kv/test_prefix.py::test_a_page_has_one_key",
+    ),
+    Mutant(
         "a simulated rank that is stopped as its work ends is waited for in vain",
         "            is_last = self._killed  # what happens behind the release is for the next turn\n"
         "            self._back.release()\n",

@@ -118,4 +118,16 @@ MUTANTS = [
         "bits",
         "test_ranks.py::test_ranks_hold_experts_alike",
     ),
+    Mutant(
+        "of FP8 in strips the blocks behind the fifth are left out",
+        "for (i64 b = 0; b < blocks; b++, strip += DEPTH * STEP)",
+        "for (i64 b = 0; b < MIN(blocks, 5); b++, strip += DEPTH * STEP)",
+        "test_native_bodies.py::test_fp8_in_strips_of_many_blocks",
+    ),
+    Mutant(
+        "blocks behind the fifth have the scales of the fifth",
+        "by[m] = LOWER * scales[h][b] * panels->scales[(first + m) * blocks + b];",
+        "by[m] = LOWER * scales[h][MIN(b, 4)] * panels->scales[(first + m) * blocks + b];",
+        "test_native_bodies.py::test_experts_with_fp8_in_strips",
+    ),
 ]

@@ -93,4 +93,40 @@ MUTANTS = [
         f"{_RUNS}::test_a_slower_engine_takes_longer_from_then_on",
         where="decode.py",
     ),
+    Mutant(
+        "a simulated request that comes back waits behind those that are new",
+        "not (self.attempts or self.num_output)",
+        "False",
+        "planning/simulation/test_order.py::test_requests_wait_for_pages_in_the_order_of_an_engine",
+    ),
+    Mutant(
+        "a simulated stream that was moved waits as a new request",
+        "not (self.attempts or self.num_output)",
+        "not self.attempts",
+        "planning/simulation/test_order.py::test_requests_wait_for_pages_in_the_order_of_an_engine",
+    ),
+    Mutant(
+        "a simulated request that was retracted waits as a new one",
+        "not (self.attempts or self.num_output)",
+        "not self.num_output",
+        "planning/simulation/test_order.py::test_requests_wait_for_pages_in_the_order_of_an_engine",
+    ),
+    Mutant(
+        "simulated requests wait by number alone",
+        "due_at(self.submitted_at, None), self.arrival_number",
+        "0.0, self.arrival_number",
+        "planning/simulation/test_order.py::test_requests_wait_for_pages_in_the_order_of_an_engine",
+    ),
+    Mutant(
+        "a simulated stream waits at prefill behind prompts that are new",
+        "order=(0, not job.num_output, due_at",
+        "order=(0, False, due_at",
+        "planning/simulation/test_order.py::test_prompts_wait_at_prefill_in_the_order_of_an_engine",
+    ),
+    Mutant(
+        "a simulated request keeps the attempts that it had at another decode",
+        "job.submitted_at, job.attempts = now_s, 0",
+        "job.submitted_at = now_s",
+        "planning/simulation/test_order.py::test_a_request_that_moves_to_another_decode_is_new_there",
+    ),
 ]

@@ -15,7 +15,7 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.prefix import PrefixChain, PrefixIndex, digest, domain_of
+from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, digest, domain_of
 from pdinfer.types import PeerAddress
 
 SIZE = 2
@@ -144,6 +144,21 @@ def test_who_wrote_pages_is_another_with_each_start_and_each_rank() -> None:
     assert len({domain_of([each]) for each in (writer, *others)}) == 4
     assert domain_of([writer, others[2]]) == domain_of([others[2], writer, writer])
     assert domain_of([attrs.evolve(writer, endpoints=("tcp://elsewhere:1",))]) == domain_of([writer])
+
+
+def test_writers_are_told_apart_where_that_is_asked_for() -> None:
+    writer = PeerAddress(b"writer", 1, 0)
+    alike, apart = (KeyScheme(layout_id=bytes(32), page_size=SIZE, by_writer=each) for each in (False, True))
+    assert alike.chain(b"", (writer,)).root == alike.chain(b"").root
+    assert apart.chain(b"", (writer,)).root != apart.chain(b"").root == alike.chain(b"").root
+
+
+def test_a_page_has_one_key() -> None:
+    index = PrefixIndex()
+    index.add(b"key", 3, None)
+    for key, page, parent in ((b"key", 4, None), (b"other", 3, None), (b"other", 4, 9)):
+        with pytest.raises(PDInferError, match=f"page {page} cannot be indexed"):
+            index.add(key, page, parent)
 
 
 def test_a_page_of_several_requests_is_owned_once_and_until_the_last_lets_go() -> None:

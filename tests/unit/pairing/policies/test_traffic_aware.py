@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,107 @@ def test_it_chooses_what_its_score_says_whatever_the_order(data: st.DataObject) 
     alone = [sum(term for _, term in choose([p], [d], **more).score) for p in prefills for d in decodes]
     slack = policy.traffic_aware.prefill_slack_s + policy.traffic_aware.decode_slack_s
     assert sum(term for _, term in choice.score) <= min(alone) + slack + 1e-9
+
+
+def prefill_terms(sizes: Sequence[int], queued: int, lacks: int, cost: PrefillCost) -> list[float]:
+    """Return prefill_s, work_s and delay_s as the docstring has them. Prompts of as many bits as this one count as
+    shorter and as longer by halves."""
+    own_s, pace_s, bits = cost.seconds(lacks), cost.token_s + cost.step_s / cost.chunk_tokens, lacks.bit_length()
+    if not sizes:
+        return [queued * pace_s + own_s, own_s, 0.0]
+    alike = [size for size in sizes if size.bit_length() == bits]
+    shorter = sum(size for size in sizes if size.bit_length() < bits) + sum(alike) // 2
+    longer = sum(size.bit_length() > bits for size in sizes) + len(alike) / 2
+    return [min(2 * shorter + lacks, sum(sizes)) * pace_s + own_s, own_s, longer * own_s]
+
+
+def decode_terms(load: DecodeLoad, num_tokens: int, lacks: int) -> list[float]:
+    """Return line_s, step_s and pool_s."""
+    there, most = load.num_running_requests + load.num_granted_requests, load.max_running_requests
+    has_pages = lacks <= (load.num_free_pages + load.num_cached_pages) * load.page_size
+    has_place = not load.num_waiting_requests and (there < most or not most)
+    context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
+    together = there + load.num_waiting_requests + 1
+    return [
+        0.0 if has_pages and has_place else 5.0 * (load.num_waiting_requests + 1),
+        load.cost.seconds(min(together, most) if most else together, context),
+        0.02 * context / (load.num_total_pages * load.page_size),
+    ]
+
+
+def check_terms(rng: random.Random) -> None:
+    prompt, output = 64 * rng.randint(1, 60), 64 * rng.randint(0, 20)
+    num_tokens, sizes = prompt + output, [rng.randint(1, 8000) for _ in range(rng.randint(0, 8))]
+    known = 64 * rng.randint(0, num_tokens // 64), 64 * rng.randint(0, num_tokens // 64)
+    one = attrs.evolve(prefill(0, *sizes), num_queued_tokens=sum(sizes) or rng.randint(0, 9000))
+    waiting, running, granted = rng.choice([0, 0, 0, 3]), rng.randint(0, 6), rng.randint(0, 2)
+    other = decode(
+        1,
+        running,
+        num_free_pages=rng.randint(0, 20),
+        num_cached_pages=rng.randint(0, 10),
+        num_waiting_requests=waiting,
+        num_waiting_tokens=700 * waiting,
+        num_granted_requests=granted,
+        max_running_requests=rng.choice([0, 5, 8]),
+    )
+    link = Link(prefill=one.address, decode=other.address, bytes_per_s=1e9, backlog_bytes=rng.randint(0, 10**9))
+    shape = RequestShape(
+        ordinal=0,
+        num_prompt_tokens=prompt,
+        num_output_tokens=output,
+        max_new_tokens=9,
+        links=(link,),
+        found_tokens={one.address: known[0], other.address: known[1]},
+    )
+    choice = policy.traffic_aware(shape, [one], [other])
+    assert choice is not None
+    lacks = num_tokens - known[1]
+    expected = [
+        *prefill_terms(sizes, one.num_queued_tokens, max(1, num_tokens - known[0]), FAST),
+        (link.backlog_bytes + 0.1 * lacks * other.token_bytes) / link.bytes_per_s,
+        *decode_terms(other, num_tokens, lacks),
+    ]
+    assert dict(choice.score) == pytest.approx(dict(zip(TERMS, expected, strict=True)))
+
+
+def test_every_term_is_what_is_said_of_it() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        check_terms(rng)
+
+
+def test_ports_that_are_about_as_fast_count_as_their_mean_and_slower_ones_as_themselves() -> None:
+    faster = attrs.evolve(FAST, step_s=0.01, token_s=FAST.token_s * 1.2, chunk_tokens=2000)
+    mean = PrefillCost(step_s=0.02, token_s=FAST.token_s * 1.1, chunk_tokens=8192)
+    quick = DecodeCost(step_s=0.019, sequence_s=3e-4, token_s=4e-8)
+    average = DecodeCost(step_s=0.0195, sequence_s=2e-4, token_s=3e-8)
+    prefills, decodes = [prefill(0), prefill(1, cost=faster)], [decode(0, 10), decode(1, 10, cost=quick)]
+    slow = prefill(2, cost=SLOW), decode(2, 10, cost=attrs.evolve(STEADY, step_s=0.08))
+    for some, others in ((prefills, decodes), ([*prefills, slow[0]], [*decodes, slow[1]])):
+        score = dict(choose(some, others).score)
+        assert score["prefill_s"] == pytest.approx(mean.seconds(4000))
+        assert score["step_s"] == pytest.approx(average.seconds(11, 14_000))
+    near = attrs.evolve(slow[0], queued=QueuedSizes(), num_queued_tokens=0)
+    links = tuple(Link(prefill=near.address, decode=address(rank)) for rank in range(3))
+    assert dict(choose([*prefills, near], decodes, links=links).score)["prefill_s"] == pytest.approx(SLOW.seconds(4000))
+
+
+def test_whether_a_decode_is_as_fast_is_judged_by_the_batches_that_they_run() -> None:
+    """At 100 sequences of 1000 tokens one takes 1.4 times as long as the other, and alone twice as long."""
+    heavy = DecodeCost(step_s=0.02, sequence_s=1e-4, token_s=1e-7)
+    flat = DecodeCost(step_s=0.056, sequence_s=0.0, token_s=0.0)
+    score = dict(choose([prefill(0)], [decode(0, 100, cost=heavy), decode(1, 100, cost=flat)]).score)
+    assert score["step_s"] == pytest.approx(0.038 + 101 * 5e-5 + 104_000 * 5e-8)
+    only = DecodeCost(step_s=0.0, sequence_s=1e-3, token_s=0.0)
+    lone = [decode(0, cost=only), decode(1, cost=attrs.evolve(only, sequence_s=1.4e-3))]
+    assert dict(choose([prefill(0)], lone).score)["step_s"] == pytest.approx(1.2e-3)
+
+
+def test_equal_pairs_have_all_their_turns() -> None:
+    prefills, decodes = [prefill(rank) for rank in range(2)], [decode(rank) for rank in range(2)]
+    chosen = [choose(prefills, decodes, ordinal=ordinal) for ordinal in range(4)]
+    assert len({(choice.prefill, choice.decode) for choice in chosen}) == 4
 
 
 def test_differences_that_nobody_notices_are_ties() -> None:
