@@ -125,8 +125,8 @@ MUTANTS = [
     ),
     Mutant(
         "a simulated request keeps the attempts that it had at another decode",
-        "job.submitted_at, job.attempts = now_s, 0",
-        "job.submitted_at = now_s",
+        "job.submitted_at, job.attempts, job.num_taken_over = now_s, 0, 0",
+        "job.submitted_at, job.num_taken_over = now_s, 0",
         "planning/simulation/test_order.py::test_a_request_that_moves_to_another_decode_is_new_there",
     ),
 ]
