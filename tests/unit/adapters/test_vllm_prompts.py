@@ -77,8 +77,8 @@ def test_what_vllm_is_not_told_is_refused_by_name(request_: pd.Request, says: st
 
 
 def test_what_vllm_need_not_be_told_is_no_reason_to_refuse() -> None:
-    sampling = LaterParams(logprobs=0)
-    body(LaterRequest(prompt=(1,), sampling=sampling, request_id="r", priority=3, deadline_s=1.0, stop=((5,),)))
+    settled = {"request_id": "r", "priority": 3, "deadline_s": 1.0, "stop": ((5,),), "alone": True}
+    body(LaterRequest(prompt=(1,), sampling=LaterParams(logprobs=0), **settled))
 
 
 class Backend(BaseHTTPRequestHandler):

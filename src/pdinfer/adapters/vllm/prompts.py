@@ -31,8 +31,9 @@ MAX_LINE_BYTES = 1 << 20
 MAX_BIAS = 100.0
 _SEED_MASK = (1 << 63) - 1
 
-SETTLED_HERE = frozenset({"request_id", "sampling", "priority", "deadline_s", "stop"})
-"""Fields of a Request that vLLM need not be told: the Pairing names, orders and ends requests."""
+SETTLED_HERE = frozenset({"request_id", "sampling", "priority", "deadline_s", "stop", "alone"})
+"""Fields of a Request that vLLM need not be told: the Pairing names, orders and ends requests. vLLM shares its steps as
+it likes, so one that should run alone may not (docs/decisions/0056)."""
 SAID = frozenset(
     {"prompt", "output", "cache_salt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"}
     | {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
