@@ -208,7 +208,7 @@ def test_a_prefill_that_nobody_finds_ends_the_request_by_its_policy(
 def test_a_prompt_that_vllm_must_compute_itself_is_not_loaded(
     pair: Pairs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode = pair()
+    prefill, decode = pair({"hold_s": 0.0, "lease_s": 0.0})
     monkeypatch.setattr(FakeRequest, "skip_reading_prefix_cache", True, raising=False)
     ours, theirs = submit(prefill, decode, prompt_of(40))
     run([prefill, decode], lambda: ours.is_over and theirs.is_over and prefill.is_at_rest and decode.is_at_rest)
