@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kv",),
         ("config",),
         ("parallel", "kernels"),
-        ("files", "trace", "inbox", "stats"),
+        ("files", "trace", "inbox", "stats", "identity"),
         ("checks", "types"),
         ("process", "bounds", "stop", "tokens"),
         ("values",),
@@ -110,7 +110,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("attention",),
         ("mla",),
         ("dsa", "step", "decode_rows"),
-        ("batch", "cache", "destinations"),
+        ("batch", "cache", "destinations", "agreement"),
     ),
     "moe": (
         ("migration",),
@@ -145,7 +145,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv.channel": (
         ("channel",),
         ("links", "sender", "receiver"),
-        ("book",),
+        ("book", "comparing"),
         ("peer", "rooms", "offers"),
         ("wire", "snapshot", "complaints"),
     ),
@@ -201,7 +201,21 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 GROUND = frozenset(
-    {"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "stop", "tokens", "trace", "types", "values"}
+    {
+        "__init__",
+        "bounds",
+        "checks",
+        "errors",
+        "files",
+        "identity",
+        "inbox",
+        "stats",
+        "stop",
+        "tokens",
+        "trace",
+        "types",
+        "values",
+    }
 )
 """The flat modules that any room may use, so that no charter names them."""
 

@@ -26,6 +26,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     trace         A profile on demand shows what the steps of an engine spend their time on.
     inbox         Any thread puts items into a box, and the one that steps takes them out.
     stats         Engines, channels and Pairings tell their loads and counts by value.
+    identity      The weights of an engine are told from others, and the tensors that differ are found.
     checks        Public names share these checks of ranges, sizes and kinds of arguments.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.

@@ -64,6 +64,11 @@ def logits(
     return found
 
 
+def identities(folders: Sequence[str], sizes: dict[str, int]) -> list[str]:
+    """Of the weights in each folder."""
+    return [load(folder, sizes).weights_id.hex() for folder in folders]
+
+
 def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
     """Every rank loads another folder."""
     load(folders[int(os.environ["RANK"])], sizes)

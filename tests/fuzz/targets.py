@@ -19,6 +19,7 @@ from pdinfer.config import ModelConfig
 from pdinfer.config.hf import check_generation, eos_ids
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
+from pdinfer.identity import TensorDigest
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import Spans
@@ -147,6 +148,8 @@ def _wire_seeds() -> tuple[bytes, ...]:
             wire.Hello(address, layout),
             wire.Welcome(address, layout),
             wire.Reject(TransferError("no"), (("page_size", "1", "2"),)),
+            wire.Compare("0", (b"d" * 16,) * 16),
+            wire.Compare("0f", (), (TensorDigest("a", "float32 [2]", b"d" * 16),)),
             wire.Hello(address, with_heads),
             wire.Data(b"r" * 16, range(3), range(8)),
             wire.Data(b"r" * 16, range(3), range(8), range(2)),

@@ -10,6 +10,7 @@ import msgspec
 
 from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferError
+from pdinfer.identity import TensorDigest
 from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.prefix import KeyScheme
@@ -222,14 +223,19 @@ FAILED = TokenEvent(request_id="b", token=None, index=0, finish_reason=FinishRea
 DIFFERENCES = (("page_size", "64", "32"),)
 
 CHANNEL: dict[str, wire.Message] = {
-    "open": wire.Open((2, 0), bytes(range(16)), keyed=True),
+    "open": wire.Open((3, 0), bytes(range(16)), keyed=True),
     "hello": wire.Hello(PREFILL, LAYOUT, ("feature",)),
     "welcome": wire.Welcome(DECODE, LAYOUT),
     "reject": wire.Reject(LayoutMismatch("they differ"), DIFFERENCES, again=True),
     "reject a second link": wire.Reject(
         TransferError("there is one"), again=True, refuser=attrs.evolve(DECODE, endpoints=())
     ),
-    "hello with heads": wire.Hello(PREFILL, HEADS, (wire.HEADS,)),
+    "hello with heads": wire.Hello(PREFILL, HEADS),
+    "hello with every id": wire.Hello(
+        PREFILL, attrs.evolve(LAYOUT, mtp_weights_id=b"d" * 32, sampled_weights_id=b"s" * 32)
+    ),
+    "compare": wire.Compare("", tuple(bytes([digit]) * 16 for digit in range(16))),
+    "compare tensors": wire.Compare("0f", (), (TensorDigest("model.norm.weight", "bfloat16 [64]", b"d" * 16),)),
     "data": wire.Data(ROOM, range(2, 5), range(64, 200)),
     "data of heads": wire.Data(ROOM, range(2, 5), range(64, 200), range(4, 6)),
     "finish": wire.Finish(LANDED),

@@ -111,12 +111,6 @@ MUTANTS = [
         "test_receiver.py::test_a_writer_that_is_silent_as_well_is_not_waited_for_as_long",
     ),
     Mutant(
-        "a peer of an older version is sent a frame that it does not know",
-        "if peer.version < wire.OFFERS_SINCE:",
-        "if False:",
-        f"{OFFERS}test_a_peer_of_a_version_without_offers_is_sent_none",
-    ),
-    Mutant(
         "who refuses a second link does not say who it is",
         "refuser=self._book.us if is_occupied else None",
         "refuser=None",

@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tied head that differs is taken",
-        "        check_tied(self.stored, self.target.config, model)\n",
+        "        check_tied(self.stored, target.config, model)\n",
         "",
         "test_load.py",
     ),

@@ -39,12 +39,6 @@ MUTANTS = [
         'may_differ: set[str] = {"page_size"}',
         CHANNEL + "test_packed_pages_need_the_same_pages_at_both_ends",
     ),
-    Mutant(
-        "a peer that knows no heads is welcome where there are heads",
-        "peer.version < wire.HEADS_SINCE",
-        "False",
-        CHANNEL + "test_a_peer_that_knows_no_heads_is_refused_by_name",
-    ),
     # -- inside vLLM
     Mutant(
         "a packed block leaves before it is full, and not again",

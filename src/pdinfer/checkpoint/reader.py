@@ -1,5 +1,9 @@
 """The tensors of a model folder by name, read from safetensors files without trusting them and without knowing models.
 
+Every read leaves digests of the blocks that it has read something of. So ranks that read different rows of a tensor
+have those of the whole together, and where two have read one block, they notice that their files differ. A block is
+digested while it is in the core's cache, by xxh3_128, which is faster than memory.
+
 Everything a header says is checked against the size of the file before anything is allocated. Reading copies with
 `preadv` instead of mapping, so that a file which is cut short later is an error and not a SIGBUS. Other formats are
 refused by name and never opened. Format: https://huggingface.co/docs/safetensors, "Format".
@@ -16,7 +20,10 @@ from types import MappingProxyType, TracebackType
 from typing import NoReturn
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 
 from pdinfer.checkpoint.header import MAX_TENSORS, HeaderSource, TensorInfo, header_bytes, parse_header
 from pdinfer.checks import clip
@@ -27,8 +34,11 @@ __all__ = ["Checkpoint", "Prefixes", "TensorInfo", "renamed"]
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_FILES = 4096
-READ_BYTES = 1 << 30
 SAMPLE_BYTES = 1024
+BLOCK_BYTES = 1 << 20
+ABSENT = -1
+"""Stands for the digest of a block that was not read."""
+_BITS_63 = (1 << 63) - 1
 SHOWN_NAMES = 10
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -37,6 +47,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 REFUSED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
 
 Prefixes = tuple[tuple[str, str], ...]
+Words = npt.NDArray[np.int64]
+"""The digests of a tensor's blocks, [blocks, 2]: 126 bits each, as two numbers that are not negative."""
 
 
 def renamed(name: str, prefixes: Prefixes) -> str:
@@ -53,7 +65,8 @@ class Checkpoint:
 
     A context manager: `close` closes the files. `unlisted` are the names of tensors that the index does not name; they
     are checked like the others and never read. `prefixes` are pairs of what names begin with in the files and here.
-    `trusted_roots` are folders besides this one in which links may end.
+    `trusted_roots` are folders besides this one in which links may end. `blocks` holds, by name, the digests of what
+    `read` has read so far.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class Checkpoint:
         self.unlisted = tuple(unlisted)
         self.prefixes = prefixes
         self.trusted_roots = tuple(trusted_roots)
+        self.blocks: dict[str, Words] = {}
         self._descriptors = descriptors
 
     @classmethod
@@ -118,8 +132,8 @@ class Checkpoint:
         return cls(path.parent, descriptors, tensors)
 
     def read(self, info: TensorInfo, rows: range | None = None) -> torch.Tensor:
-        """Return a fresh CPU tensor with the bytes of `info`, or of these rows of its first axis; no others are read.
-        Raises CheckpointError where the file has become shorter."""
+        """Return a fresh CPU tensor with the bytes of `info`, or of these rows of its first axis. Of others no more is
+        read than what is in a block with these. Raises CheckpointError where the file has become shorter."""
         path = self.folder / info.file
         descriptor = self._descriptor(info)
         if os.fstat(descriptor).st_size < info.offset + info.num_bytes:
@@ -128,8 +142,25 @@ class Checkpoint:
         if rows is not None:
             shape, first = (len(rows), *info.shape[1:]), rows.start * (info.num_bytes // info.shape[0])
         buffer = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8, device="cpu")
-        _read_into(descriptor, buffer.numpy().data, info, path, first)
+        self._read_blocks(info, buffer.numpy().data, first)
         return buffer.view(info.dtype).view(shape)
+
+    def _read_blocks(self, info: TensorInfo, buffer: memoryview, first: int) -> None:
+        """Fill `buffer` with the bytes of a tensor from its byte `first`, and digest the blocks that these are in."""
+        blocks = self.blocks.setdefault(info.name, np.full((num_blocks(info), 2), ABSENT, np.int64))
+        path, descriptor = self.folder / info.file, self._descriptor(info)
+        indexes = range(first // BLOCK_BYTES, -(-(first + len(buffer)) // BLOCK_BYTES))
+        digests = []
+        for index in indexes:
+            start, stop = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, info.num_bytes)
+            part = buffer[max(0, start - first) : stop - first]
+            block = part if len(part) == stop - start else memoryview(bytearray(stop - start))
+            _read_into(descriptor, block, info, path, start)
+            digests.append(xxhash.xxh3_128_digest(block))
+            if block is not part:
+                part[:] = block[max(0, first - start) :][: len(part)]
+        words = np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2)
+        blocks[indexes.start : indexes.stop] = words & _BITS_63
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[TensorInfo]:
         """Return those tensors in the order they lie on disk. Raises CheckpointError with the names that are not
@@ -141,11 +172,8 @@ class Checkpoint:
         return iter(sorted((self.tensors[name] for name in wanted), key=lambda info: (info.file, info.offset)))
 
     def sample_digest(self) -> bytes:
-        """Return 32 bytes that tell one set of weights from another: SHA-256 of names, dtypes, shapes and first
-        kilobytes.
-
-        This is a cheap identity, not a proof: weights that differ only later in their tensors have the same digest.
-        """
+        """Return 32 bytes that tell one set of weights from another without reading it: SHA-256 of names, dtypes,
+        shapes and first kilobytes. Weights that differ only later in their tensors have the same digest."""
         digest = hashlib.sha256(b"pdinfer weights 1\n")
         for name, info in sorted(self.tensors.items()):
             sample = bytearray(min(info.num_bytes, SAMPLE_BYTES))
@@ -172,6 +200,11 @@ class Checkpoint:
                 f"cannot read {clip(info.name)}: {self.folder / info.file} is closed or not part of it"
             )
         return self._descriptors[info.file]
+
+
+def num_blocks(info: TensorInfo) -> int:
+    """Return the number of blocks of a tensor. The last one may be shorter than BLOCK_BYTES."""
+    return -(-info.num_bytes // BLOCK_BYTES)
 
 
 def _close_all(descriptors: dict[str, int]) -> None:
@@ -279,7 +312,7 @@ def _read_into(descriptor: int, buffer: memoryview, info: TensorInfo, path: Path
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(descriptor, [buffer[done : done + READ_BYTES]], info.offset + first + done)
+            count = os.preadv(descriptor, [buffer[done:]], info.offset + first + done)
         except OSError as failure:
             raise CheckpointError(f"cannot read tensor {clip(info.name)} of {path}: {failure.strerror}") from None
         if count == 0:

@@ -182,7 +182,7 @@ class StoredWeights:
 
     def read(self, name: str, shard: Shard = WHOLE) -> Stored:
         """Return the matrix, or any other tensor, `name` as it is stored, or a part of it, on the CPU. Rows outside the
-        part are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
+        part and its blocks are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
         if shard.size > 1 and shard.axis:
             return columns_of(self._rows(name, WHOLE), shard)
         return self._rows(name, shard)

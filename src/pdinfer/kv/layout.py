@@ -30,6 +30,9 @@ from pdinfer.values import brief
 MTP_PREFIX = "mtp."
 """The prefix of the names of an MTP layer's components."""
 
+WEIGHTS_IDS = ("weights_id", "mtp_weights_id", "sampled_weights_id")
+"""The fields of a layout that tell weights apart."""
+
 Spans = list[tuple[int, int]]
 """(offset, length) pieces of a pool's bytes, in the order in which their contents are sent."""
 
@@ -85,8 +88,11 @@ class KVComponent:
 class KVLayout:
     """The meaning of every byte in a pool.
 
-    `model_id` and `weights_id` tie a cached latent to the model that made it: latents of other weights have the same
-    shape and mean nothing. Layers are global ids, so ends that hold different slices still agree.
+    `model_id` and the ids of weights tie a cached latent to the model that made it: latents of other weights have the
+    same shape and mean nothing. `weights_id` is a digest of all weights of the main model, and `mtp_weights_id` of
+    those of an MTP layer, which are compared where both ends have them. An end that has not read its weights leaves
+    `weights_id` empty and has `sampled_weights_id`, which depends on little of each tensor. That is compared with
+    such an end alone. Layers are global ids, so ends that hold different slices still agree.
     """
 
     __repr__ = brief
@@ -95,6 +101,8 @@ class KVLayout:
     weights_id: Digest
     page_size: PageSize
     components: Annotated[tuple[KVComponent, ...], SOME]
+    mtp_weights_id: Digest | UnsetType = UNSET
+    sampled_weights_id: Digest | UnsetType = UNSET
 
     def __attrs_post_init__(self) -> None:
         """Raise ValueError unless all components have the same heads, packed or not, or none has heads."""
@@ -285,16 +293,27 @@ class KVLayout:
             ours["heads"], theirs["heads"] = _text(self.shape.heads), _text(other.heads or range(0))
         else:
             may_differ = {"page_size", *(f"components.{part.name}.order" for part in self.components)}
+        may_differ |= self._ids_not_compared(other)
         pairs = [(name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in {**ours, **theirs}]
         fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] not in may_differ)
         if fields:
             raise LayoutMismatch.of(fields)
         return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
 
+    def _ids_not_compared(self, other: KVLayout) -> set[str]:
+        """Return which ids of weights say nothing of whether two ends have the same."""
+        is_sampled = UNSET not in (self.sampled_weights_id, other.sampled_weights_id)
+        if is_sampled and not (self.weights_id and other.weights_id):
+            return {"weights_id", "mtp_weights_id"}
+        has_both = UNSET not in (self.mtp_weights_id, other.mtp_weights_id)
+        return {"sampled_weights_id"} if has_both else {"sampled_weights_id", "mtp_weights_id"}
+
     def _described(self) -> Iterator[tuple[str, str]]:
         """Yield every field but the heads of this rank as (name, text), for comparing and hashing."""
-        yield "model_id", self.model_id.hex()[:16]
-        yield "weights_id", self.weights_id.hex()[:16]
+        yield "model_id", self.model_id.hex()
+        for name in WEIGHTS_IDS:
+            if (value := getattr(self, name)) is not UNSET:
+                yield name, value.hex()
         yield "page_size", str(self.page_size)
         yield "components", ",".join(component.name for component in self.components)  # their order is the payload's
         for component in self.components:  # the most telling first: a long message may be cut

@@ -20,6 +20,7 @@ from weakref import WeakMethod
 from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
+from pdinfer.identity import NO_TENSORS, TensorDigests
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, count_known
@@ -38,7 +39,8 @@ class PageState(enum.Enum):
 
 
 class CacheShape(Protocol):
-    """What a pool asks of a model: the meaning of a page, and memory for pages."""
+    """What a pool asks of a model: the meaning of a page, and memory for pages. One whose weights were read also has
+    their `tensors`."""
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout: ...
 
@@ -79,6 +81,7 @@ class PagePool(OfOneProcess):
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:
         config = config or CacheConfig()
         self.layout = model.kv_layout(config)
+        self.tensors: TensorDigests = getattr(model, "tensors", NO_TENSORS)
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
         self.memory = model.allocate_pages(self.layout, self.memory_pages, config.memory)
         self.prefix_cache = config.prefix_cache

@@ -13,6 +13,7 @@
     cache.py          the components of a cache layout, plain and packed
     load.py           from a checkpoint to a model: the request is checked, and the ranks meet
     load_plan.py      which tensors are read, and what they become
+    agreement.py      digests of the weights that the ranks have read
     destinations.py   where each tensor goes
     unread.py         tensors that the model does not read: expected ones by name, all others refused
 

@@ -103,17 +103,16 @@ def load_model(
         )
         plan.check()
         model, destinations = plan.allocate()
-        plan.read(model, destinations, progress)
-    return model
+        return plan.read(model, destinations, progress, met.sampled_id)
 
 
 @attrs.frozen
 class _Met:
-    """What ranks agree on: their groups, the checkpoint, and how all of them hold weights: the schemes that are kept,
-    and the formats that lie in strips."""
+    """What ranks agree on: their groups, what the checkpoint seems to be, and how all of them hold weights: the schemes
+    that are kept, and the formats that lie in strips."""
 
     groups: Groups
-    weights_id: bytes
+    sampled_id: bytes
     kept: frozenset[Scheme]
     strips: frozenset[type]
 
@@ -139,7 +138,6 @@ def _builder(
         topology=target.topology,
         groups=met.groups,
         experts=parallel,
-        weights_id=met.weights_id,
         mtp=mtp,
         mtp_copies=_own_copies(files, config) if mtp else (),
     )
@@ -160,13 +158,13 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
 
 
 def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type]) -> _Met:
-    """Return what ranks agree on, once all have opened the same checkpoint; `kept` and `strips` say what this one would
-    do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened
-    others."""
+    """Return what ranks agree on, once all have opened what looks like one checkpoint; `kept` and `strips` say what
+    this one would do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when
+    they have opened others."""
     choices: tuple[Scheme | type, ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
     bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
-    groups, weights_id = target.topology.connect(target.device), files.sample_digest()
-    ours = torch.frombuffer(bytearray(weights_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
+    groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
+    ours = torch.frombuffer(bytearray(sampled_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
     theirs = groups.world.all_gather(ours)
     others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
     if others:
@@ -176,7 +174,7 @@ def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: fro
         )
     of_all = reduce(and_, theirs[:, -1].tolist())
     held = {choice for at, choice in enumerate(choices) if of_all >> at & 1}
-    return _Met(groups, weights_id, kept & held, strips & held)
+    return _Met(groups, sampled_id, kept & held, strips & held)
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

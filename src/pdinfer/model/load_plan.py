@@ -31,6 +31,7 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.layers import WeightSource
+from pdinfer.model.agreement import agreed_identity
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, Place
 from pdinfer.model.model import Model
 from pdinfer.model.unread import check_tied, refuse_unread
@@ -111,12 +112,17 @@ class LoadPlan:
     def _destinations(self, device: torch.device) -> Destinations:
         return Destinations(device, self.target.dtype, self.stored, self.kept, self.strips)
 
-    def read(self, model: Model, destinations: Destinations, progress: Progress | None) -> None:
-        """Read every tensor into its places. A collective: ranks wait for each other at the end."""
-        ranks = InTouch(model.groups.world, self.target.device)
+    def read(self, model: Model, destinations: Destinations, progress: Progress | None, sampled_id: bytes) -> Model:
+        """Read every tensor into its places. Return the model, which knows what was read. A collective: ranks wait for
+        each other at the end."""
+        world, target = model.groups.world, self.target
+        ranks = InTouch(world, target.device)
         read_all(self.stored, destinations, progress, ranks)
-        check_tied(self.stored, self.target.config, model)
+        check_tied(self.stored, target.config, model)
         ranks.done()
+        names = {part for name in destinations.places for part in self.stored.parts(name)}
+        identity = agreed_identity(self.stored.files, names, world, target.device, target.config, sampled_id)
+        return attrs.evolve(model, identity=identity)
 
     def _check_names(self) -> None:
         expected, files = self.listed.places, self.stored.files

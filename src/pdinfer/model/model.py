@@ -13,9 +13,10 @@ from torch import Tensor
 from pdinfer.checks import check_fits, typed
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.identity import TensorDigests, WeightsIdentity
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
-from pdinfer.kv.layout import MTP_PREFIX, KVLayout
+from pdinfer.kv.layout import MTP_PREFIX, WEIGHTS_IDS, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.model.attention import attention_of
@@ -59,7 +60,7 @@ class Model:
     norm: RMSNorm
     lm_head_VD: Tensor
     rotary: Rotary
-    weights_id: bytes
+    identity: WeightsIdentity
     mtp: MTP | None = None
 
     def __repr__(self) -> str:
@@ -110,9 +111,19 @@ class Model:
             norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
             lm_head_VD=lm_head_VD,
             rotary=tied.rotary,
-            weights_id=weights_id,
+            identity=WeightsIdentity(weights_id=weights_id),
             mtp=MTP.build(source, config, ops, parallel, groups, tied, mtp_copies) if mtp else None,
         )
+
+    @property
+    def weights_id(self) -> bytes:
+        """A digest of all weights of the main model."""
+        return self.identity.weights_id
+
+    @property
+    def tensors(self) -> TensorDigests:
+        """The digests of the tensors that were read, none where no files were."""
+        return self.identity.tensors
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -210,7 +221,8 @@ class Model:
                 f"a pool with page_size {asked[0]} and {asked[1]} latents was asked for, and the model's ops were "
                 f"chosen for page_size {spec.page_size} and {spec.kv_format}: load it with the `cache` of its pools"
             )
-        return attrs.evolve(layout, weights_id=self.weights_id)
+        ids = {name: getattr(self.identity, name) for name in WEIGHTS_IDS}
+        return attrs.evolve(layout, **ids)
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
         """Allocate zeroed memory for `num_pages` pages on this model's device. Raises ConfigError when it cannot

@@ -106,6 +106,13 @@ class Group(OfOneProcess):
                 self.lookout.wait(dist.all_reduce(x, group=self.process_group, async_op=self.lookout.watches(x)))
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Take the largest number over ranks, in place."""
+        if self.process_group is not None:
+            with _calling(self, "largest", x):
+                dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.process_group)
+        return x
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather [n, ...] of every rank, in rank order -> [size * n, ...]."""
         if self.process_group is None:

@@ -21,8 +21,11 @@ from pdinfer.adapters.vllm.connector import Hooks
 from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
+from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kv.layout import Fit
 from pdinfer.kv.transports.base import Transfer
+from pdinfer.model.load import load_model
 from tests.each_time import others_in_full
 from tests.forks import FAR_S
 from tests.unit.adapters.fake_vllm import (
@@ -404,12 +407,12 @@ def test_a_key_is_read_from_a_file_and_must_be_the_same(
 
 
 @pytest.mark.parametrize(
-    ("what", "more"), [("dtype", {"dtype": torch.bfloat16}), ("weights_id", {"model": "examples/other"})]
+    ("what", "more"), [("dtype", {"dtype": torch.bfloat16}), ("sampled_weights_id", {"model": "examples/other"})]
 )
 def test_other_weights_and_dtypes_are_refused_by_name(
     pair: Pairs, what: str, more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if what == "weights_id":
+    if what == "sampled_weights_id":
         more = {"model": str(other_weights(tmp_path))}
     prefill, decode = pair(decode={**more, "policy": "fail"})
     _, theirs = submit(prefill, decode, prompt_of(20))
@@ -418,14 +421,29 @@ def test_other_weights_and_dtypes_are_refused_by_name(
     assert what in caplog.text
 
 
-def other_weights(folder: Path) -> Path:
-    """Copy examples/tiny with one other byte in its first tensor."""
+def test_weights_that_begin_alike_are_not_told_apart_and_the_log_says_so(
+    pair: Pairs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.pdinfer"):
+        prefill, decode = pair(decode={"model": str(other_weights(tmp_path, byte=1024))})
+    hand_over(prefill, decode, [prompt_of(20)])
+    said = f"compare the first 1024 bytes of each tensor in {tmp_path}: weights that differ further behind are not told"
+    assert said in caplog.text
+    layout = prefill.channel.pool.layout
+    assert layout.weights_id == b""
+    read = load_model("examples/tiny", dtype=torch.float32).kv_layout(CacheConfig(page_size=16))
+    assert read.compatible_with(layout) is layout.compatible_with(read) is Fit.IDENTICAL
+    assert read.weights_id
+
+
+def other_weights(folder: Path, *, byte: int = 1) -> Path:
+    """Copy examples/tiny with another byte in its first tensor."""
     for file in Path("examples/tiny").iterdir():
         if file.is_file():
             (folder / file.name).write_bytes(file.read_bytes())
     weights = next(folder.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
-    data[8 + int.from_bytes(data[:8], "little") + 1] ^= 0x01
+    data[8 + int.from_bytes(data[:8], "little") + byte] ^= 0x01
     weights.write_bytes(data)
     return folder
 

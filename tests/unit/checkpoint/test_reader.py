@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pdinfer.checkpoint import reader
 from pdinfer.checkpoint.header import DTYPES
 from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
 from pdinfer.errors import CheckpointError
@@ -114,6 +115,31 @@ def test_symbolic_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
     link.symlink_to(tmp_path)
     with Checkpoint.open(link) as checkpoint:
         assert checkpoint.read(checkpoint.tensors["a"]).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("num_bytes", [1, 999, 1000, 1001, 2999, 3000])
+def test_every_byte_of_a_tensor_is_in_a_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 1000)
+
+    def blocks(value: torch.Tensor, rows: range | None = None) -> list[list[int]]:
+        save_file({"a": value}, tmp_path / "model.safetensors")
+        with Checkpoint.open(tmp_path) as checkpoint:
+            read = checkpoint.read(checkpoint.tensors["a"], rows)
+            assert torch.equal(read, value if rows is None else value[rows.start : rows.stop])
+            return checkpoint.blocks["a"].tolist()
+
+    value = (torch.arange(num_bytes) % 251).to(torch.uint8)
+    whole = blocks(value)
+    assert len(whole) == -(-num_bytes // 1000)
+    for byte in {0, num_bytes // 2, num_bytes - 1}:
+        changed = value.clone()
+        changed[byte] += 1
+        different = [at for at, pair in enumerate(zip(whole, blocks(changed), strict=True)) if pair[0] != pair[1]]
+        assert different == [byte // 1000]
+        absent = [reader.ABSENT] * 2
+        one = [absent] * len(whole)
+        one[byte // 1000] = whole[byte // 1000]
+        assert blocks(value, range(byte, byte + 1)) == one, "the block that a row is in, and no other"
 
 
 def test_sample_digest_tells_weights_apart(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from pdinfer.checkpoint import reader
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
@@ -118,8 +119,9 @@ def test_products_of_columns_add_up_to_the_whole(made: Path, scheme: str, *, sto
     assert_same(total, whole, x_TI)
 
 
-def test_of_rows_no_others_are_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_rows_no_others_are_read_but_those_in_their_blocks(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, preadv = [], os.preadv
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 64 * SHAPE[1] * 4)
 
     def counting(*arguments: object) -> int:
         read.append(preadv(*arguments))  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ def test_of_rows_no_others_are_read(made: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(os, "preadv", counting)
         for rows in (range(64, 192), range(0), range(255, 256)):
             assert torch.equal(files.read(info, rows), whole[rows.start : rows.stop])
-    assert sum(read) == (128 + 1) * SHAPE[1] * 4
+    assert sum(read) == (128 + 64) * SHAPE[1] * 4
 
 
 @pytest.mark.parametrize(

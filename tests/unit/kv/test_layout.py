@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from pdinfer.errors import ConfigError, LayoutMismatch
 from pdinfer.kv.layout import Fit, KVComponent, KVLayout, Spans
@@ -186,6 +187,48 @@ def test_a_difference_is_named(field: str) -> None:
         LAYOUT.compatible_with(CHANGES[field])
     assert [name for name, _, _ in caught.value.fields] == [field]
     assert CHANGES[field].layout_id != LAYOUT.layout_id
+
+
+@pytest.mark.parametrize("field", ["model_id", "weights_id"])
+def test_every_byte_of_an_id_counts(field: str) -> None:
+    other = attrs.evolve(LAYOUT, **{field: getattr(LAYOUT, field)[:-1] + b"x"})
+    assert other.layout_id != LAYOUT.layout_id
+    with pytest.raises(LayoutMismatch, match=field):
+        LAYOUT.compatible_with(other)
+
+
+READ = attrs.evolve(LAYOUT, weights_id=b"r" * 32, sampled_weights_id=b"s" * 32)
+WITH_MTP = attrs.evolve(READ, mtp_weights_id=b"m" * 32)
+SAMPLED = attrs.evolve(LAYOUT, weights_id=b"", sampled_weights_id=b"s" * 32)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differ"),
+    [
+        (READ, attrs.evolve(READ, sampled_weights_id=b"x"), []),
+        (READ, attrs.evolve(READ, weights_id=b"x"), ["weights_id"]),
+        (READ, SAMPLED, []),
+        (SAMPLED, SAMPLED, []),
+        (READ, attrs.evolve(SAMPLED, sampled_weights_id=b"x"), ["sampled_weights_id"]),
+        (SAMPLED, attrs.evolve(SAMPLED, sampled_weights_id=b"x"), ["sampled_weights_id"]),
+        (READ, WITH_MTP, []),
+        (WITH_MTP, SAMPLED, []),
+        (WITH_MTP, attrs.evolve(WITH_MTP, mtp_weights_id=b"x"), ["mtp_weights_id"]),
+        (SAMPLED, LAYOUT, ["weights_id"]),
+        (READ, attrs.evolve(READ, sampled_weights_id=UNSET), []),
+        (attrs.evolve(LAYOUT, weights_id=b""), LAYOUT, ["weights_id"]),
+    ],
+)
+def test_ids_of_weights_are_compared_where_they_say_something(
+    ours: KVLayout, theirs: KVLayout, differ: list[str]
+) -> None:
+    for one, other in ((ours, theirs), (theirs, ours)):
+        if not differ:
+            assert one.compatible_with(other) is Fit.IDENTICAL
+            continue
+        with pytest.raises(LayoutMismatch) as caught:
+            one.compatible_with(other)
+        assert [name for name, _, _ in caught.value.fields] == differ
 
 
 def test_every_difference_is_named_at_once() -> None:

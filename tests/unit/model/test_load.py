@@ -264,9 +264,18 @@ def test_weights_are_converted_and_routers_stay_exact(tmp_path: Path, stored: st
 def test_the_weights_have_an_identity(tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
         write_checkpoint(tmp_path / name, tiny_config_dict(), seed=seed)
-    one, same, other = (load_model(tmp_path / name).weights_id for name in ("one", "same", "other"))
-    assert one == same != other
-    assert len(one) == 32
+    one, same, other = (load_model(tmp_path / name).identity for name in ("one", "same", "other"))
+    assert one.weights_id == same.weights_id != other.weights_id
+    assert one.sampled_weights_id == same.sampled_weights_id != other.sampled_weights_id
+    with Checkpoint.open(tmp_path / "one") as files:
+        assert {tensor.name for tensor in one.tensors.of("")} == files.tensors.keys()
+
+
+def test_a_head_that_is_the_embedding_is_no_other_identity(tied: Path) -> None:
+    """Whether or not it is stored twice: it was looked at, and is not used."""
+    alone = load_model(tied).weights_id
+    change(tied, {HEAD: load_model(tied).embed_VD})
+    assert load_model(tied).weights_id == alone
 
 
 def test_progress_grows_to_the_total(folder: Path) -> None:

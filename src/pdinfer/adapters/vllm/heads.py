@@ -59,8 +59,14 @@ def packed_layout(model: str, cache: torch.Tensor, num_layers: int, block_size: 
         shape=PageShape(heads=range(num_heads), num_heads=num_heads, order=AxisOrder.LBHNC, packed=True),
     )
     with Checkpoint.open(model) as checkpoint:
-        weights_id = checkpoint.sample_digest()
-    return KVLayout(model_id=_model_id(model), weights_id=weights_id, page_size=block_size, components=(part,))
+        sampled = checkpoint.sample_digest()
+    return KVLayout(
+        model_id=_model_id(model),
+        weights_id=b"",
+        page_size=block_size,
+        components=(part,),
+        sampled_weights_id=sampled,
+    )
 
 
 def _model_id(model: str) -> bytes:

@@ -166,4 +166,4 @@ def _layout(model: str, dtype: torch.dtype, block_size: int) -> KVLayout:
     config = ModelConfig.from_checkpoint(model)
     layout = kv_layout_of(config, dtype, CacheConfig(page_size=block_size), mtp=False)
     with Checkpoint.open(model) as checkpoint:
-        return attrs.evolve(layout, weights_id=checkpoint.sample_digest())
+        return attrs.evolve(layout, sampled_weights_id=checkpoint.sample_digest())

@@ -19,6 +19,7 @@ from pdinfer.adapters.vllm.receiving import Receiving
 from pdinfer.adapters.vllm.sending import Sending
 from pdinfer.adapters.vllm.settings import Settings
 from pdinfer.adapters.vllm.told import told
+from pdinfer.checkpoint.reader import SAMPLE_BYTES
 from pdinfer.errors import ConfigError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.shm.transport import SCHEME
@@ -75,6 +76,12 @@ class WorkerHalf:
         pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form, self._told)
         if self._told:
             _log.info("a part of the model's id, since no file says it: %s", self._told)
+        _log.info(
+            "vLLM reads the weights itself, so peers compare the first %d bytes of each tensor in %s: weights that "
+            "differ further behind are not told apart",
+            SAMPLE_BYTES,
+            self._model,
+        )
         self.channel = KVChannel(pages, settings.transport(), key=self._key, takes_offers=settings.sends)
         self.channel.notify(self._news.set)
         doors = Doors(self.channel, self._news.set)

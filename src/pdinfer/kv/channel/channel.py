@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.identity import NO_TENSORS
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.links import Links
 from pdinfer.kv.channel.peer import Totals
@@ -71,7 +72,15 @@ class KVChannel(OfOneProcess):
         self._changed = threading.Condition(new_lock())
         self._listeners: list[Callable[[], None]] = []
         self._totals = Totals()
-        self._links = Links(transport, pool.layout, self._changed, key=key, clock=clock, random_bytes=random_bytes)
+        self._links = Links(
+            transport,
+            pool.layout,
+            self._changed,
+            tensors=getattr(pool, "tensors", NO_TENSORS),
+            key=key,
+            clock=clock,
+            random_bytes=random_bytes,
+        )
         parts = pool, self._links.book, self._changed, self._totals, self._notify
         self._sender = HandoffSender(*parts, takes_offers=takes_offers)
         self._receiver = HandoffReceiver(*parts)
@@ -138,8 +147,7 @@ class KVChannel(OfOneProcess):
     @typed
     def offer(self, grant: PageGrant) -> None:
         """Send an expected grant to its writers over their links, for hosts that have no way of their own. A writer
-        that takes no offers answers ABORTED. Raises TransferError when a writer's version knows no offers, and then
-        sends nothing; ConfigError for a grant that is too long to travel."""
+        that takes no offers answers ABORTED. Raises ConfigError for a grant that is too long to travel."""
         self._receiver.offer(grant)
 
     def expects(self, room: bytes) -> bool:

@@ -16,8 +16,10 @@ from functools import partial
 import attrs
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.identity import TensorDigests
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import REDIAL_S, LinkBook
+from pdinfer.kv.channel.comparing import MAX_COMPARES, answer, found, is_findable, told
 from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
@@ -58,8 +60,6 @@ def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddre
     asked = None if peer.asked_for is None or peer.asked_for.engine_id == ANYONE else peer_key(peer.asked_for)
     if asked is not None and asked != peer_key(message.address):
         raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
-    if layout.shape is not None and peer.version < wire.HEADS_SINCE:
-        raise TransferError(f"the peer speaks protocol {peer.speaks}, which has no pages with heads; this end has")
     layout.compatible_with(message.layout)
 
 
@@ -75,9 +75,10 @@ def refusal(message: wire.Reject) -> PDInferError:
 class Handshake:
     """What one end sends and reads until a link is open."""
 
-    def __init__(self, book: LinkBook, layout: KVLayout, key: bytes | None) -> None:
+    def __init__(self, book: LinkBook, layout: KVLayout, tensors: TensorDigests, key: bytes | None) -> None:
         check_key(key)
         self._book = book
+        self._tensors = tensors
         self._layout = attrs.evolve(layout)  # without what a layout keeps of itself once asked: that would travel too
         self._key = key
 
@@ -88,8 +89,7 @@ class Handshake:
 
     def introduce(self, peer: Peer) -> None:
         """Send who dialled."""
-        required = () if self._layout.shape is None else (wire.HEADS,)
-        peer.post(wire.encode(wire.Hello(self._book.us, self._layout, required)))
+        peer.post(wire.encode(wire.Hello(self._book.us, self._layout)))
 
     def read(self, peer: Peer, frame: bytes) -> None:
         """Read a frame on a link that is not open. Raises TransferError when it was sent after a refusal."""
@@ -115,7 +115,6 @@ class Handshake:
             self._book.refuse(peer, error)
         else:
             with self._book.changed:
-                peer.version = message.version
                 peer.begin_session(message.nonce, self._key)
                 is_asked = peer.asked_for is not None
             if is_asked:
@@ -125,18 +124,41 @@ class Handshake:
         """Read a tagged frame on a link that is not open yet. Anything but a handshake closes the link."""
         if isinstance(message, wire.Reject):
             self._book.refuse(peer, refusal(message))
-        elif isinstance(message, wire.Hello | wire.Welcome):
+        elif isinstance(message, wire.Hello | wire.Welcome) and peer.difference is None:
             try:
                 check_greeting(peer, message, self._book.us, self._layout)
                 crowded = self._admit(peer, message)
+            except LayoutMismatch as error:
+                self._find(peer, error, message.layout)
             except PDInferError as error:
                 self._reject(peer, error)
             else:
                 peer.flush()
                 if crowded is not None:
                     self._book.give_up(crowded, f"{crowded.link.endpoint} had nothing to do here, and others came")
+        elif isinstance(message, wire.Compare):
+            self._compare(peer, message)
         else:
-            raise TransferError(f"a {type(message).__name__} frame came before the handshake")
+            raise TransferError(f"a {type(message).__name__} frame came at another time in the handshake")
+
+    def _find(self, peer: Peer, error: LayoutMismatch, theirs: KVLayout) -> None:
+        """Refuse a peer that has read other weights, once it is known of what tensor. The end that was dialled asks."""
+        if peer.dialled or not is_findable(error, self._layout, theirs):
+            self._reject(peer, error)
+        else:
+            peer.difference = error
+            peer.post(wire.encode(told(self._tensors, "")))
+
+    def _compare(self, peer: Peer, message: wire.Compare) -> None:
+        """Read what a peer tells of a part of its weights. Raises TransferError when it goes on for ever, or was not
+        asked."""
+        peer.num_compared += 1
+        if peer.num_compared > MAX_COMPARES or not (peer.dialled or peer.difference):
+            raise TransferError(f"{peer.link.endpoint} compares weights out of turn")
+        if peer.difference is not None and (fields := found(self._tensors, message)):
+            self._reject(peer, LayoutMismatch.of((*peer.difference.fields, *fields)))
+        else:
+            peer.post(wire.encode(answer(self._tensors, message)))
 
     def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> Peer | None:
         """Open the link. Return the guest that has to give way for it, if there is one.
@@ -174,12 +196,13 @@ class Links:
         layout: KVLayout,
         changed: threading.Condition,
         *,
+        tensors: TensorDigests,
         key: bytes | None,
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self.book = LinkBook(transport, changed, clock=clock, random_bytes=random_bytes)
-        self.handshake = Handshake(self.book, layout, key)
+        self.handshake = Handshake(self.book, layout, tensors, key)
         self._transport = transport
         self._changed = changed
         self._clock = clock

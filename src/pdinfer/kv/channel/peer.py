@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 import attrs
 
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.complaints import Complaints
 from pdinfer.kv.channel.wire import FrameMac
@@ -156,7 +156,9 @@ class Arriving:
 @attrs.define(eq=False)
 class Peer:
     """The other end of `link`: its `address` once the handshake is done, or the reason why it is not welcome
-    (`refusal`). `stepped_at` is the time, by our clock, when the engine behind it last looked at its channel.
+    (`refusal`). Between the two, while both ends look for a tensor that differs, `difference` is what is known of the
+    reason, and `num_compared` how often the peer has told of tensors. `stepped_at` is the time, by our clock, when the
+    engine behind it last looked at its channel.
 
     `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock.
     """
@@ -172,7 +174,8 @@ class Peer:
     )
     address: PeerAddress | None = None
     layout: KVLayout | None = None
-    version: tuple[int, int] = (wire.MAJOR, 0)
+    difference: LayoutMismatch | None = None
+    num_compared: int = 0
     refusal: PDInferError | None = None
     asked_for: PeerAddress | None = None
     stepped_at: float | None = None
@@ -189,11 +192,6 @@ class Peer:
     def has_session(self) -> bool:
         """Whether the peer's first frame has come, so that every later frame carries a tag."""
         return self._theirs is not None
-
-    @property
-    def speaks(self) -> str:
-        """The version of the protocol that the peer speaks, as text."""
-        return ".".join(map(str, self.version))
 
     @property
     def heads(self) -> range:

@@ -62,11 +62,6 @@ class HandoffReceiver:
         with self._changed:
             peers = [peer for peer in self._book.granted(grant.writers) if peer is not None]
         for peer in peers:
-            if peer.version < wire.OFFERS_SINCE:
-                raise TransferError(
-                    f"{peer.link.endpoint} speaks protocol {peer.speaks}, which has no grants over links"
-                )
-        for peer in peers:
             peer.post(frame)
 
     def awaits(self, room: bytes) -> bool:

@@ -26,6 +26,7 @@ from pdinfer.bounds import (
     MAX_SECONDS,
     MAX_TEXT_CHARACTERS,
     Differences,
+    Digest,
     Index,
     Name,
     Packed,
@@ -44,6 +45,7 @@ from pdinfer.errors import (
     TransferError,
     error_from_code,
 )
+from pdinfer.identity import DIGITS, FEW_TENSORS, MAX_PART_DIGITS, TensorDigest
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from pdinfer.types import Handoff, PageGrant, PeerAddress
@@ -51,14 +53,8 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 NONCE_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_TAG_BYTES = 32
-MAJOR, MINOR = 2, 3
-OFFERS_SINCE = (2, 1)
-"""The first version that knows `Offer` frames."""
-HEADS_SINCE = (2, 2)
-"""The first version that knows pages with heads."""
-HEADS = "kv.heads"
-"""The feature that an end requires of its peer when its pages have heads."""
-FEATURES = frozenset({HEADS})
+MAJOR, MINOR = 3, 0
+FEATURES: frozenset[str] = frozenset()
 """Optional behaviours that this version understands. A peer that requires another one is refused."""
 MAX_REASON_BYTES = 320
 """How much of the reason for a refusal travels as text. Differences travel one by one, and the other end lists them."""
@@ -142,8 +138,7 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 class Reject(msgspec.Struct, tag="reject"):
     """The answer that refuses a link. `fields` are those of LayoutMismatch. `again` is set when the reason will pass
-    soon. `refuser`, since 2.3, is who refuses a second link, without endpoints: the end that dialled may know it by
-    another one."""
+    soon. `refuser` is who refuses a second link, without endpoints: the end that dialled may know it by another one."""
 
     error: PDInferError
     fields: Differences = ()
@@ -151,9 +146,23 @@ class Reject(msgspec.Struct, tag="reject"):
     refuser: PeerAddress | None = None
 
 
+class Compare(msgspec.Struct, tag="compare", omit_defaults=True):
+    """What an end has read of a part of the weights (see `identity.TensorDigests`), when the other one has read others:
+    digests of its sixteen parts, or the tensors themselves."""
+
+    part: Annotated[str, msgspec.Meta(max_length=MAX_PART_DIGITS, pattern=r"\A[0-9a-f]*\Z")]
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=len(DIGITS))] = ()
+    tensors: Annotated[tuple[TensorDigest, ...], msgspec.Meta(max_length=FEW_TENSORS)] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which refuses the message, unless there is a digest for each part or for none."""
+        if len(self.digests) not in (0, len(DIGITS)):
+            raise ValueError(f"digests are {len(self.digests)} of {len(DIGITS)} parts")
+
+
 class Data(msgspec.Struct, tag="data", omit_defaults=True):
     """The announcement of a payload: these tokens of these layers, in the order of `KVLayout.spans`, with `by_token` as
-    the writer's layout has it. `heads`, since 2.2, are named where the pages of both ends have heads."""
+    the writer's layout has it. `heads` are named where the pages of both ends have heads."""
 
     room: Room
     layers: range
@@ -175,8 +184,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Offer(msgspec.Struct, tag="offer"):
-    """Decode's grant, for a writer that does not get it from its host. Since 2.1: an end that speaks 2.0 would close
-    the link, so it is sent none."""
+    """Decode's grant, for a writer that does not get it from its host."""
 
     grant: PackedGrant
 
@@ -188,7 +196,7 @@ class Beat(msgspec.Struct, tag="beat"):
     step_age_s: Seconds
 
 
-Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat | Offer
+Message = Open | Hello | Welcome | Reject | Compare | Data | Finish | Abort | Beat | Offer
 
 
 def to_builtin(value: object) -> object:

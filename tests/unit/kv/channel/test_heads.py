@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
+from pdinfer.errors import ConfigError, LayoutMismatch
 from pdinfer.kv.channel import sender, wire
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.shapes import AxisOrder
@@ -18,7 +18,7 @@ from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PageGrant
 from tests.unit.kv.channel import channels
-from tests.unit.kv.channel.channels import ABORTED, LANDED, Case, handoff, links, record, say, settled, until
+from tests.unit.kv.channel.channels import ABORTED, LANDED, Case, handoff, say, settled, until
 from tests.unit.kv.channel.heads import LAYERS, NUM_HEADS, check_landed, compute, grant_to, pool_of
 
 KEY = b"k" * 32
@@ -174,32 +174,6 @@ def test_pages_without_heads_take_no_payload_that_names_some(two_pools: Case) ->
     assert "a payload names heads, and these pages have none" in str(lost.error)
     with pytest.raises(ConfigError, match=r"heads \[0, 1\) are asked for, and these pages have no heads"):
         prefill.push(grant, layers=range(1), tokens=range(4, 6), pages=(0, 1), heads=range(1))
-
-
-@pytest.mark.parametrize("dials", [True, False], ids=["we dial", "it dials"])
-def test_a_peer_that_knows_no_heads_is_refused_by_name(
-    two_pools: Case, monkeypatch: pytest.MonkeyPatch, dials: bool
-) -> None:
-    ours, theirs = end_of(two_pools), end_of(two_pools)
-    open_as_2_1 = lambda peer: peer.open(wire.encode(wire.Open((2, 1), peer.nonce, keyed=False)))  # noqa: E731
-    monkeypatch.setattr(links(theirs).handshake, "open", open_as_2_1)
-    one, other = (ours, theirs) if dials else (theirs, ours)
-    with pytest.raises(TransferError, match=r"speaks protocol 2\.1, which has no pages with heads"):
-        one.connect(other.address)
-
-
-def test_a_peer_that_knows_no_heads_is_told_what_it_lacks(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = end_of(two_pools), end_of(two_pools)
-    monkeypatch.setattr(wire, "FEATURES", frozenset())  # as an end of 2.1 has it
-    with pytest.raises(TransferError, match=r"requires features this end does not have: kv\.heads"):
-        ours.connect(theirs.address)
-
-
-def test_pages_without_heads_go_on_with_older_peers(two_pools: Case) -> None:
-    prefill, decode = two_pools.pair()
-    record(prefill, decode).version = record(decode, prefill).version = (2, 1)
-    grant = two_pools.grant(decode, prefill)
-    two_pools.hand_over(prefill, decode, grant, two_pools.accept(prefill, grant))
 
 
 def packed_pair(case: Case) -> tuple[KVChannel, KVChannel]:

@@ -22,7 +22,6 @@ from tests.unit.kv.channel.channels import (
     handoff,
     links,
     pool_of,
-    record,
     refusal,
     say,
     settled,
@@ -175,17 +174,6 @@ def test_an_offer_that_is_not_the_peers_to_make_costs_its_link(two_pools: Case, 
     until(lambda: not prefill.connected(decode.address))
 
 
-def test_a_peer_of_a_version_without_offers_is_sent_none(two_pools: Case) -> None:
-    prefill, decode = two_pools.pair()
-    assert record(decode, prefill).version == (wire.MAJOR, wire.MINOR)
-    record(decode, prefill).version = (2, 0)
-    grant = two_pools.grant(decode, prefill)
-    with pytest.raises(TransferError, match=r"speaks protocol 2\.0, which has no grants over links"):
-        decode.offer(grant)
-    pages = two_pools.accept(prefill, grant)  # the link is as good as before
-    two_pools.hand_over(prefill, decode, grant, pages)
-
-
 def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case: Case) -> None:
     prefill, decode = case.end(), case.end(pool_of())
     endpoint = prefill.address.endpoints[0]
@@ -223,7 +211,6 @@ def test_two_names_of_a_peer_that_are_dialled_at_once_make_one_link(tcp: Case) -
 def test_a_peer_that_does_not_say_who_it_is_is_not_found_under_another_name(
     tcp: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of 2.2 do not."""
     rejection = wire.rejection
     monkeypatch.setattr(wire, "rejection", lambda error, again, refuser: rejection(error, again=again))
     prefill, decode = tcp.end(), tcp.end()
