@@ -29,8 +29,10 @@ SHARES = {"models": 0.2, "engines": 0.25, "ops": 0.35, "steps": 0.2}
 """How many of the cases are of each kind."""
 
 
-def run_cases(setting: str, kind: str, first: int, count: int) -> tuple[str, str, int, list[str], float]:
-    """Run cases of a kind under a setting -> setting, kind, how many, what failed, seconds of CPU."""
+def run_cases(job: tuple[str, str, int, int]) -> tuple[str, str, int, list[str], float]:
+    """Run cases of a kind under a setting, from a first one so many -> setting, kind, how many, what failed, seconds of
+    CPU."""
+    setting, kind, first, count = job
     failed, began = [], time.process_time()
     for number in range(first, first + count):
         try:
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     told: dict[str, dict[str, Any]] = {}
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for setting, kind, count, failed, cpu_s in pool.starmap(run_cases, jobs, chunksize=1):
+        for setting, kind, count, failed, cpu_s in pool.imap(run_cases, jobs):
             line = told.setdefault(
                 setting,
                 {"bench": "fuzz-cases", "commit": commit, "case": setting, "value": 0, "unit": "cases"}
