@@ -351,7 +351,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _retract(self, sequence: Sequence) -> None:
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
-        self.computing -= {sequence.request_id}
+        self._computing -= {sequence.request_id}
         self._tables.release(sequence)
         self._waiting.add(sequence)
 

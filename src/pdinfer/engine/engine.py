@@ -59,9 +59,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    computing: frozenset[str] = frozenset()
-    """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode until
-    they end or are retracted. Those that have ended since may still be named."""
+    _computing: frozenset[str] = frozenset()
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -80,7 +78,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
         self.channel.recover()
         self._drop(error)
         self._arrived.clear()
-        self.computing = frozenset()
+        self._computing = frozenset()
         self.pool.rebuild()
         self._num_changes += 1
         self._unfinished_call = False
@@ -281,6 +279,12 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
+    @property
+    def computing(self) -> frozenset[str]:
+        """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode
+        until they end or are retracted. Those that have ended since may still be named."""
+        return self._computing
+
     @typed
     def tell_computing(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call `listener` with `computing`, in the thread that steps, before a step that computes the first rows of a
@@ -289,11 +293,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _begin(self, request_ids: Iterable[str | None]) -> None:
         """Note of which requests the coming step computes rows."""
-        new = {request_id or "" for request_id in request_ids} - self.computing
+        new = {request_id or "" for request_id in request_ids} - self._computing
         if new:
-            self.computing = self.computing.intersection(self.request_ids) | new
+            self._computing = self._computing.intersection(self.request_ids) | new
             if self._tell_computing is not None:
-                self._tell_computing(self.computing)
+                self._tell_computing(self._computing)
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other

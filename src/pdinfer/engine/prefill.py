@@ -377,7 +377,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             compute_s=now - started,
         )
         prompt.landed = error is None
-        self.computing -= {prompt.request.request_id or ""}
+        self._computing -= {prompt.request.request_id or ""}
         if self._trace is not None:
             show_prompt(self._trace, prompt, now)
         prompt.sent = self._channel.finish(prompt.grant, handoff)
