@@ -2,6 +2,7 @@
 
     python -m tests.soak --minutes 10 --seed 1 --out FILE      every transport in turn, and no ranks
     python -m tests.soak --minutes 4 --seed 1 --transports tcp,shm --ranks
+    python -m tests.soak --minutes 10 --seed 1 --transports tcp,shm --restarts      any engine dies or freezes
 
 Prints a JSON line each half minute and one with the result; the exit status is 1 when a promise did not hold. The seed
 determines every request and every fault, with its target and its time in a round; the results depend on the machine
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     parser.add_argument("--ranks", action="store_true", help="worlds of 2 + 2 ranks too, for as long")
+    parser.add_argument("--restarts", action="store_true", help="kills and freezes of any engine, and no other faults")
     parser.add_argument("--out", type=Path, help="a file for the lines that are printed")
     options = parser.parse_args()
     parts = options.transports.split(",") if options.transports else []
@@ -44,7 +46,7 @@ def main() -> int:
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing else would thaw the frozen processes
     folder = own_folder()
-    run = Run(options.seed, folder, options.out)
+    run = Run(options.seed, folder, options.out, restarts=options.restarts)
     end = time.monotonic() + 60.0 * options.minutes
     shares = len(parts) + options.ranks
     for number, part in enumerate(parts):

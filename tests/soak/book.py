@@ -15,6 +15,10 @@ from tests.soak.timetable import Case
 
 LOGPROB = 1e-4
 """As in `setups.Tally`: rounding of float32 logits of a tiny model stays far below."""
+SETTLED_S = 5.0
+"""Beside ports of both roles that have lived for so long no request is lost without a token."""
+WAITS_S = 60.0
+"""Nor does one wait for so long there."""
 MAX_BROKEN = 50
 """The number of sentences that are kept; the rest is counted."""
 
@@ -26,9 +30,12 @@ class Book:
 
     model: pd.Model
     open: dict[str, tuple[Case, list[pd.TokenEvent]]] = attrs.field(factory=dict)
+    waited_s: Counter[str] = attrs.field(factory=Counter)
+    longest_s: float = 0.0
     counts: Counter[str] = attrs.field(factory=Counter)
     ends: Counter[str] = attrs.field(factory=Counter)
     failures: Counter[str] = attrs.field(factory=Counter)
+    settled_s: float = 0.0
     broken: list[str] = attrs.field(factory=list)
 
     def say(self, kind: str, sentence: str) -> None:
@@ -41,8 +48,21 @@ class Book:
         self.counts["requests"] += 1
         self.open[str(case.request.request_id)] = (case, [])
 
+    def passed(self, seconds: float, settled_s: float) -> None:
+        """Note that time has passed, and for how long ports of both roles have lived by now."""
+        self.settled_s = settled_s
+        if settled_s < SETTLED_S:
+            return
+        for request_id in self.open:
+            self.waited_s[request_id] += seconds
+            self.longest_s = max(self.longest_s, self.waited_s[request_id])
+            if self.waited_s[request_id] > WAITS_S:
+                self.say("long_waits", f"{request_id} has waited for {WAITS_S:g} s beside ports that live")
+                self.waited_s[request_id] = 0.0
+
     def heard(self, events: Iterable[pd.TokenEvent]) -> None:
         for event in events:
+            self.waited_s.pop(event.request_id, None)
             if event.request_id not in self.open:
                 self.say("events_after_the_end", f"{event} is of no request under way")
                 continue
@@ -61,6 +81,8 @@ class Book:
         self.ends[reason.value] += 1
         if reason is pd.FinishReason.FAILED:
             self.failures[type(last.error).__name__] += 1
+            if len(stream) == 1 and self.settled_s >= SETTLED_S:
+                self.say("lost_beside_ports", f"{request.request_id} had no token: {last.error}")
             if not isinstance(last.error, pd.PDInferError) or not str(last.error):
                 self.say("nameless_failures", f"{request.request_id} failed with {last.error!r}")
         told = [event for event in stream if event.token is not None]

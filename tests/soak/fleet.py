@@ -50,6 +50,7 @@ class Seat:
     worker: Worker
     client: Any = None
     is_taken: bool = False
+    is_frozen: bool = False
 
     @property
     def hung(self) -> Path:
@@ -66,6 +67,7 @@ class Fleet:
         self.slow = self.folder / "slow"
         self.struck: Counter[str] = Counter()
         self.errors: list[str] = []
+        self._alive_at: dict[pd.PeerAddress, float] = {}
         self._due: list[tuple[float, Any]] = []
         self._joining: list[threading.Thread] = []
         self._pausing: list[subprocess.Popen[bytes]] = []
@@ -120,6 +122,7 @@ class Fleet:
             self._start(self._replace, fault.seat)
         elif fault.kind in ("freeze", "stall"):
             seat.worker.freeze()
+            seat.is_frozen = True
             self._later(fault.seconds, lambda: self._thaw(seat))
         elif fault.kind == "cut":
             os.kill(seat.worker.process.pid, signal.SIGUSR1)
@@ -132,6 +135,18 @@ class Fleet:
         else:
             self._num_attacks += 1
             self._hostile.send((fault.attack, seat.client.address.endpoints[0], fault.seconds))
+
+    def settled_s(self) -> float:
+        """Return for how long there has been a port of each role that lives. Call it all the time."""
+        now, ports = time.monotonic(), {port.address for port in self.pairing.ports}
+        lives = {
+            seat.client.address: seat.role
+            for seat in list(self.seats)
+            if seat.is_taken and not seat.is_frozen and seat.client.address in ports
+        }
+        self._alive_at = {address: self._alive_at.get(address, now) for address in lives}
+        ages = {role: [now - at for address, at in self._alive_at.items() if lives[address] == role] for role in SEATS}
+        return min(max(each, default=0.0) for each in ages.values())
 
     def advance(self) -> None:
         """End the faults whose time is over."""
@@ -151,6 +166,7 @@ class Fleet:
         self._due.append((time.monotonic() + seconds, action))
 
     def _thaw(self, seat: Seat) -> None:
+        seat.is_frozen = False
         with contextlib.suppress(ProcessLookupError, AttributeError):
             seat.worker.thaw()
 

@@ -18,6 +18,7 @@ from tests.soak.book import Book
 from tests.soak.fleet import Broken, Fleet
 from tests.soak.measure import Usage, growth, leaks, usage
 from tests.soak.timetable import ROUND_S, Case, case, family_of, is_slow, timetable
+from tests.soak.timetable import restarts as timetable_of_restarts
 from tests.versions import commit
 
 TELL_S = 30.0
@@ -33,8 +34,10 @@ SETTLE_S = 1.0
 class Run:
     """One soak: its seed, its counts over all of its parts, and where it reports."""
 
-    def __init__(self, seed: int, folder: Path, out: Path | None) -> None:
+    def __init__(self, seed: int, folder: Path, out: Path | None, *, restarts: bool = False) -> None:
         self.seed, self.folder, self.out = seed, folder, out
+        self.timetable = timetable_of_restarts if restarts else timetable
+        self.longest_wait_s = 0.0
         self.stdout = sys.stdout  # others borrow it to print lines that are not ours
         self.began_at = self.told_at = time.monotonic()
         self.counts: Counter[str] = Counter()
@@ -85,6 +88,7 @@ class Run:
         self.counts += book.counts
         self.ends += book.ends
         self.failures += book.failures
+        self.longest_wait_s = max(self.longest_wait_s, book.longest_s)
         self.faults += faults
         self.broken += [f"{part}: {sentence}" for sentence in book.broken]
         self.tell(
@@ -111,6 +115,7 @@ class Run:
                 "failures": dict(self.failures),
                 "wrong_tokens": self.counts["wrong_tokens"],
                 "longest_quiet_s": round(self.longest_quiet_s, 1),
+                "longest_wait_s": round(self.longest_wait_s, 1),
                 "growth": self.growth,
                 "broken": self.broken,
                 "value": len(self.broken),
@@ -156,7 +161,7 @@ def soak_transport(run: Run, part: str, end: float) -> None:
 
 def play(run: Run, fleet: Fleet, book: Book, part: str, number: int, cases: Any) -> None:
     """Play one round: its faults, and as many requests as are wanted meanwhile."""
-    faults = list(timetable(run.seed, part, number))
+    faults = list(run.timetable(run.seed, part, number))
     if is_slow(run.seed, part, number):
         fleet.slow.touch()
     else:
@@ -173,7 +178,9 @@ def play(run: Run, fleet: Fleet, book: Book, part: str, number: int, cases: Any)
             book.counts["cancels"] += 1
             fleet.pairing.cancel(request_id)
             cancels.remove((at, request_id))
+        before = time.monotonic()
         step(fleet.pairing, book)
+        book.passed(time.monotonic() - before, fleet.settled_s())
         run.progress(part, book, fleet.struck)
     for fault in faults:  # the host was stopped when they were due
         fleet.strike(fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.e2e.setups import local, model_of, plain_reference
 from tests.soak.book import Book, not_whole
 from tests.soak.measure import LEAST, MIB, Usage, leaks
 from tests.soak.ranks import FAULTS, episode
-from tests.soak.timetable import FAULTS_PER_ROUND, MORTAL, ROUND_S, SECONDS, Case, case, timetable
+from tests.soak.timetable import FAULTS_PER_ROUND, MORTAL, ROUND_S, SECONDS, Case, case, restarts, timetable
 
 
 def test_the_timetable_is_a_function_of_the_seed() -> None:
@@ -94,6 +95,24 @@ def test_the_book_finds_what_is_planted() -> None:
     end = attrs.evolve(good[5], token=None, logprob=None, finish_reason=pd.FinishReason.FAILED)
     assert told_of([*good[:5], attrs.evolve(end, error=TransferError("gone"))]) == []
     assert "nameless_failures" in told_of([*good[:5], end])[0]
+
+
+@pytest.mark.parametrize("settled_s", [0.0, 6.0])
+def test_what_is_lost_or_waits_counts_beside_ports_that_live(settled_s: float) -> None:
+    book, request_id = Book(model_of()), str(long_case().request.request_id)
+    book.submitted(long_case())
+    for _ in range(65):
+        book.passed(1.0, settled_s)
+    end = pd.TokenEvent(request_id=request_id, token=None, index=0, finish_reason=pd.FinishReason.FAILED)
+    book.heard([attrs.evolve(end, error=TransferError("no"))])
+    kinds = [sentence.partition(":")[0] for sentence in book.broken]
+    assert kinds == (["long_waits", "lost_beside_ports"] if settled_s else [])
+    assert book.longest_s == (61.0 if settled_s else 0.0)
+
+
+def test_in_a_soak_of_restarts_all_four_are_killed() -> None:
+    faults = [fault for number in range(9) for fault in restarts(1, "tcp", number)]
+    assert {(fault.kind, fault.seat) for fault in faults} == {*itertools.product(("kill", "freeze"), range(4))}
 
 
 def test_a_planted_lost_page_is_found() -> None:

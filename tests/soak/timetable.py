@@ -12,6 +12,7 @@ from pdinfer.testing import FAMILIES
 ROUND_S = 10.0
 """The seconds during which faults strike; then everything is undone and inspected."""
 FAULTS_PER_ROUND = 5
+RESTARTS_PER_ROUND = 4
 SEATS = ("prefill", "prefill", "decode", "decode")
 """The seats; a fault's `seat` is an index into them."""
 MORTAL = (0, 2)
@@ -74,6 +75,16 @@ def timetable(seed: int, part: str, number: int) -> tuple[Fault, ...]:
         attack = rng.choice(ATTACKS) if kind == "attack" else ""
         faults.append(Fault(at_s=at_s, kind=kind, seat=seat, seconds=seconds, attack=attack))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def restarts(seed: int, part: str, number: int) -> tuple[Fault, ...]:
+    """Return the faults of a round in which any of the four is killed or freezes all the time."""
+    rng = _rng(seed, part, "restarts", number)
+    kinds = [(rng.choice(("kill", "kill", "freeze")), rng.randrange(len(SEATS))) for _ in range(RESTARTS_PER_ROUND)]
+    return tuple(
+        Fault(at_s=ROUND_S * turn / RESTARTS_PER_ROUND, kind=kind, seat=seat, seconds=rng.uniform(*SECONDS[kind]))
+        for turn, (kind, seat) in enumerate(kinds)
+    )
 
 
 def is_slow(seed: int, part: str, number: int) -> bool:
