@@ -25,6 +25,7 @@ from tests.e2e.setups import (
     TIMEOUT_S,
     Setup,
     by_request,
+    check_ends,
     collect,
     hang,
     join,
@@ -414,3 +415,23 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
         assert decode.channel.connected(peer)
         client.close()
         serving.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
+def test_a_port_that_joins_while_requests_are_dispatched_is_chosen_at_the_next_step(role: type) -> None:
+    with several(1, 1) as setup, newcomer(role) as third:
+
+        def policy(*asked: Any) -> pd.policy.Choice | None:
+            if third not in setup.pairing.ports:
+                thread = threading.Thread(target=setup.pairing.add, args=(third,))
+                thread.start()
+                check_ends(thread)
+            return pd.policy.least_tokens(*asked)
+
+        setup.pairing._broker._chooser._policy = policy
+        for count in (5, 4):  # each looks for the ports that can hold it
+            setup.pairing.submit(request(str(count), count))
+        setup.pairing.step()
+        assert third in setup.pairing.ports
+        streams = by_request(collect(setup.pairing))
+        assert [tokens_of(streams[name]) for name in ("5", "4")] == [EXPECTED, EXPECTED[:4]]

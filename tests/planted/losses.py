@@ -177,6 +177,12 @@ MUTANTS = [
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),
     Mutant(
+        "a port that joins during a dispatch is asked for a load that the board lacks",
+        "[address for address in decodes if address in self._decodes]",
+        "list(decodes)",
+        JOINING + "test_a_port_that_joins_while_requests_are_dispatched_is_chosen_at_the_next_step",
+    ),
+    Mutant(
         "a stream that went on twice waited while it ran",
         "self.streamed_s += now - self.submitted_at - self.runs_from_s",
         "self.streamed_s = now - self.submitted_at - self.runs_from_s",

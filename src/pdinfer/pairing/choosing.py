@@ -52,10 +52,14 @@ class Board:
             self._load_link(*pair, num_bytes)
 
     def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
-        """Return the ports of each side that may be chosen for a request of `total` tokens, full or not."""
+        """Return the ports of each side that may be chosen for a request of `total` tokens, full or not. One that
+        joins meanwhile, in another thread, is on the next board."""
         if total not in self._fitting:
             prefills, decodes = self._ports.fitting(total)
-            self._fitting[total] = list(prefills), list(decodes)
+            self._fitting[total] = (
+                [address for address in prefills if address in self._prefills],
+                [address for address in decodes if address in self._decodes],
+            )
         return self._fitting[total]
 
     def prefill_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, PrefillLoad]:

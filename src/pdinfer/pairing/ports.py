@@ -126,9 +126,10 @@ class Ports:
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
         """Return what policies are told of all ports, leaving or not. Called from the thread that steps."""
-        tell = self._tell
-        prefills = {address: cast(PrefillLoad, tell[address]()) for address in self.prefills}
-        return prefills, {address: cast(DecodeLoad, tell[address]()) for address in self.decodes}
+        with self._changing:
+            tell, prefills, decodes = self._tell, self.prefills, self.decodes
+        loads = {address: cast(PrefillLoad, tell[address]()) for address in prefills}
+        return loads, {address: cast(DecodeLoad, tell[address]()) for address in decodes}
 
     def _decoding_s(self) -> float | None:
         """Return how many seconds the decodes in this process compute in their next steps together, or None when
