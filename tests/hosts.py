@@ -136,6 +136,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "seeded": _seeded,
     "locale-and-umask": _process,
     "a-dispatch-mode": _Passes,
+    "other-threads": lambda: _set(torch.set_num_threads, 3, torch.get_num_threads()),
     "changed-meanwhile": _busy_threads,
 }
 LEFT_BY_STEPS = ("autocast", "rounded-products", "rounded-products-of-each-backend", "changed-meanwhile")

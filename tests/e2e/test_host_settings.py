@@ -113,8 +113,17 @@ def test_what_the_host_has_set_changes_no_token(
         with pairing:
             with around_steps():
                 logits, first = model.logits(prompt), served(pairing)
-            assert [first, served(pairing)] == plain[name][1]
+            got = [first, served(pairing)]
+        if setting == "other-threads" and MODELS[name][1] == torch.float32:  # torch adds up in another order then
+            assert list(map(tokens_of, got)) == list(map(tokens_of, plain[name][1]))
+            torch.testing.assert_close(logits, plain[name][0], rtol=1e-4, atol=1e-4)
+        else:
+            assert got == plain[name][1]
             assert torch.equal(logits, plain[name][0])
+
+
+def tokens_of(events: dict[str, list[Any]]) -> dict[str, list[int]]:
+    return {name: [token for token, _ in stream] for name, stream in events.items()}
 
 
 def test_other_tests_step_engines_under_a_setting_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
