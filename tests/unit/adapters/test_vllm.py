@@ -3,6 +3,7 @@ may end."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -70,6 +71,7 @@ def hand_over(prefill: FakeEngine, decode: FakeEngine, prompts: list[tuple[int, 
         engine.check_free_blocks()
         engine.check_nothing_is_kept()
     assert [request.status for request in theirs] == [Status.DONE] * len(prompts)
+    assert all(request.landed is not None for request in theirs)
     return list(theirs)
 
 
@@ -437,13 +439,15 @@ def test_weights_that_begin_alike_are_not_told_apart_and_the_log_says_so(
 
 
 def other_weights(folder: Path, *, byte: int = 1) -> Path:
-    """Copy examples/tiny with another byte in its first tensor."""
+    """Copy examples/tiny with another byte in its largest tensor."""
     for file in Path("examples/tiny").iterdir():
         if file.is_file():
             (folder / file.name).write_bytes(file.read_bytes())
     weights = next(folder.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
-    data[8 + int.from_bytes(data[:8], "little") + byte] ^= 0x01
+    begin = 8 + int.from_bytes(data[:8], "little")
+    spans = [each["data_offsets"] for name, each in json.loads(data[8:begin]).items() if name != "__metadata__"]
+    data[begin + max(spans, key=lambda span: span[1] - span[0])[0] + byte] ^= 0x01
     weights.write_bytes(data)
     return folder
 
