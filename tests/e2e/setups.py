@@ -140,6 +140,12 @@ def join(
     return Setup(pairing=pairing, prefills=prefills, decodes=decodes, folder=folder)
 
 
+def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
+    """A Pairing of that many engines, with a pool each; `more` as for `join`."""
+    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
+    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+
+
 PROMPT = prompt_of(9)
 
 

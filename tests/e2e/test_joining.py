@@ -20,6 +20,7 @@ from pdinfer.pairing import joining
 from pdinfer.pairing.broker import LOOK_S
 from pdinfer.pairing.joining import FIRST_TRY_S, link
 from pdinfer.testing import VirtualClock
+from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     TIMEOUT_S,
@@ -28,7 +29,6 @@ from tests.e2e.setups import (
     check_ends,
     collect,
     hang,
-    join,
     model_of,
     pool_of,
     reference,
@@ -41,8 +41,7 @@ EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
 
 def several(num_prefill: int, num_decode: int, transport: str = "tcp", **more: Any) -> Setup:
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
-    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+    return setups.several(num_prefill, num_decode, transport, **more)
 
 
 def newcomer(role: type = pd.PrefillEngine) -> Any:

@@ -12,6 +12,7 @@ import pdinfer as pd
 from pdinfer.engine import sequence
 from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.testing import VirtualClock
+from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
@@ -19,9 +20,6 @@ from tests.e2e.setups import (
     check_wakes_in,
     collect,
     hang,
-    join,
-    model_of,
-    pool_of,
     recover,
     reference,
     request,
@@ -36,8 +34,7 @@ EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
 
 def several(num_prefill: int, num_decode: int, **more: Any) -> Setup:
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
-    return join(model_of(), "unix", prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+    return setups.several(num_prefill, num_decode, "unix", **more)
 
 
 def cut(prefill: pd.PrefillEngine, decode: pd.DecodeEngine) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from pdinfer.pairing.broker import LOOK_S, STRANDED_S
 from pdinfer.pairing.losses import MAX_COMPUTING, MAX_LINKS, NAMED
 from pdinfer.pairing.ports import PORT_WAIT_S
 from pdinfer.testing import VirtualClock
+from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     TIMEOUT_S,
@@ -26,9 +27,6 @@ from tests.e2e.setups import (
     collect,
     greedy,
     hang,
-    join,
-    model_of,
-    pool_of,
     prompt_of,
     recover,
     reference,
@@ -73,9 +71,8 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
 
 
 def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
     more = {"policy": pd.policy.round_robin, **more}
-    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+    return setups.several(num_prefill, num_decode, transport, **more)
 
 
 def broken() -> list[object]:

@@ -9,15 +9,13 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.testing import VirtualClock
+from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
     collect,
     hang,
-    join,
-    model_of,
-    pool_of,
     prompt_of,
     reference,
     request,
@@ -31,9 +29,8 @@ COUNT = 12
 
 
 def several(num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_decode + 1)]
     more = {"policy": pd.policy.round_robin, **more}
-    return join(model_of(), transport, prefill_pools=pools[:1], decode_pools=pools[1:], **more)
+    return setups.several(1, num_decode, transport, **more)
 
 
 def broken() -> list[object]:

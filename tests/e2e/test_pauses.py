@@ -29,9 +29,9 @@ from tests.e2e.setups import (
     local,
     recover,
     request,
+    several,
     wait_until,
 )
-from tests.e2e.test_ports import several
 from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
 from tests.e2e.worker import Order, Workers, work
 from tests.forks import context

@@ -31,6 +31,7 @@ from tests.e2e.setups import (
     recover,
     reference,
     request,
+    several,
     step_until,
     tokens_of,
     wait_until,
@@ -38,12 +39,6 @@ from tests.e2e.setups import (
 )
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
-
-
-def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
-    """Return a pairing of that many engines, with a pool each."""
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
-    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
 
 
 def spread(setup: Setup, requests: Sequence[pd.Request]) -> tuple[list[int], list[int]]:

@@ -16,6 +16,7 @@ import torch
 import pdinfer as pd
 from pdinfer.pairing.tracked_request import STOP_GRACE_S
 from pdinfer.testing import VirtualClock
+from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
@@ -23,7 +24,6 @@ from tests.e2e.setups import (
     check_ends,
     collect,
     hang,
-    join,
     local,
     model_of,
     pool_of,
@@ -67,9 +67,8 @@ class After:
 
 
 def several(num_decode: int, **more: Any) -> Setup:
-    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_decode + 1)]
     more = {"policy": pd.policy.round_robin, **more}
-    return join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], **more)
+    return setups.several(1, num_decode, **more)
 
 
 @contextmanager
