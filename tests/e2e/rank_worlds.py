@@ -136,13 +136,22 @@ def make_engine(
     *,
     mtp: bool = False,
     weights: str = "auto",
+    device: str = "cpu",
     num_pages: int = 128,
     page_size: int = 4,
     experts: pd.ExpertConfig | None = None,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
     """This rank's engine, in float32."""
-    model = pd.load_model(checkpoint, dtype=torch.float32, weights=weights, topology=topology, mtp=mtp, experts=experts)
+    model = pd.load_model(
+        checkpoint,
+        device=device,
+        dtype=torch.float32,
+        weights=weights,
+        topology=topology,
+        mtp=mtp,
+        experts=experts,
+    )
     pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]

@@ -270,7 +270,16 @@ class TrackedRequest:
         at_s = None if event.at_s is None else event.at_s + self.queued_s
         usage = event.usage
         if usage is None:
-            return attrs.evolve(event, at_s=at_s)
+            return TokenEvent(  # of every token, and `evolve` takes six times as long
+                request_id=event.request_id,
+                token=event.token,
+                index=event.index,
+                logprob=event.logprob,
+                top_logprobs=event.top_logprobs,
+                finish_reason=event.finish_reason,
+                error=event.error,
+                at_s=at_s,
+            )
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.queued_s
         usage = attrs.evolve(
             usage,
