@@ -43,12 +43,12 @@ quickstart: $(VENV)/.library
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
-# Four processes for two cores, since many tests wait.
+# Three processes for two cores, since some tests wait; each more collects the tests once more.
 pytest: $(VENV)/.test
-	@$(BIN)/python -m pytest -n 4 --dist worksteal -q
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -q
 
 test-all: lint
-	@$(BIN)/python -m pytest -n 4 --dist worksteal -q -m 'full or not full'
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'full or not full'
 
 # Torch first, so that vLLM takes the build without CUDA, which the builds of torchvision and its like that come along
 # do not load with. Nothing of it is in constraints.txt: vLLM pins its own.

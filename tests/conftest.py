@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: of what that makes next to nothing is garbage
 
-# The same examples in every run, and no deadline, which a busy machine would miss.
-settings.register_profile("pdinfer", deadline=None, derandomize=True)
+# The same examples in every run, and no deadline, which a busy machine would miss. `--hypothesis-profile whole` takes
+# as many as Hypothesis would, where a test does not say how many.
+settings.register_profile("whole", deadline=None, derandomize=True)
+settings.register_profile("pdinfer", settings.get_profile("whole"), max_examples=40)
 settings.load_profile("pdinfer")
 
 NO_TIME = "no time left"
@@ -151,6 +153,9 @@ def pytest_collection_finish() -> None:
     """Leave what pytest has collected out of every later collection of garbage, which would look through it all. The
     little garbage among it is not worth a look either."""
     gc.freeze()
+    gc.set_threshold(
+        10_000, 20, 20
+    )  # garbage of tests is small, and to look for it as often as a host took 5 % of a run
     gc.enable()
 
 

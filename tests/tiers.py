@@ -1,8 +1,9 @@
 """What `make test` runs. What holds a promise runs each time; of whole fleets, simulated runs and simulated devices
 nothing else does.
 
-    tests/e2e, tests/sim, tests/device    the tests that docs/protocol.md, docs/claims.md or a planted bug names
-    everything else                       all tests
+    tests/e2e, tests/sim, tests/device, tests/gpu, tests/unit/planning/simulation
+                       the tests that docs/protocol.md, docs/claims.md or a planted bug names
+    everything else    all tests
 
 A test has the marker `full` as well where its path cannot say it: cases that take long among others that do not.
 `make test-all` and `.ci/run` run the rest. Whoever names files or tests to pytest gets all of them but those.
@@ -15,7 +16,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BY_PROMISE = ("tests/e2e/", "tests/sim/", "tests/device/")
+BY_PROMISE = ("tests/e2e/", "tests/sim/", "tests/device/", "tests/gpu/", "tests/unit/planning/simulation/")
 NAMED = re.compile(r"\w+\.py::\w+")
 PAGES = ("docs/protocol.md", "docs/claims.md")
 

@@ -104,7 +104,7 @@ def test_in_float32_only_near_ties_are_decided(folder: Path, provider: str) -> N
 
 
 @pytest.mark.parametrize("folder", ["dense"], indirect=True)
-@pytest.mark.parametrize("provider", [CHOSEN, "torch"])
+@pytest.mark.parametrize("provider", [CHOSEN, pytest.param("torch", marks=pytest.mark.full)])
 def test_equal_steps_give_equal_bits(folder: Path, provider: str) -> None:
     """In engines of their own, whatever their memory held before."""
     model, asked, runs = load(folder, provider, torch.bfloat16), requests(5), []

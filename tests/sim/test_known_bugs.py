@@ -1,4 +1,4 @@
-"""The harness can fail: some run meets each known bug when it is put back; the same runs are clean without it."""
+"""The harness can fail: some run meets each known bug when it is put back; the same run is clean without it."""
 
 from __future__ import annotations
 
@@ -21,5 +21,4 @@ RARE = [pytest.param(name, marks=pytest.mark.full) for name, bug in BUGS.items()
 def test_a_bug_that_is_put_back_is_found(name: str) -> None:
     seed, how = find(name)
     assert how
-    for clean in range(max(0, seed - 5), seed + 1):
-        World(clean, BUGS[name].focus).run()
+    World(seed, BUGS[name].focus).run()
