@@ -94,7 +94,7 @@ def plain() -> Iterator[dict[str, Plain]]:
     given.clear()
 
 
-@pytest.mark.parametrize(("setting", "name"), one_in(50, itertools.product(SETTINGS, MODELS)))
+@pytest.mark.parametrize(("setting", "name"), one_in(80, itertools.product(SETTINGS, MODELS)))
 def test_what_the_host_has_set_changes_no_token(
     setting: str, name: str, plain: dict[str, Plain], folders: Mapping[str, Path]
 ) -> None:

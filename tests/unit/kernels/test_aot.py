@@ -177,10 +177,10 @@ def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:
     [
         pytest.param(lambda: narrow_decode(torch.bfloat16, 16), id="decode"),
         pytest.param(lambda: narrow_decode(torch.bfloat16, 8), id="decode, few latents"),
-        pytest.param(lambda: narrow_decode(torch.float32, 16), id="decode in float32"),
+        pytest.param(lambda: narrow_decode(torch.float32, 16), id="decode in float32", marks=pytest.mark.full),
         pytest.param(lambda: narrow_decode(torch.bfloat16, 512, packed=True), id="decode, packed"),
         pytest.param(one_row_chosen, id="one row chosen"),
-        pytest.param(lambda: of_fp8(5), id="float32 of FP8"),
+        pytest.param(lambda: of_fp8(5), id="float32 of FP8", marks=pytest.mark.full),
         pytest.param(lambda: of_fp8(500), id="float32 of FP8, many rows"),
     ],
 )
