@@ -16,7 +16,7 @@ from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e import rank_jobs
 from tests.e2e.rank_worlds import Sizes, serving
 from tests.e2e.setups import prompt_of
-from tests.e2e.test_rank_engines import serve_all
+from tests.e2e.test_rank_engines import check_ended, serve_all
 from tests.ranks import Ranks
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -67,5 +67,4 @@ def test_engines_of_two_ranks(
         num_draft_tokens=num_draft_tokens,
     ) as world:
         serve_all(world.pairing, pd.load_model(folder, dtype=torch.float32), PROMPTS)
-    assert not [outcome.trace for outcome in world.outcomes if outcome.error]
-    assert not any(value["left"] for value in world.values)
+    check_ended(world)
