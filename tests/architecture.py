@@ -84,7 +84,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("port", "found", "losses", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
-    "text": (("openai",), ("stream",), ("detokenizer", "schema"), ("tokenizer",), ("chat", "files"), ("sandbox",)),
+    "text": (
+        ("openai",),
+        ("stream", "dialects"),
+        ("detokenizer", "schema"),
+        ("tokenizer",),
+        ("chat", "files"),
+        ("sandbox",),
+    ),
+    "text.dialects": (("dialect",), ("families", "parser"), ("grammar", "arguments")),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),

@@ -1,0 +1,24 @@
+"""What models say, beside text: thoughts and calls of tools, in the markup of their makers.
+
+    dialect = dialect_of(tokenizer)
+    parser = dialect.parser(prompt_text, tools)
+    for delta in parser.push(text):
+        ...
+
+    dialect.py     which dialect a checkpoint speaks
+    parser.py      one answer, as its text comes: reasoning, content and calls
+    families.py    the dialects as data: how each is recognised, and its markers
+    grammar.py     the form of that data: places in an answer, and what leads from one to another
+    arguments.py   arguments that the markup leaves as text: what the tools' schemas say about them
+
+A new dialect is a row in families.py. Where each comes from: docs/decisions/0059-what-models-say.md.
+
+May import: text.tokenizer, the ground.
+"""
+
+from __future__ import annotations
+
+from pdinfer.text.dialects.dialect import Dialect, dialect_of
+from pdinfer.text.dialects.parser import CallDelta, Delta, Parser
+
+__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of"]

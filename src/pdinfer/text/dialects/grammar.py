@@ -1,0 +1,73 @@
+"""The form in which families.py says how models write."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import attrs
+
+from pdinfer.stop import Automaton
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+WHITE = " \t\r\n"
+
+
+class Place(enum.Enum):
+    """Where in an answer a character stands. What follows CALLS is inside a call."""
+
+    OPENING = "before all but white space, where <think> may come"
+    REASONING = "the thoughts"
+    CONTENT = "the answer"
+    CALLS = "between the calls of a section"
+    NAME = "before the arguments of a call"
+    JSON = "arguments that are written as JSON"
+    PARAMETERS = "between arguments that are written one by one"
+    KEY = "what an argument is called"
+    VALUE = "what it is"
+
+
+Ends = Mapping[Place, Mapping[str, Place]]
+"""The markers that end each place, and the place behind them. Of two that end together the longer counts. What leads to
+NAME begins a call."""
+Steps = Mapping[Place, tuple[Automaton[str], Mapping[str, Place]]]
+"""The same, with what finds the markers."""
+
+
+@attrs.frozen
+class Calls:
+    """How calls are written. `name` is a pattern of the whole text in NAME, with the group "name", and "id" where the
+    model itself names its calls. `key` is one of the text in KEY, with the group "key", and "is_text" where the markup
+    says whether a value is text ("true") or JSON ("false")."""
+
+    ends: Ends
+    name: str
+    key: str = ""
+
+
+@attrs.frozen
+class Family:
+    """A dialect, which a checkpoint speaks that knows all `tokens`, as added tokens or in its chat template, and whose
+    template has what is `written`.
+
+    The answer begins behind the last of `turns` in a prompt. White space in `white` is dropped at both ends of the
+    reasoning and before the content, `white_behind` behind the content. `why_not` says why `calls` are not known.
+    `call_ends_thought` is for models that leave `</think>` out before a call.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    turns: tuple[str, ...]
+    written: tuple[str, ...] = ()
+    calls: Calls | None = None
+    why_not: str = ""
+    white: str = ""
+    white_behind: str = ""
+    call_ends_thought: bool = False
+
+    def steps(self, *, reads_calls: bool) -> Steps:
+        """Return the places of an answer whose calls are read, or are content."""
+        ends = dict(self.calls.ends) if self.calls and reads_calls else {Place.CONTENT: {}}
+        thought = {END_OF_THOUGHT: Place.CONTENT, **(ends[Place.CONTENT] if self.call_ends_thought else {})}
+        ends |= {Place.OPENING: {THINK: Place.REASONING}, Place.REASONING: thought}
+        return {place: (Automaton.of(tuple(markers)), markers) for place, markers in ends.items()}
