@@ -22,7 +22,9 @@ def _local_now() -> datetime:
 
 
 class ChatTemplate:
-    """Renders chats as transformers' `apply_chat_template` does, with the same settings and names.
+    """Renders chats as transformers' `apply_chat_template` does, with the same settings and names. Messages reach the
+    template as they are: version 5 of transformers drops their keys that are None, and with `content` a turn that only
+    calls tools vanishes from the templates of DeepSeek.
 
     `special_tokens` are the texts that templates know as `bos_token` and the like, and `now` is what `strftime_now`
     reads. Raises CheckpointError for a template that is broken, and BackendUnavailable without jinja2.
@@ -57,13 +59,11 @@ class ChatTemplate:
         for index, message in enumerate(values["messages"]):
             if not isinstance(message, dict):
                 raise RequestError(f"messages[{index}] must be a dict with a role and a content, got {clip(message)}")
-        # clients send "tool_calls": null, which templates do not tell from a list
-        chat = [{key: value for key, value in message.items() if value is not None} for message in values["messages"]]
         return self._template.render(
             {
                 **self._special_tokens,
                 **values["more"],
-                "messages": chat,
+                "messages": values["messages"],
                 "tools": values["tools"],
                 "documents": values["documents"],
                 "add_generation_prompt": add_generation_prompt,
