@@ -89,7 +89,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("stream", "dialects"),
         ("detokenizer", "schema"),
         ("tokenizer",),
-        ("chat", "files"),
+        ("chat", "files", "markers"),
         ("sandbox",),
     ),
     "text.dialects": (("dialect",), ("families", "parser"), ("grammar", "arguments")),
@@ -250,7 +250,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": ("*",),
     "xxhash": ("*",),
     "jinja2": ("text.sandbox",),
-    "tokenizers": ("text.tokenizer",),
+    "tokenizers": ("text.tokenizer", "text.markers"),  # the second for its types alone
     "deep_ep": ("moe.dispatchers.deep_ep",),
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),

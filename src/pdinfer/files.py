@@ -20,6 +20,8 @@ from pdinfer.errors import CheckpointError, ConfigError, PDInferError
 AnyPath = str | os.PathLike[str]
 
 MAX_JSON_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 16 << 20
+"""Of a config.json, in which modelslim names each tensor of a large model."""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 10_000
 MAX_JSON_STRINGS = 1 << 20
@@ -73,24 +75,34 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
     model. Raises `error`.
     """
     path = folder / check_file_name(name, "a file to open", error)
+    target = inside(path, folder, error, trusted_roots)
     try:
-        root = folder.resolve(strict=True)
-        inside = path.resolve(strict=True)
-        roots = (root, *_own_blobs(root), *(Path(trusted).resolve() for trusted in trusted_roots))
-        if not any(map(inside.is_relative_to, roots)):
-            raise error(
-                f"{path} is a link to {clip(str(inside))}, outside the model folder: copy the files it points to into "
-                f"the folder, or name the folder they are in among trusted_roots"
-            )
         # O_NONBLOCK: opening a FIFO must not wait for its writer; it has no effect on regular files.
-        fd = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, RuntimeError) as failure:
-        reason = failure.strerror if isinstance(failure, OSError) else str(failure)
-        raise error(f"cannot open {path}: {reason}") from None
+        fd = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as failure:
+        raise error(f"cannot open {path}: {failure.strerror}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise error(f"{path} is not a regular file (a device, a pipe, a socket or a folder); it was not read")
     return fd
+
+
+def inside(path: Path, folder: Path, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()) -> Path:
+    """Return where `path`, which is directly inside `folder`, is without links. Raises `error` when that is none of the
+    places that `open_regular` allows."""
+    try:
+        root = folder.resolve(strict=True)
+        target = path.resolve(strict=True)
+        roots = (root, *_own_blobs(root), *(Path(trusted).resolve() for trusted in trusted_roots))
+    except (OSError, RuntimeError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else str(failure)
+        raise error(f"cannot open {path}: {reason}") from None
+    if not any(map(target.is_relative_to, roots)):
+        raise error(
+            f"{path} is a link to {clip(str(target))}, outside the model folder: copy the files it points to into "
+            f"the folder, or name the folder they are in among trusted_roots"
+        )
+    return target
 
 
 def _own_blobs(root: Path) -> Iterator[Path]:
@@ -111,9 +123,11 @@ def read_regular(
     fd = open_regular(folder, name, error, trusted_roots)
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
-        data = file.read(max_bytes + 1) if size <= max_bytes else b""
-    if size > max_bytes or len(data) > max_bytes:
-        raise error(f"{folder / name} is too large: {size} bytes, the limit is {max_bytes}; it was not parsed")
+        data = file.read(size + 1) if size <= max_bytes else b""
+    if size > max_bytes or len(data) > size:
+        raise error(
+            f"{folder / name} is too large, or grows: {size} bytes, the limit is {max_bytes}; it was not parsed"
+        )
     return data
 
 

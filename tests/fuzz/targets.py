@@ -16,7 +16,7 @@ import xxhash
 
 from pdinfer.checkpoint.header import HeaderSource, header_bytes, parse_header
 from pdinfer.config import ModelConfig
-from pdinfer.config.hf import check_generation, eos_ids
+from pdinfer.config.hf import ending_ids, sampling_defaults
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
 from pdinfer.identity import TensorDigest
@@ -87,8 +87,8 @@ def config(data: bytes) -> None:
 
 def generation(data: bytes) -> None:
     raw = parse_json(data, "generation_config.json", ConfigError)
-    check_generation(raw)
-    eos_ids(raw.get("eos_token_id"))
+    sampling_defaults(raw)
+    ending_ids({}, raw)
 
 
 def tensors(data: bytes) -> None:

@@ -20,7 +20,7 @@ from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
 from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.files import AnyPath, read_json, read_regular
+from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular
 from pdinfer.kernels.weight_formats import BLOCK, all_finite, quantize_fp8, quantize_int8
 
 LINEARS = frozenset(
@@ -88,7 +88,7 @@ def quantize_checkpoint(
     if scheme == "w8a8_dynamic":
         _write_json(target / "quant_model_description.json", _description(weight_map))
     _copy_the_rest(source, target, trusted_roots)
-    stored = read_json(source / "config.json", trusted_roots=trusted_roots)
+    stored = read_json(source / "config.json", max_bytes=MAX_CONFIG_BYTES, trusted_roots=trusted_roots)
     _write_json(target / "config.json", {**stored, **recipe.config_fields})
 
 

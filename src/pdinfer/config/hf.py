@@ -27,7 +27,14 @@ from pdinfer.errors import ConfigError
 
 MAX_EOS_IDS = 64
 MAX_LAYERS = 1024
-MAX_TOP_K = 1 << 24
+SAMPLING_DEFAULTS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 1e-6, 1.0),
+    ("top_k", 0, 1 << 24),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.01, 100.0),
+)
+"""What generation_config.json may say of sampling, from what to what."""
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTED_WEIGHTS = (
@@ -161,18 +168,40 @@ def eos_ids(value: object) -> tuple[int, ...]:
     """Return the ids in `eos_token_id`, which is null, an int or a list of ints. `ModelConfig` checks that they are in
     the vocabulary."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    if len(ids) > MAX_EOS_IDS or not all(is_int(token) for token in ids):
-        raise ConfigError(f"eos_token_id must be an int or a list of at most {MAX_EOS_IDS} ints, got {clip(value)}")
+    if len(ids) > MAX_EOS_IDS or not all(is_int(token) and token >= 0 for token in ids):  # type: ignore[operator]
+        raise ConfigError(
+            f"eos_token_id must be an int of at least 0 or a list of at most {MAX_EOS_IDS} such ints, got {clip(value)}"
+        )
     return tuple(ids)
 
 
-def check_generation(raw: Mapping[str, object]) -> None:
-    """Refuse a generation_config.json with impossible sampling defaults, though none is used: the file is broken."""
-    for name, high in (("temperature", 100.0), ("top_p", 1.0), ("top_k", float(MAX_TOP_K))):
+def ending_ids(raw: Mapping[str, object], generation: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of generation_config.json if it has any, else those of config.json,
+    which in one that holds that of a text model may stand inside. Raises ConfigError as `eos_ids`."""
+    text = raw.get("text_config")
+    for source in (generation, raw, text if isinstance(text, Mapping) else {}):
+        if source.get("eos_token_id") is not None:
+            return eos_ids(source["eos_token_id"])
+    return ()
+
+
+def sampling_defaults(raw: Mapping[str, object]) -> dict[str, float | int]:
+    """Return how generation_config.json would have tokens drawn, by the names of `SamplingParams`. What it does not
+    say is not there; where it says not to draw, the temperature is 0. Raises ConfigError for impossible values."""
+    found: dict[str, float | int] = {}
+    for name, low, high in SAMPLING_DEFAULTS:
         value = raw.get(name)
-        number = isinstance(value, float) or is_int(value)
-        if value is not None and not (number and 0 <= value <= high):  # type: ignore[operator]
-            raise ConfigError(f"{name} must be a number from 0 to {high:g}, got {clip(value)}")
+        if value is None:
+            continue
+        is_number = is_int(value) or (isinstance(value, float) and name != "top_k")
+        if not (is_number and low <= value <= high):  # type: ignore[operator]
+            kind = "an int" if name == "top_k" else "a number"
+            raise ConfigError(f"{name} must be {kind} from {low:g} to {high:g}, got {clip(value)}")
+        found[name] = value  # type: ignore[assignment]
+    draws = raw.get("do_sample")
+    if draws is not None and not isinstance(draws, bool):
+        raise ConfigError(f"do_sample must be true or false, got {clip(draws)}")
+    return {**found, "temperature": 0.0} if draws is False else found
 
 
 def _family(raw: Mapping[str, object]) -> Family:

@@ -20,10 +20,10 @@ import attrs
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of, typed
 from pdinfer.config import rope
 from pdinfer.config.families import FAMILIES, Family, ScoringFunc, TopkMethod
-from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, check_generation, eos_ids, read_fields
+from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, ending_ids, read_fields, sampling_defaults
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
-from pdinfer.files import AnyPath, check_folder, read_json
+from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, read_json
 from pdinfer.values import brief
 
 MAX_WIDTH = 1 << 20
@@ -171,17 +171,15 @@ class ModelConfig:
         """
         folder, roots = check_folder(folder), tuple(trusted_roots)
         path, generation_path = folder / "config.json", folder / "generation_config.json"
-        raw = read_json(path, trusted_roots=roots)
+        raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, trusted_roots=roots)
         with _naming(path):
             config = cls.from_dict(raw)
         if not os.path.lexists(generation_path):
             return config
         generation = read_json(generation_path, trusted_roots=roots)
         with _naming(generation_path):
-            check_generation(generation)
-            if generation.get("eos_token_id") is None:
-                return config
-            return attrs.evolve(config, eos_token_ids=eos_ids(generation["eos_token_id"]))
+            sampling_defaults(generation)  # impossible ones say that the file is broken
+            return attrs.evolve(config, eos_token_ids=ending_ids(raw, generation))
 
     @classmethod
     @typed

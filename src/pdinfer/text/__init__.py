@@ -12,12 +12,13 @@
     stream.py        stop strings, and the text of a request as it may be shown
     detokenizer.py   text from tokens, one by one, without half characters
     tokenizer.py     tokenizer.json: tokens from text and from a chat
+    markers.py       markers of turns that users must not write
     schema.py        answers that are JSON of a schema
     chat.py          the template that makes one text of a chat
     sandbox.py       where templates run
     files.py         what else the files of a model folder say about its text
 
-May import: the ground.
+May import: config, the ground.
 """
 
 from __future__ import annotations

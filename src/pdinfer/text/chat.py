@@ -50,25 +50,39 @@ class ChatTemplate:
         are further values that the template reads, such as {"enable_thinking": False}.
 
         All values are JSON: None, booleans, numbers, texts, lists and dicts. Raises RequestError for others, for no
-        message, and for a chat that the template refuses or cannot render, and CheckpointError for a template that
-        tries what the sandbox does not allow.
+        message, and for a chat that the template refuses, cannot render or renders for too long, and CheckpointError
+        for a template that tries what the sandbox does not allow.
         """
-        if not messages:
-            raise RequestError("a chat needs at least one message")
-        values = _as_json({"messages": messages, "tools": tools, "documents": documents, "more": variables or {}})
-        for index, message in enumerate(values["messages"]):
-            if not isinstance(message, dict):
-                raise RequestError(f"messages[{index}] must be a dict with a role and a content, got {clip(message)}")
+        return self.text_of(plain_chat(messages, tools, documents, variables), add_generation_prompt)
+
+    def text_of(self, values: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        """Return the text of a chat of plain values, see `render`."""
         return self._template.render(
             {
                 **self._special_tokens,
-                **values["more"],
+                **values["variables"],
                 "messages": values["messages"],
                 "tools": values["tools"],
                 "documents": values["documents"],
                 "add_generation_prompt": add_generation_prompt,
             }
         )
+
+
+def plain_chat(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return a copy of what a template reads, in values of JSON alone. Raises RequestError for what has none."""
+    if not messages:
+        raise RequestError("a chat needs at least one message")
+    values = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables or {}})
+    for index, message in enumerate(values["messages"]):
+        if not isinstance(message, dict):
+            raise RequestError(f"messages[{index}] must be a dict with a role and a content, got {clip(message)}")
+    return values
 
 
 def _compile(source: str, now: Callable[[], datetime]) -> Template:

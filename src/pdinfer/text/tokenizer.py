@@ -1,16 +1,19 @@
-"""The tokenizer of a checkpoint: its tokenizer.json, read by the library `tokenizers`."""
+"""The tokenizer of a checkpoint: its tokenizer.json or tiktoken.model, read by the library `tokenizers`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pdinfer.bounds import escaped
-from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, RequestError
+from pdinfer.checks import clip
+from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, PDInferError, RequestError
 from pdinfer.files import AnyPath, check_folder, read_regular
-from pdinfer.text.chat import ChatTemplate, Message
-from pdinfer.text.files import DEFAULT, TextFiles
+from pdinfer.text.chat import ChatTemplate, Message, plain_chat
+from pdinfer.text.files import DEFAULT, MAX_ADDED, TOKENIZER, Added, TextFiles
+from pdinfer.text.markers import Markers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,57 +25,84 @@ class Tokenizer:
     """Turns text into tokens and back. Frozen once it is loaded, so any thread may use it.
 
     `special_tokens` has the texts of bos_token and the like, `templates` the checkpoint's chat templates by name, and
-    `library` is what the library `tokenizers` made of tokenizer.json. Make one with `Tokenizer.load`.
+    `library` is what the library `tokenizers` made of tokenizer.json. `model_eos_token_ids` are the ids that engines
+    end an answer at, and `eos_token_ids` all that the folder calls an end. `sampling_defaults` is how its
+    generation_config.json would have tokens drawn, by the names of `SamplingParams`. Make one with `Tokenizer.load`.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
-        """Take a tokenizer of the library and what the other files say. Raise CheckpointError for a broken template."""
+        """Take a tokenizer of the library and what the other files say. Raise CheckpointError for a broken template,
+        and for files that contradict each other."""
         library.no_truncation()  # as tokenizer.json may ask for what only training needs
         library.no_padding()
+        _add(library, files.added_tokens)
         self.library = library
         self.special_tokens = dict(files.special_tokens)
         self.templates = {name: ChatTemplate(text, files.special_tokens) for name, text in files.templates.items()}
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        eos = library.token_to_id(files.special_tokens.get("eos_token", ""))
+        self.model_eos_token_ids = files.ends
+        self.eos_token_ids = files.all_ends if eos is None else files.all_ends | {eos}
+        self.sampling_defaults: Mapping[str, float | int] = dict(files.sampling)
+        around = library.encode("a").ids
+        self._before = self._left_out("bos_token", files.adds_bos, around[:1])
+        self._behind = self._left_out("eos_token", files.adds_eos, around[-1:])
 
     @classmethod
-    def load(cls, checkpoint: AnyPath) -> Tokenizer:
+    def load(cls, checkpoint: AnyPath, *, trusted_roots: Sequence[AnyPath] = ()) -> Tokenizer:
         """Read the tokenizer of a model folder: tokenizer.json, and if they are there tokenizer_config.json,
-        chat_template.jinja and additional_chat_templates.
+        config.json, generation_config.json, chat_template.jinja and additional_chat_templates. Links may lead to where
+        `load_model` follows them; `trusted_roots` is as there.
 
         Raises CheckpointError for a folder or a file that is missing or broken, and BackendUnavailable without the
         libraries.
         """
-        folder = check_folder(checkpoint)
-        name = "tokenizer.json"
-        if not (folder / name).exists():
+        folder, name = check_folder(checkpoint), "tokenizer.json"
+        if not os.path.lexists(folder / name):
             raise CheckpointError(
                 f"{folder} has no {name}, the only kind of tokenizer that is read: convert another kind with "
                 "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
-        data = read_regular(folder, name, MAX_TOKENIZER_BYTES, CheckpointError)
+        files = TextFiles.read(folder, trusted_roots)
+        data = read_regular(folder, name, MAX_TOKENIZER_BYTES, CheckpointError, trusted_roots)
         library = _library()
         try:
-            made = library.from_buffer(data)
-        except Exception as error:
-            raise CheckpointError(f"{folder / name} is not a tokenizer: {escaped(str(error))[:300]}") from error
-        return cls(made, TextFiles.read(Path(folder)))
+            return cls(library.from_buffer(data), files)
+        except PDInferError:
+            raise
+        except BaseException as error:
+            raise _fault(error, CheckpointError, f"{folder / name} is not a tokenizer") from error
+
+    def _left_out(self, name: str, wanted: bool, there: Sequence[int]) -> tuple[int, ...]:
+        """Return a special token that is `wanted` at an end of a text, unless tokenizer.json puts it `there`. Raises
+        CheckpointError when there is no such token."""
+        token = self.library.token_to_id(self.special_tokens.get(name, ""))
+        if wanted and token is None:
+            raise CheckpointError(f"{TOKENIZER}: add_{name} is true, and the tokenizer has no {name}")
+        return (token,) if wanted and token is not None and [token] != there else ()
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The template for chats, or None for a checkpoint without one."""
         return self.templates.get(DEFAULT)
 
+    @cached_property
+    def markers(self) -> Markers:
+        """What users must not write in a chat."""
+        return Markers(self.library)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the tokens of a text, with those that tokenizer.json puts around every text, such as bos, unless
-        `add_special_tokens` is False. What reads like a special token becomes one: check text that others write, if it
-        must not. Raises RequestError for what is not Unicode text."""
+        """Return the tokens of a text, with those that the checkpoint puts around every text, such as bos, unless
+        `add_special_tokens` is False. What reads like an added token becomes one, whoever wrote it; in chats, see
+        `chat`. Raises RequestError for what is not Unicode text."""
         try:
-            return tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, ValueError) as error:
-            raise RequestError(
-                f"cannot encode the text, which must be a str without lone surrogates: {error}"
+            tokens = tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
+        except BaseException as error:
+            raise _fault(
+                error, RequestError, "cannot encode the text, which must be a str without lone surrogates"
             ) from error
+        return (*self._before, *tokens, *self._behind) if add_special_tokens else tokens
 
     def chat(
         self,
@@ -82,22 +112,31 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        allow_markers: bool = False,
     ) -> tuple[int, ...]:
         """Return the tokens of a chat, see `ChatTemplate.render`. A template named "tool_use" is used when there are
-        `tools`. Raises ConfigError when the checkpoint has no template."""
+        `tools`.
+
+        Texts of added tokens, such as "<|im_end|>", are tokens where the template or a turn of the roles assistant,
+        system and developer has them. In documents and in messages of other roles they are plain text, unless
+        `allow_markers`; the role itself is the host's word. Raises ConfigError when the checkpoint has no template.
+        """
         template = self.templates.get("tool_use") if tools is not None else None
         template = template or self.chat_template
         if template is None:
             known = f"only {', '.join(map(escaped, self.templates))[:200]}" if self.templates else "none"
             raise ConfigError(f"a chat needs a chat template, and the checkpoint has {known}; encode a text instead")
-        text = template.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-        )
-        return self.encode(text, add_special_tokens=False)
+        values = plain_chat(messages, tools, documents, variables)
+        hidden = None if allow_markers else self.markers.hide(values, template.source)
+        if hidden is None:
+            return self.encode(template.text_of(values, add_generation_prompt), add_special_tokens=False)
+        text = template.text_of(hidden.values, add_generation_prompt)
+        try:
+            return tuple(self.markers.encode(text, hidden))
+        except PDInferError:
+            raise
+        except BaseException as error:
+            raise _fault(error, RequestError, "cannot encode the chat") from error
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Special tokens have none, and neither have ids that the tokenizer does not know.
@@ -110,7 +149,45 @@ class Tokenizer:
 
     def joined(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, all of which have text."""
-        return self.library.decode(tokens, skip_special_tokens=False)
+        try:
+            return self.library.decode(tokens, skip_special_tokens=False)
+        except BaseException as error:
+            raise _fault(error, CheckpointError, "the tokenizer cannot decode its own tokens") from error
+
+
+def _add(library: tokenizers.Tokenizer, added: Mapping[int, Added]) -> None:
+    """Add the tokens that tokenizer.json lacks, with their ids. What is free between them is reserved, by names that
+    Moonshot's own tokenizers give it. Raises CheckpointError when an id has another text, or a text another id."""
+    from tokenizers import AddedToken
+
+    known = library.get_added_tokens_decoder()
+    free, new = library.get_vocab_size(), []
+    for index, token in added.items():
+        if index - free > MAX_ADDED:
+            raise CheckpointError(
+                f"{TOKENIZER}: added_tokens_decoder has {clip(token.text)} as {index}, far behind {free}"
+            )
+        if index not in known:
+            new += [AddedToken(f"<|reserved_token_{unused}|>", special=True) for unused in range(free, index)]
+            new.append(AddedToken(token.text, **token.flags))
+            free = max(free, index + 1)
+    library.add_tokens(new)
+    for index, token in added.items():
+        if library.token_to_id(token.text) != index or library.id_to_token(index) != token.text:
+            raise CheckpointError(
+                f"{TOKENIZER}: added_tokens_decoder has {clip(token.text)} as {index}, where the tokenizer has "
+                f"{clip(library.id_to_token(index))}, and {clip(token.text)} as {library.token_to_id(token.text)}"
+            )
+
+
+def _fault(error: BaseException, kind: type[PDInferError], what: str) -> PDInferError:
+    """Return what to raise instead of an error of the library. A panic of its Rust code is no Exception, and tells of a
+    tokenizer that cannot be used. What else is none is raised as it is."""
+    if type(error).__name__ == "PanicException":
+        return CheckpointError(f"{what}: the library tokenizers panics: {escaped(str(error))[:300]}")
+    if not isinstance(error, Exception):
+        raise error
+    return kind(f"{what}: {escaped(str(error))[:300]}")
 
 
 def _library() -> type[tokenizers.Tokenizer]:

@@ -74,15 +74,81 @@ def test_the_tiny_models_chat_is_what_transformers_makes_of_it(tiny: Tokenizer) 
         tiny.chat([{"role": "tool", "content": "7"}])
 
 
-def test_what_stands_around_a_text_is_what_tokenizer_json_says(tmp_path: Path) -> None:
-    """As in transformers, which reads add_bos_token only where it makes a tokenizer itself."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "model_max_length": 10**30}
-    folder = folder_with(
-        tmp_path, config | {"bos_token": {"__type": "AddedToken", "content": "<|bos|>"}}, post_processor=None
-    )
-    made, library = Tokenizer.load(folder), theirs(folder)
-    assert made.encode("a") == tuple(library.encode("a")) == (ord("a"),)
-    assert made.special_tokens == {"bos_token": "<|bos|>"}
+def test_a_text_has_the_bos_and_the_eos_that_tokenizer_config_asks_for_once(tmp_path: Path) -> None:
+    """As with the makers' transformers 4. Version 5 asks tokenizer.json alone, unless it makes the tokenizer itself."""
+    named = {"bos_token": {"__type": "AddedToken", "content": "<|bos|>"}, "eos_token": "<|eos|>"}
+    config = named | {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}
+    both = {"add_bos_token": True, "add_eos_token": True}
+    for wanted, before, behind in ((both, (BOS,), (EOS,)), ({"add_bos_token": False, "add_eos_token": None}, (), ())):
+        made = Tokenizer.load(folder_with(tmp_path, config | wanted, post_processor=None))
+        assert made.encode("a") == (*before, ord("a"), *behind)
+        assert made.encode("a", add_special_tokens=False) == (ord("a"),)
+        assert made.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    assert Tokenizer.load(folder_with(tmp_path, config | both)).encode("a") == (BOS, ord("a"), EOS)
+    for broken in ({"add_bos_token": True}, {"add_bos_token": 1}):
+        with pytest.raises(pd.CheckpointError, match=r"tokenizer_config\.json: add_bos_token"):
+            Tokenizer.load(folder_with(tmp_path, broken))
+
+
+def test_tokens_of_tokenizer_config_are_added_with_their_ids(tmp_path: Path) -> None:
+    entries = {"262": {"content": "<x>", "rstrip": True}, "256": {"content": "<|bos|>"}, "259": {"content": "<y>"}}
+    entries["259"]["special"] = True
+    made = Tokenizer.load(folder_with(tmp_path, {"added_tokens_decoder": entries}))
+    assert made.encode("<x>  <y>b<|reserved_token_260|>", add_special_tokens=False) == (262, 259, ord("b"), 260)
+    assert made.decode((262, 259, 260, 261)) == "<x>"
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"257": {"content": "<|bos|>"}}, "'<|bos|>' as 257, where the tokenizer has '<|eos|>', and '<|bos|>' as 256"),
+        ({"256": {"content": "<x>"}}, "'<x>' as 256, where the tokenizer has '<|bos|>'"),
+        ({"70": {"content": "<x>"}}, "'<x>' as 70, where the tokenizer has"),
+        ({"300": {"content": "<x>"}, "301": {"content": "<x>"}}, "gives one text to two ids"),
+        ({"16000000": {"content": "<x>"}}, "far behind 259"),
+        ({"-1": {"content": "<x>"}}, "must have texts by id"),
+        ({"300": {"content": "<x>", "special": 1}}, "special must be true or false"),
+        ({"300": "<x>"}, "must have texts by id"),
+        ([], "must be an object"),
+    ],
+)
+def test_added_tokens_that_contradict_are_refused(tmp_path: Path, entries: Any, says: str) -> None:
+    with pytest.raises(pd.CheckpointError, match=re.escape(says)):
+        Tokenizer.load(folder_with(tmp_path, {"added_tokens_decoder": entries}))
+
+
+def test_what_ends_an_answer_and_how_tokens_are_drawn_is_what_the_folder_says(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {"eos_token": "<|eos|>"})
+    assert (Tokenizer.load(folder).eos_token_ids, Tokenizer.load(folder).model_eos_token_ids) == ({EOS}, frozenset())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [3, 4]}}))
+    made = Tokenizer.load(folder)
+    assert (made.eos_token_ids, made.model_eos_token_ids, made.sampling_defaults) == ({3, 4, EOS}, {3, 4}, {})
+    said = {"eos_token_id": 5, "temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": None, "repetition_penalty": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said | {"do_sample": True, "max_length": 9}))
+    made = Tokenizer.load(folder)
+    assert (made.eos_token_ids, made.model_eos_token_ids) == ({3, 4, 5, EOS}, {5})
+    assert made.sampling_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1}
+    pd.SamplingParams(**made.sampling_defaults)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert Tokenizer.load(folder).sampling_defaults == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"temperature": -1}, "temperature must be a number from 0 to 100"),
+        ({"top_k": 1.5}, "top_k must be an int from 0"),
+        ({"top_p": 0}, "top_p must be a number"),
+        ({"repetition_penalty": True}, "repetition_penalty must be a number"),
+        ({"do_sample": "no"}, "do_sample must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an int"),
+        ({"eos_token_id": -1}, "eos_token_id must be an int of at least 0"),
+    ],
+)
+def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, said: dict[str, Any], says: str) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(pd.CheckpointError, match=rf"generation_config\.json: {says}"):
+        Tokenizer.load(folder_with(tmp_path))
 
 
 def test_nothing_is_cut_or_padded(tmp_path: Path) -> None:
@@ -108,6 +174,41 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, data: bytes) -> N
 
 
 @pytest.mark.parametrize(
+    "broken",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}},
+    ],
+)
+def test_a_tokenizer_that_makes_the_library_panic_is_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
+    """A panic of Rust is a BaseException."""
+    if "post_processor" in broken:
+        broken["post_processor"]["single"] = [{"SpecialToken": {"id": "x", "type_id": 0}}]
+    with pytest.raises(pd.CheckpointError, match=r"tokenizer\.json is not a tokenizer: the library tokenizers panics"):
+        Tokenizer.load(folder_with(tmp_path, **broken))
+
+
+def test_a_panic_while_a_host_encodes_or_decodes_is_an_error(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Panics:
+        def encode(self, *_: Any, **__: Any) -> None:
+            raise PanicException("index out of bounds")
+
+        decode = encode
+
+    monkeypatch.setattr(tiny, "library", Panics())
+    for call in (lambda: tiny.encode("a"), lambda: tiny.joined((1,))):
+        with pytest.raises(pd.CheckpointError, match="panics: index out of bounds"):
+            call()
+    monkeypatch.setattr(Panics, "encode", lambda *_, **__: sys.exit(3))
+    with pytest.raises(SystemExit):
+        tiny.encode("a")
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ("{", "tokenizer_config.json is not strict JSON"),
@@ -128,6 +229,26 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer.json").symlink_to(TINY / "tokenizer.json")
     with pytest.raises(pd.CheckpointError, match="outside the model folder"):
         Tokenizer.load(tmp_path / "model")
+
+
+def test_links_lead_where_those_of_load_model_do(tmp_path: Path) -> None:
+    """Also those of a folder of templates: what is in it is read as if it were the model's."""
+    blobs, other = tmp_path / "models--a--b" / "blobs", tmp_path / "disk"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0"
+    for folder in (blobs, other, snapshot / "additional_chat_templates"):
+        folder.mkdir(parents=True)
+    (blobs / "0").write_bytes((TINY / "tokenizer.json").read_bytes())
+    (other / "rag.jinja").write_text("R")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/0")
+    assert not Tokenizer.load(snapshot).templates
+    (snapshot / "additional_chat_templates").rmdir()
+    (snapshot / "additional_chat_templates").symlink_to(other)
+    with pytest.raises(pd.CheckpointError, match=r"additional_chat_templates is a link to .* outside .*trusted_roots"):
+        Tokenizer.load(snapshot)
+    assert set(Tokenizer.load(snapshot, trusted_roots=[other]).templates) == {"rag"}
+    (snapshot / "chat_template.jinja").symlink_to("nowhere")
+    with pytest.raises(pd.CheckpointError, match=r"cannot open .*chat_template\.jinja: No such file"):
+        Tokenizer.load(snapshot, trusted_roots=[other])
 
 
 def test_text_that_is_none_is_refused(tiny: Tokenizer, tmp_path: Path) -> None:
