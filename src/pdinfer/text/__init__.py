@@ -12,6 +12,7 @@
     stream.py        stop strings, and the text of a request as it may be shown
     detokenizer.py   text from tokens, one by one, without half characters
     tokenizer.py     tokenizer.json: tokens from text and from a chat
+    tiktoken.py      tiktoken.model, as Moonshot's models have it
     markers.py       markers of turns that users must not write
     schema.py        answers that are JSON of a schema
     chat.py          the template that makes one text of a chat

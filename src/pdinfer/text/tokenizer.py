@@ -11,6 +11,7 @@ from pdinfer.bounds import escaped
 from pdinfer.checks import clip
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, PDInferError, RequestError
 from pdinfer.files import AnyPath, check_folder, read_regular
+from pdinfer.text import tiktoken
 from pdinfer.text.chat import ChatTemplate, Message, plain_chat
 from pdinfer.text.files import DEFAULT, MAX_ADDED, TOKENIZER, Added, TextFiles
 from pdinfer.text.markers import Markers
@@ -51,21 +52,27 @@ class Tokenizer:
 
     @classmethod
     def load(cls, checkpoint: AnyPath, *, trusted_roots: Sequence[AnyPath] = ()) -> Tokenizer:
-        """Read the tokenizer of a model folder: tokenizer.json, and if they are there tokenizer_config.json,
-        config.json, generation_config.json, chat_template.jinja and additional_chat_templates. Links may lead to where
-        `load_model` follows them; `trusted_roots` is as there.
+        """Read the tokenizer of a model folder: tokenizer.json or Moonshot's tiktoken.model, and if they are there
+        tokenizer_config.json, config.json, generation_config.json, chat_template.jinja and additional_chat_templates.
+        Links may lead to where `load_model` follows them; `trusted_roots` is as there.
 
         Raises CheckpointError for a folder or a file that is missing or broken, and BackendUnavailable without the
         libraries.
         """
-        folder, name = check_folder(checkpoint), "tokenizer.json"
-        if not os.path.lexists(folder / name):
-            raise CheckpointError(
-                f"{folder} has no {name}, the only kind of tokenizer that is read: convert another kind with "
-                "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
+        folder = check_folder(checkpoint)
         files = TextFiles.read(folder, trusted_roots)
-        data = read_regular(folder, name, MAX_TOKENIZER_BYTES, CheckpointError, trusted_roots)
+        name, most = "tokenizer.json", MAX_TOKENIZER_BYTES
+        if not os.path.lexists(folder / name):
+            name, most = "tiktoken.model", tiktoken.MAX_MODEL_BYTES
+            if not os.path.lexists(folder / name) or files.kind != tiktoken.KIND:
+                raise CheckpointError(
+                    f"{folder} has no tokenizer.json, and no tiktoken.model of a {tiktoken.KIND}, the kinds of "
+                    "tokenizers that are read: convert another kind with transformers, "
+                    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                )
+        data = read_regular(folder, name, most, CheckpointError, trusted_roots)
+        if name == "tiktoken.model":
+            data = tiktoken.tokenizer_json(data, str(folder / name))
         library = _library()
         try:
             return cls(library.from_buffer(data), files)
