@@ -18,6 +18,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     try:
         import uvicorn
+        from guards import Protocol
         from selftest import selftest
         from server import DRAIN_S, make_app
 
@@ -29,4 +30,6 @@ if __name__ == "__main__":
     config = pd.PairingConfig(port_wait_s=60, max_queued_requests=options.max_queued)
     app = make_app(options.checkpoint, options.prefills, options.decodes, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which uvicorn raises again when it has drained
-    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=int(DRAIN_S))
+    uvicorn.run(
+        app, host=options.host, port=options.port, timeout_graceful_shutdown=int(DRAIN_S), http=Protocol, ws="none"
+    )

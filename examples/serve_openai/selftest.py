@@ -32,7 +32,8 @@ class Client:
 
     def ask(self, path: str, body: Any = None) -> str:
         data = None if body is None else json.dumps(body).encode()
-        with urlopen(Request(self.url + path, data), timeout=TIMEOUT_S) as answer:  # noqa: S310 - our own server
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(self.url + path, data, headers), timeout=TIMEOUT_S) as answer:  # noqa: S310 - our own server
             return str(answer.read().decode())
 
     def complete(self, prompt: str) -> str:

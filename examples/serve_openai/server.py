@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from guards import body_of, keep_out, unless_gone
 
 import pdinfer as pd
-from pdinfer.text.openai import Call, error_answer
+from pdinfer.text.openai import Call, error_answer, max_bytes
 
 Port = pd.remote.SpawnedPrefill | pd.remote.SpawnedDecode
 DRAIN_S = 30.0
@@ -57,17 +58,6 @@ async def chunks(host: pd.aio.AsyncPairing, call: Call) -> AsyncGenerator[dict[s
                 yield chunk
 
 
-async def unless_gone(http: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
-    """Do the work, or give it up when the client has gone."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(http.receive())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        gone.cancel()
-        working.cancel()
-
-
 async def lines(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     """Return server-sent events. The status was sent already, so an error comes as one of them."""
     async with aclosing(rest):
@@ -99,12 +89,14 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
             await watching
 
     app = FastAPI(lifespan=lifespan)
+    app.middleware("http")(keep_out)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def serve(http: Request) -> Response:
-        parse = partial(Call.parse, model=checkpoint.name, has_schemas=bool(processors))
-        call = parse(await http.body(), tokenizer, is_chat="chat" in http.url.path)
+        limit = host.pairing.max_tokens
+        parse = partial(Call.parse_async, model=checkpoint.name, has_schemas=bool(processors), limit=limit)
+        call = await parse(await body_of(http, max_bytes(limit)), tokenizer, is_chat="chat" in http.url.path)
         made = chunks(host, call)
         first = await unless_gone(http, anext(made))  # so that an error has a status of its own
         if first is None or not call.streams:
@@ -127,9 +119,13 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
         return Response(metrics.render(host.pairing), media_type=pd.metrics.CONTENT_TYPE)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        used = [port for port in engines.ports if port in host.pairing.ports]
-        return {"unfinished": host.num_unfinished, "engines": [(port.role, port.process.pid) for port in used]}
+    @app.get("/ready")
+    async def health(http: Request) -> Response:
+        state, used = host.health(), [port for port in engines.ports if port in host.pairing.ports]
+        told: dict[str, Any] = {"state": state.state.value, "reasons": state.reasons, "unfinished": host.num_unfinished}
+        told["engines"] = [(port.role, port.process.pid) for port in used]
+        is_live = state.state.value != "down"
+        return JSONResponse(told, 200 if state.takes_requests or (is_live and "health" in http.url.path) else 503)
 
     @app.get("/")
     async def page() -> Response:

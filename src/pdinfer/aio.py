@@ -21,6 +21,7 @@ import attrs
 
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError, PDInferError, RequestError
+from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -70,6 +71,7 @@ class AsyncPairing:
         self._removals: deque[tuple[Iterator[float], asyncio.Future[None]]] = deque()
         self._failure: PDInferError | None = None
         self._is_closing = False
+        self._num_drains = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -90,6 +92,18 @@ class AsyncPairing:
     def num_unfinished(self) -> int:
         """How many streams have begun whose last event has not come yet, read or not."""
         return len(self._streams)
+
+    def health(self) -> Health:
+        """Return how the host does now, see `Pairing.health`. DRAINING while `drain` waits, DOWN when the host was not
+        entered, is closed, or a step has failed."""
+        if self._failure is not None:
+            return Health(HealthState.DOWN, (str(self._failure),))
+        if self._is_closing or self._loop is None:
+            return Health(HealthState.DOWN, ("the host is closed" if self._is_closing else "the host was not entered",))
+        health = self.pairing.health()
+        if self._num_drains and health.takes_requests:
+            return Health(HealthState.DRAINING, (f"{self.num_unfinished} streams have not ended",))
+        return health
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Submit the request when the first event is asked for, and yield its events. The last one, and no other, has a
@@ -157,7 +171,8 @@ class AsyncPairing:
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until the last event of every stream has come or `timeout_s` is over, and return whether they all have.
-        Streams may begin meanwhile."""
+        Streams may begin meanwhile, and `health` says that they should not."""
+        self._num_drains += 1
         try:
             async with asyncio.timeout(timeout_s):
                 while self._streams:
@@ -165,6 +180,8 @@ class AsyncPairing:
                     await self._news.wait()
         except TimeoutError:
             pass
+        finally:
+            self._num_drains -= 1
         return not self._streams
 
     async def close(self) -> None:

@@ -106,6 +106,7 @@ class Request:
 
     `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
     `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
+    Fair shares, waits and pages kept for growth reckon with `expected_new_tokens`, or else with `max_new_tokens`.
 
     `stop` has sequences of tokens, each of which ends the request once it is in the output, or a matcher that decides,
     such as `text.StopStrings`. The event of the token that completes a sequence is the last, with STOP. The Pairing
@@ -123,6 +124,7 @@ class Request:
     cache_salt: bytes = b""
     stop: tuple[tuple[int, ...], ...] | StopMatcher = ()
     alone: bool = False
+    expected_new_tokens: int | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -284,8 +286,8 @@ class Usage:
 
 @attrs.frozen(kw_only=True)
 class TokenEvent:
-    """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when decode made
-    the event, in seconds since `submit` of the object that emitted it; None for an end that another object told."""
+    """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when it was
+    made, in seconds since `submit` of the object that emitted it; None for a request that was never accepted."""
 
     __repr__ = brief
     request_id: Name

@@ -47,13 +47,17 @@ def load(folder: str, sizes: dict[str, int], *, dtype: str = "float32", **option
 def logits(
     folders: Sequence[str], sizes: dict[str, int], prompts: Sequence[Sequence[int]], **options: Any
 ) -> list[dict[str, Any]]:
-    """For each folder the logits of each prompt, with `mtp` of the last one behind token 5 too, and the collectives."""
+    """For each folder the logits of each prompt, with `mtp` of the last one behind token 5 too, and the collectives;
+    then its hidden states, in chunks, and the experts of its last layer."""
     found = []
     for folder in folders:
         model = load(folder, sizes, **options)
-        calls = noted(model.groups)
+        calls, last = noted(model.groups), model.config.num_hidden_layers - 1
+        looked = model.activations(prompts[-1], layers=(last, 0), routing=True, chunk_size=7)
         found.append(
             {
+                "hidden": looked.hidden_LTD.tolist(),
+                "experts": looked.routing[last].experts_TK.sort(-1)[0].tolist(),
                 "logits": [model.logits(prompt).tolist() for prompt in prompts],
                 "mtp": model.mtp_logits(prompts[-1], 5).tolist() if model.mtp else [],
                 "weights_id": model.weights_id.hex(),

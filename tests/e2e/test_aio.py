@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import pytest
 
 import pdinfer as pd
 from pdinfer import aio
+from pdinfer.pairing.health import Health, HealthState
 from tests.e2e.setups import (
     PROMPT,
     TIMEOUT_S,
@@ -646,3 +648,53 @@ def test_who_gets_the_events_has_to_be_callable() -> None:
     nothing: Any = 3
     with pytest.raises(pd.ConfigError, match="on_events must be a function"):
         aio.AsyncPairing(Scripted(), on_events=nothing)  # type: ignore[arg-type]
+
+
+# -- health -----------------------------------------------------------------------------------------------------------
+
+
+def test_health_says_whether_a_host_serves_with_all_that_it_has() -> None:
+    state = HealthState
+
+    async def main() -> None:
+        setup = local()
+        host = pd.aio.AsyncPairing(setup.pairing)
+        assert (host.health().state, host.health().takes_requests) == (state.DOWN, False)
+        async with host:
+            assert host.health() == Health(state.READY)
+            stream = host.stream(request("a", 64))
+            await anext(stream)
+            draining = asyncio.create_task(host.drain(SOON_S))
+            await asyncio.sleep(0)
+            assert host.health().state is state.DRAINING
+            await stream.aclose()
+            assert await draining
+            assert host.health().takes_requests
+            setup.engines[1].close()
+            await until(lambda: host.health().state is state.DOWN)
+            assert host.health().reasons == ("there is no decode",)
+        assert host.health().reasons == ("the host is closed",)
+
+    run(main())
+
+
+def test_health_is_degraded_while_ports_are_lost_or_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with hosted(local()) as host:
+            pairing, (decode, prefill) = host.pairing, host.pairing.ports
+            broken = attrs.evolve(
+                pairing.stats, ports_away=(decode.address,), links_down=((prefill.address, decode.address),)
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(type(pairing), "stats", property(lambda _: broken))
+                health = host.health()
+            assert (health.state, health.takes_requests) == (HealthState.DEGRADED, True)
+            assert [str(decode.address) in reason for reason in health.reasons] == [True, True]
+            async with contextlib.aclosing(host.stream(request("a", 64))) as stream:
+                await anext(stream)
+                old = attrs.evolve(decode.load(), step_age_s=60.0)
+                monkeypatch.setattr(decode, "load", lambda: old)
+                assert "has not stepped for 60 s" in host.health().reasons[0]
+                monkeypatch.undo()
+
+    run(main())

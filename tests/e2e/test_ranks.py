@@ -99,6 +99,8 @@ def compare(ranks: Ranks, shape: Shape, folders: dict[str, str], alone: dict[str
             expected = alone[family]
             for mine, other in zip([*got["logits"], got["mtp"]], [*expected["logits"], expected["mtp"]], strict=True):
                 close(mine, other)
+            close(got["hidden"], expected["hidden"])
+            assert got["experts"] == expected["experts"]
             assert (got["weights_id"], got["page_bytes"]) == (expected["weights_id"], expected["page_bytes"])
             first = rank - rank % shape.attention_size
             assert got["calls"] == results[first][at]["calls"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -50,13 +50,11 @@ def needed() -> None:
 
 
 def load(name: str) -> Any:
-    """A module of the example."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """A module of the example, made anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE)
+        patch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
 
 
 def free_port() -> int:
@@ -132,10 +130,10 @@ def test_the_client_of_openai_is_answered() -> None:
         assert "".join(part.choices[0].delta.content for part in parts if part.choices) == "48213"
         assert (parts[-1].usage.completion_tokens, parts[0].usage) == (5, None)
         assert parts[-1].usage.pdinfer[0]["timeline"]["first_token_s"] > 0
-        several = ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8)
+        several = ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8, temperature=1)
         assert len({choice.text for choice in several.choices}) > 2
         assert several == several.model_copy(
-            update={"choices": ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8).choices}
+            update={"choices": ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8, temperature=1).choices}
         )
         biased = ask(model="tiny", prompt="calc 47+38=", temperature=0, max_tokens=2, logit_bias={str(ord("7")): 100})
         assert biased.choices[0].text == "77"

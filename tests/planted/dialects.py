@@ -95,8 +95,8 @@ MUTANTS = [
     ),
     Mutant(
         "tools that the template never shows may be asked for",
-        'if re.search(r"\\btools\\b", re.sub(r"\\{#.*?#\\}", "", template.source, flags=re.DOTALL)):',
-        "if True:",
+        'return bool(re.search(r"\\btools\\b", re.sub(r"\\{#.*?#\\}", "", template.source, flags=re.DOTALL)))',
+        "return True",
         f"{DIALECT}test_what_cannot_be_read_or_would_not_be_shown_is_said",
     ),
     Mutant(

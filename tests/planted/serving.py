@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-_CALLS = "test_openai.py::"
+_CALLS = "openai/test_call.py::"
 
 MUTANTS = [
     Mutant(
         "all answers to a question have one seed",
-        "attrs.evolve(sampling, seed=sampling.seed + number)",
-        "sampling",
+        "drawn.seed + number",
+        "drawn.seed",
         _CALLS + "test_what_is_asked_arrives_in_the_requests",
     ),
     Mutant(
@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "a processor goes on from an output that is not its own",
-        "            self._states[output] = state\n",
-        "            self._states[output[:1]] = state\n",
+        "        self._states[output] = state\n",
+        "        self._states[output[:1]] = state\n",
         "test_schema.py::test_a_processor_is_a_function_of_the_output_alone",
     ),
     Mutant(

@@ -61,6 +61,9 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
         )
     if not isinstance(request.alone, bool):
         raise RequestError(f"alone must be True or False, got {clip(request.alone)}")
+    expected = request.expected_new_tokens
+    if expected is not None and not (is_int(expected) and 0 <= expected < 2**31):
+        raise RequestError(f"expected_new_tokens must be an int from 0 to {2**31 - 1} or None, got {clip(expected)}")
     _check_stop(request.stop, vocab_size)
     deadline = request.deadline_s
     if deadline is not None and not (is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdinfer.config import EngineConfig
-from pdinfer.engine.schedule import expected_growth, growth_watermark, learn_growth, may_grant, withheld_pages
+from pdinfer.engine.schedule import (
+    expected_growth,
+    forecast_tokens,
+    growth_watermark,
+    learn_growth,
+    may_grant,
+    withheld_pages,
+)
 from pdinfer.engine.sequence import Sequence
 from pdinfer.execution.drafting import Draft
 from pdinfer.kv.pool import Held, PagePool
@@ -80,7 +87,8 @@ class PageTables:
         """Return how many pages these sequences are expected to need. A protected sequence has all it needs."""
         if not self._growth_share:
             return 0
-        owed = sum(sequence.max_tokens - sequence.num_tokens for sequence in sequences if not sequence.protected)
+        growing = [sequence for sequence in sequences if not sequence.protected]
+        owed = sum(max(0, forecast_tokens(sequence.request) - sequence.num_tokens) for sequence in growing)
         return expected_growth(self._growth_share, owed, page_size=self._pool.layout.page_size)
 
     @property

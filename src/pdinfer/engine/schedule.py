@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from pdinfer.errors import ConfigError
+from pdinfer.types import Request
 
 T = TypeVar("T")
 
@@ -212,6 +213,12 @@ def tokens_to_find(num_tokens: int, max_tokens: int, *, attempts: int, max_attem
 def growth_watermark(num_pages: int, share: float) -> int:
     """Return the least number of pages of a pool that are kept for running sequences to grow into."""
     return max(1, int(num_pages * share))
+
+
+def forecast_tokens(request: Request) -> int:
+    """Return how many tokens the prompt and output of a request are expected to make."""
+    most = request.sampling.max_new_tokens
+    return len(request.prompt) + min(most, most if request.expected_new_tokens is None else request.expected_new_tokens)
 
 
 def expected_growth(share: float, num_tokens: int, *, page_size: int) -> int:

@@ -266,13 +266,25 @@ def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError
         logits_V = logits_BV[row]
         try:
             changed = draw.processor(tuple(draw.prompt), tuple(draw.output), logits_V.clone())
-            logits_V.copy_(_of_shape(changed, logits_V))
+            logits_V.copy_(_ending_alike(_of_shape(changed, logits_V), logits_V, draw))
         except Exception as error:  # noqa: BLE001 - a host's own code; the rest of the batch goes on
             _log.debug("a logits processor failed", exc_info=True)
             errors[row] = RequestError(
                 f"logits processor {clip(draw.sampling.logits_processor)} failed: {cause(error)}"
             )
     return errors
+
+
+def _ending_alike(changed_V: Tensor, logits_V: Tensor, draw: Draw) -> Tensor:
+    """Let an answer end by each of its ends where the processor lets it end by an eos: a processor knows neither the
+    request's stop tokens nor, maybe, all eos tokens of the model."""
+    eos = list(draw.eos_token_ids)
+    if not eos or not bool((changed_V[eos] > -torch.inf).any()):
+        return changed_V
+    ends = [*eos, *draw.sampling.stop_token_ids]
+    changed_V = changed_V.clone()  # it may be one that the processor keeps
+    changed_V[ends] = torch.where(changed_V[ends] == -torch.inf, logits_V[ends], changed_V[ends])
+    return changed_V
 
 
 def _of_shape(changed: object, logits_V: Tensor) -> Tensor:

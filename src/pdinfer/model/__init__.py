@@ -11,6 +11,7 @@
     batch.py          the index tensors of one step
     decode_rows.py    the decode batch that stays on the device from step to step
     cache.py          the components of a cache layout, plain and packed
+    activations.py    hidden states and choices of routers, for who looks into a model
     load.py           from a checkpoint to a model: the request is checked, and the ranks meet
     load_plan.py      which tensors are read, and what they become
     agreement.py      digests of the weights that the ranks have read

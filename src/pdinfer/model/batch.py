@@ -192,6 +192,11 @@ class Batch:
         gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)
         return torch.split(gathered, [part.shape[1] for part in parts], 1)
 
+    def in_order(self, x_TD: Tensor) -> Tensor:
+        """Return the rows of the tokens of all ranks of `cp`, in the order of their slots."""
+        (x_AD,) = self.gather(x_TD)
+        return x_AD if self.cp.size == 1 else x_AD[self.slots_A.argsort()]
+
     def last_of(self, x_TD: Tensor) -> Tensor:
         """Return the row of every prompt's last token, on all ranks of `cp`."""
         last_BD = x_TD.new_empty(len(self.row_ends), x_TD.shape[1])

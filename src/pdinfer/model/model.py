@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checks import check_fits, typed
+from pdinfer.checks import check_fits, clip, is_int, typed
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.identity import TensorDigests, WeightsIdentity
@@ -19,6 +19,7 @@ from pdinfer.kernels.spec import DeviceSpec, OpSpec
 from pdinfer.kv.layout import MTP_PREFIX, WEIGHTS_IDS, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
+from pdinfer.model.activations import Activations, Observer
 from pdinfer.model.attention import attention_of
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.block import Block
@@ -171,8 +172,40 @@ class Model:
         tokens and get the same logits. Raises ConfigError for what are no ints (see `tokens.ints_of`), and RequestError
         for an empty list or a token that the model does not have.
         """
-        batch, view = self._whole(ints_of(tokens))
-        return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
+        batch, view = self._whole(self._checked(tokens))
+        return self.head(batch.in_order(self.norm(self.forward(batch, view))))
+
+    @typed
+    @own_modes()
+    def activations(
+        self,
+        tokens: Sequence[int] | IntArray,
+        *,
+        layers: Iterable[int] | None = None,
+        routing: bool = False,
+        chunk_size: int = 512,
+    ) -> Activations:
+        """Return the hidden states behind `layers`, of which None are all, and with `routing` what the routers of those
+        that are MoE chose. The model runs in chunks, and only as far as the last of the layers; what is returned, and
+        the latents of the tokens, is all that grows with their number. A collective, as `logits` is.
+
+        Raises what `logits` raises, and ConfigError for layers that the model does not have or a chunk of no tokens.
+        """
+        if not is_int(chunk_size) or chunk_size < 1:
+            raise ConfigError(f"chunk_size must be an int of at least 1, got {clip(chunk_size)}")
+        ints = self._checked(tokens)
+        like_TD = self.embed_VD.new_empty(1, 1, dtype=self.dtype).expand(len(ints), self.config.hidden_size)
+        observer = Observer(self.blocks, layers, like_TD, routing=routing)
+        one_batch = attrs.evolve(self.experts, two_batch_overlap=False)  # two are at different layers
+        observed = attrs.evolve(self, blocks=observer.blocks, experts=one_batch)
+        memory = self._pages_for(ints)
+        for start in range(0, len(ints), chunk_size):
+            chunk, behind = ints[start : start + chunk_size], ints[start + chunk_size : start + chunk_size + 1]
+            row = Row(chunk, start, range(memory.num_pages), behind[0] if len(behind) else None)
+            batch = self._batch(row, memory)
+            for layer, layer_TD in observed.stream_layers(batch, KVView.of(memory)):
+                observer.note(layer, layer_TD, batch, row)
+        return observer.result()
 
     @typed
     @own_modes()
@@ -184,31 +217,35 @@ class Model:
         """
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
-        tokens = ints_of(tokens)
-        self._check_tokens([*tokens, next_token])
-        batch, view = self._whole(tokens, next_token)
+        (*checked, next_token) = self._checked([*ints_of(tokens), next_token], more=1)
+        batch, view = self._whole(checked, next_token)
         state_TD = self.norm(self.forward(batch, view))
-        return self.mtp.logits(_in_order(self.mtp(state_TD, batch.shifted(), view), batch))
+        return self.mtp.logits(batch.in_order(self.mtp(state_TD, batch.shifted(), view)))
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        for index, token in enumerate(tokens):
+    def _checked(self, tokens: Sequence[int] | IntArray, *, more: int = 0) -> Sequence[int]:
+        """Return tokens that the model has, and not too many of them; `more` of them do not take a position."""
+        ints, most = ints_of(tokens), self.config.max_position_embeddings
+        for index, token in enumerate(ints):
             if not 0 <= token < self.config.vocab_size:
                 raise RequestError(
                     f"token {token} at index {index} is outside the vocabulary 0..{self.config.vocab_size - 1}"
                 )
+        if not 0 < len(ints) - more <= most:
+            raise RequestError(f"{len(ints) - more} tokens asked for, the model takes 1 to {most}")
+        return ints
 
     def _whole(self, tokens: Sequence[int], next_token: int | None = None) -> tuple[Batch, KVView]:
         """Return a batch of these tokens alone, and just the pages for them, in order."""
-        self._check_tokens(tokens)
-        if not 0 < len(tokens) <= self.config.max_position_embeddings:
-            raise RequestError(
-                f"{len(tokens)} tokens asked for, the model takes 1 to {self.config.max_position_embeddings}"
-            )
+        memory = self._pages_for(tokens)
+        return self._batch(Row(tokens, 0, range(memory.num_pages), next_token), memory), KVView.of(memory)
+
+    def _pages_for(self, tokens: Sequence[int]) -> PageMemory:
         layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
-        memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
-        row = Row(tokens, 0, range(memory.num_pages), next_token)
-        batch = Batch.build([row], page_size=layout.page_size, device=self.device, decode=False, cp=self.groups.cp)
-        return batch, KVView.of(memory)
+        return self.allocate_pages(layout, layout.num_pages(len(tokens)))
+
+    def _batch(self, row: Row, memory: PageMemory) -> Batch:
+        page_size = memory.layout.page_size
+        return Batch.build([row], page_size=page_size, device=self.device, decode=False, cp=self.groups.cp)
 
     @typed
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
@@ -263,12 +300,6 @@ class Model:
         rooms: list[tuple[int, int]] = self.groups.world.all_gather(ours).tolist()
         ranks = Counter(shared for shared, _ in rooms)
         return min(each // (ranks[shared] if shared else 1) for shared, each in rooms)
-
-
-def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
-    """Return the states of the tokens of all context-parallel ranks, in the order of their slots."""
-    (state_AD,) = batch.gather(state_TD)
-    return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
 
 
 def kv_format_of(dtype: torch.dtype, cache: CacheConfig) -> str:

@@ -13,6 +13,7 @@
     ports.py             which ports there are, which are linked, which were lost and may come back
     policy.py            which pair takes a request: pure functions of loads and links
     policies/            those that come with pdinfer
+    health.py            whether it serves, and with all that it was given
     joining.py           how a new port is linked beside the running work, and which pairing has it
 
 May import: config, engine, execution, kv, model, process, the ground.

@@ -108,7 +108,7 @@ class Admission:
         """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
 
         Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
-        decode, decodes first generate what the requests ahead may generate.
+        decode, decodes first generate what the requests ahead are expected to generate.
         """
         prefills = [port.load() for port in list(self._ports.prefills.values())]
         decodes = [port.load() for port in list(self._ports.decodes.values())]
@@ -118,7 +118,7 @@ class Admission:
             load.num_queued_tokens for load in prefills
         )
         full = all(load.num_waiting_requests for load in decodes)
-        to_generate = sum(tracked.max_tokens - tracked.num_prompt_tokens for tracked in ahead) if full else 0
+        to_generate = sum(tracked.to_generate for tracked in ahead) if full else 0
         return queueing_s(
             (to_compute, sum(load.tokens_per_s for load in prefills)),
             (to_generate, sum(load.tokens_per_s for load in decodes)),

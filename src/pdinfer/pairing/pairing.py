@@ -30,6 +30,7 @@ from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
+from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.joining import beside, claim, link, release
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
@@ -117,6 +118,12 @@ class Pairing(OfOneProcess):
         return cls(prefill, decode, config=config, policy=policy)
 
     @property
+    def max_tokens(self) -> int:
+        """How many tokens prompt and output may have so that every port can serve them: what the model and the smallest
+        pool hold, 0 while there is no port of one role. Any thread may read it."""
+        return self._ports.fits_all
+
+    @property
     def num_unfinished(self) -> int:
         """How many submitted requests have no final event yet."""
         return len(self._broker.requests)
@@ -130,6 +137,12 @@ class Pairing(OfOneProcess):
     def stats(self) -> PairingStats:
         """A snapshot of counts, for a dashboard."""
         return self._broker.stats
+
+    def health(self) -> Health:
+        """Return whether it serves, and with all that it was given. Never blocks; any thread may call it."""
+        if self._closed:
+            return Health(HealthState.DOWN, ("the pairing is closed",))
+        return health_of(self.ports, self.stats)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

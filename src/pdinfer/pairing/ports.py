@@ -69,6 +69,12 @@ class Ports:
         sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
         return {role: max(map(self.longest, self._fitting(ports, 0)), default=0) for role, ports in sides.items()}
 
+    @property
+    def fits_all(self) -> int:
+        """The longest request that every port can hold; 0 while one side has no port. Any thread may read it."""
+        longest = self._longest
+        return min(longest.values(), default=0) if self.prefills and self.decodes else 0
+
     def opposite(self, port: Port) -> list[Port]:
         """Return the ports of the other side."""
         return [*(self.decodes if port.role == "prefill" else self.prefills).values()]

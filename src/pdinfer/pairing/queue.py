@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from pdinfer.engine.schedule import PATIENCE_S, is_turn_of_oldest
+from pdinfer.engine.schedule import PATIENCE_S, forecast_tokens, is_turn_of_oldest
 from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.types import PeerAddress
 
@@ -75,7 +75,7 @@ class Queue:
         self.remove(tracked)
         self._num_turns += 1
         if self._fair_share and not tracked.is_resumed:
-            self._shares.add(tracked.request.cache_salt, tracked.max_tokens)
+            self._shares.add(tracked.request.cache_salt, forecast_tokens(tracked.request))
 
     def restore(self, requests: Iterable[TrackedRequest]) -> None:
         """Make these the waiting requests, whatever an interrupt has left in the queue. Shares stay as they are."""

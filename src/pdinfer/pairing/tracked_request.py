@@ -8,7 +8,7 @@ from functools import cached_property
 
 import attrs
 
-from pdinfer.engine.schedule import due_at
+from pdinfer.engine.schedule import due_at, forecast_tokens
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.pairing.found import PromptKeys
 from pdinfer.pairing.losses import Losses
@@ -119,6 +119,11 @@ class TrackedRequest:
     def num_prompt_tokens(self) -> int:
         """The tokens that prefill has to run: the prompt, and the output so far."""
         return len(self.request.prompt) + self.num_tokens
+
+    @property
+    def to_generate(self) -> int:
+        """How many tokens it is still expected to get."""
+        return max(0, forecast_tokens(self.request) - self.num_prompt_tokens)
 
     @property
     def is_resumed(self) -> bool:
@@ -358,6 +363,7 @@ class TrackedRequest:
             finish_reason=reason,
             error=error,
             usage=usage,
+            at_s=now - self.submitted_at,
         )
 
     def _timeline(self, decodes: Timeline | None) -> Timeline:

@@ -20,7 +20,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 
-VERSION = 5
+VERSION = 6
 """The version of these messages. An engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
@@ -34,6 +34,7 @@ class BareRequest(msgspec.Struct):
     alone: bool = False
     cache_salt: bytes = b""
     deadline_s: float | None = None
+    expected_new_tokens: int | None = None
     output: tuple[()] = ()
     priority: int = 0
     prompt: tuple[()] = ()
@@ -60,6 +61,7 @@ class PackedRequest(msgspec.Struct):
             alone=request.alone,
             cache_salt=request.cache_salt,
             deadline_s=request.deadline_s,
+            expected_new_tokens=request.expected_new_tokens,
             priority=request.priority,
             request_id=request.request_id,
             sampling=request.sampling,
@@ -77,6 +79,7 @@ class PackedRequest(msgspec.Struct):
             deadline_s=bare.deadline_s,
             cache_salt=bare.cache_salt,
             alone=bare.alone,
+            expected_new_tokens=bare.expected_new_tokens,
         )
 
 

@@ -7,7 +7,7 @@
     for event in pairing.generate([request]):
         print(text.push(event), end="")
 
-    openai.py        OpenAI's completions and chats: from bodies to requests, from events to answers
+    openai/          OpenAI's completions and chats: from bodies to requests, from events to answers
     dialects/        what models say beside text: reasoning and calls of tools
     stream.py        stop strings, and the text of a request as it may be shown
     detokenizer.py   text from tokens, one by one, without half characters

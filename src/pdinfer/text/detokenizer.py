@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdinfer.text.tokenizer import Tokenizer
 
@@ -17,15 +17,16 @@ MAX_PENDING = 24
 
 class Detokenizer:
     """The text of one request's output, piece by piece. The pieces together are what the output adds to the text of
-    `prompt`, or of the part of it behind its last special token.
+    `prompt`, or of the part of it behind its last special token. Special tokens have no text, but for those `shown`.
 
     Works with any decoder: it decodes a window of the last tokens, with some before them, since a decoder may treat the
     first token of a text in another way (a leading space is dropped). The window is bounded, so a token costs the same
     however long the text is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._context: list[int] = []
         for token in reversed(prompt):
             if len(self._context) == CONTEXT or not tokenizer.has_text(token):
@@ -37,7 +38,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Take the next token, and return the text that is certain now and was not before."""
-        if not self._tokenizer.has_text(token):
+        if token not in self._shown and not self._tokenizer.has_text(token):
             return ""
         self._pending.append(token)
         text = self._pending_text()

@@ -38,7 +38,8 @@ class Added:
 class TextFiles:
     """`special_tokens` are texts by name, as templates read them ("bos_token"), `added_tokens` are by id, and
     `templates` are sources by name. `ends` are the ids that the engines end an answer at, and `all_ends` those that any
-    of config.json and generation_config.json names. `kind` is the class that its maker made of the tokenizer."""
+    of config.json and generation_config.json names. `max_tokens` is the longest text of the model. `kind` is the class
+    that its maker made of the tokenizer."""
 
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     templates: Mapping[str, str] = attrs.field(factory=dict)
@@ -49,6 +50,7 @@ class TextFiles:
     ends: frozenset[int] = frozenset()
     all_ends: frozenset[int] = frozenset()
     sampling: Mapping[str, float | int] = attrs.field(factory=dict)
+    max_tokens: int | None = None
 
     @classmethod
     def read(cls, folder: Path, trusted_roots: Iterable[AnyPath] = ()) -> TextFiles:
@@ -73,7 +75,15 @@ class TextFiles:
             ends=frozenset(ending_ids(model, generation)),
             all_ends=frozenset((*first, *last)),
             sampling=sampling,
+            max_tokens=_max_tokens(model),
         )
+
+
+def _max_tokens(model: Mapping[str, object]) -> int | None:
+    """Return what config.json says of the longest text, also where that of a text model stands inside."""
+    inside = model.get("text_config")
+    most = (inside if isinstance(inside, dict) else model).get("max_position_embeddings")
+    return most if isinstance(most, int) and not isinstance(most, bool) and most > 0 else None
 
 
 def _read(folder: Path, name: str, roots: tuple[AnyPath, ...]) -> dict[str, object]:

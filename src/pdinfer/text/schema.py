@@ -1,4 +1,10 @@
-"""Answers that are JSON of a given schema: a logits processor around llguidance or xgrammar, whichever is installed."""
+"""Answers that are JSON of a given schema: a logits processor around llguidance or xgrammar, whichever is installed.
+
+    prompt … <think> ─► free tokens ─► </think> ─► JSON ─► one of the tokens at which engines end an answer
+
+The library knows one token that ends an answer, and the texts of all others. Here is what it does not know: which
+tokens engines end at, which of them only look like text, and where a reasoning ends.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,10 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,10 +37,16 @@ MAX_STATES = 16
 _log = logging.getLogger("pdinfer")
 
 
-class State(Protocol):
-    """A place in an answer. It never changes."""
+OPEN, CLOSE = "<think>", "</think>"
+"""What a reasoning stands between, in all models that are served."""
+PROMPT_END = 16
+"""So many tokens of a prompt say whether it leaves a reasoning open."""
 
-    def after(self, token: int) -> State:
+
+class Matcher(Protocol):
+    """A place in an answer as a library knows it. It never changes."""
+
+    def after(self, token: int) -> Matcher:
         """Return the place behind one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -61,9 +74,10 @@ def json_schema(argument: str, *, checkpoint: str, library: str = "auto") -> Log
     """Return a logits processor that allows only JSON of one schema, without optional white space. Give engines
     `partial(json_schema, checkpoint=folder)` as one of their `logits_processors`; `argument` is the schema.
 
-    The answer ends with the eos_token of the checkpoint's tokenizer. Raises RequestError for what is not a schema, or
-    one that the library does not know; what `Tokenizer.load` and `schema_library` raise; CheckpointError for a
-    tokenizer without an eos_token.
+    Where the prompt ends in an open <think>, or the answer begins with that token, the JSON begins behind </think>. The
+    answer ends with a token at which engines end it, by the checkpoint's files, or else the tokenizer's eos_token; no
+    other special token comes. Raises RequestError for what is not a schema, or one that the library does not know; what
+    `Tokenizer.load` and `schema_library` raise; CheckpointError for a checkpoint without any token that ends answers.
     """
     try:
         schema = json.loads(argument)
@@ -71,7 +85,8 @@ def json_schema(argument: str, *, checkpoint: str, library: str = "auto") -> Log
         raise RequestError(f"a JSON schema must be JSON: {error}") from error
     if not isinstance(schema, dict):
         raise RequestError(f"a JSON schema must be an object, got {clip(argument)}")
-    return _Processor(_compiler(schema_library(library), checkpoint)(json.dumps(schema)))
+    vocabulary, compile_schema = _compiler(schema_library(library), checkpoint)
+    return _Processor(vocabulary, compile_schema(json.dumps(schema)))
 
 
 def schema_processors(checkpoint: AnyPath, *, library: str = "auto") -> dict[str, Callable[[str], LogitsProcessor]]:
@@ -85,49 +100,136 @@ def schema_processors(checkpoint: AnyPath, *, library: str = "auto") -> dict[str
     return {"json_schema": functools.partial(json_schema, checkpoint=os.fspath(checkpoint), library=found)}
 
 
+class _Vocabulary:
+    """What the tokens of a checkpoint are in an answer: `ends` end it, `texts` may stand in JSON, and `free` in a
+    reasoning. `eos` is the one that the library takes for the end, whichever ends it. Added tokens are markers, even
+    where the tokenizer does not call them special: what they look like can be written with others."""
+
+    def __init__(self, tokenizer: Tokenizer, checkpoint: str) -> None:
+        self.tokenizer = tokenizer
+        own = tokenizer.library.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+        self.ends = frozenset(tokenizer.model_eos_token_ids or ({own} if own is not None else ()))
+        known = [token for token in (own, *sorted(self.ends)) if token is not None and self._is_known(token)]
+        if not known or not self.ends:
+            raise CheckpointError(f"the files of {checkpoint} name no token with which an answer could end")
+        self.eos: int = known[0]
+        ids = list(tokenizer.library.get_vocab(with_added_tokens=True).values())
+        self.free = np.zeros(max(*ids, *self.ends) + 1, np.bool_)
+        self.free[ids] = True
+        self.free[list(self.ends)] = False
+        self.texts = self.free.copy()
+        self.texts[list(tokenizer.library.get_added_tokens_decoder())] = False
+        self.opens = tokenizer.library.token_to_id(OPEN)
+
+    def _is_known(self, token: int) -> bool:
+        return self.tokenizer.library.id_to_token(token) is not None
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)
+
+
+class State(Protocol):
+    """A place in an answer. It never changes."""
+
+    def after(self, token: int) -> State:
+        """Return the place behind one more token. Raise RequestError for a token that must not come."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may come: [at least the tokenizer's vocabulary]."""
+
+
+@attrs.frozen
+class _Reasoning:
+    """Inside a reasoning, of which `tail` is the end: anything may come but what ends the answer."""
+
+    vocabulary: _Vocabulary
+    behind: State
+    tail: str = ""
+
+    def after(self, token: int) -> State:
+        text = self.tail + self.vocabulary.text_of([token])
+        return self.behind if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return self.vocabulary.free
+
+
+@attrs.frozen
+class _Json:
+    """Inside the JSON. Its first token may open a reasoning instead, where `may_think`."""
+
+    vocabulary: _Vocabulary
+    matcher: Matcher
+    may_think: bool = False
+
+    def after(self, token: int) -> State:
+        known = self.vocabulary
+        if self.may_think and token == known.opens:
+            return _Reasoning(known, attrs.evolve(self, may_think=False))
+        return _Json(known, self.matcher.after(known.eos if token in known.ends else token))
+
+    def allowed(self) -> NDArray[np.bool_]:
+        known, found = self.vocabulary, self.matcher.allowed()[: len(self.vocabulary.texts)]
+        allowed = known.texts.copy()
+        allowed[: len(found)] &= found
+        allowed[list(known.ends)] = found[known.eos]
+        if self.may_think and known.opens is not None:
+            allowed[known.opens] = True
+        return allowed
+
+
 class _Processor:
     """Looks up the state behind the output, which is one token behind one that it knows."""
 
-    def __init__(self, begin: State) -> None:
+    def __init__(self, vocabulary: _Vocabulary, begin: Matcher) -> None:
+        self._vocabulary = vocabulary
         self._begin = begin
+        self._prompt_end: tuple[int, ...] | None = None
         self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
 
     def __call__(self, prompt: tuple[int, ...], output: tuple[int, ...], logits_V: torch.Tensor) -> torch.Tensor:
+        if (end := prompt[-PROMPT_END:]) != self._prompt_end:
+            self._prompt_end = end
+            self._states = OrderedDict({(): self._first(end)})
         allowed = self._state(tuple(output)).allowed()[: len(logits_V)]
         logits_V[: len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -torch.inf)
         logits_V[len(allowed) :] = -torch.inf
         return logits_V
 
+    def _first(self, prompt_end: tuple[int, ...]) -> State:
+        known, end = self._vocabulary, self._vocabulary.text_of(prompt_end).rstrip()
+        begin = _Json(known, self._begin, may_think=known.opens is not None and not end.endswith(CLOSE))
+        return _Reasoning(known, attrs.evolve(begin, may_think=False)) if end.endswith(OPEN) else begin
+
     def _state(self, output: tuple[int, ...]) -> State:
         known = len(output)
-        while known and output[:known] not in self._states:
+        while output[:known] not in self._states:
             known -= 1
-        state = self._states[output[:known]] if known else self._begin
+        state = self._states[output[:known]]
         for token in output[known:]:
             state = state.after(token)
-        if output:
-            self._states[output] = state
-            while len(self._states) > MAX_STATES:
-                self._states.popitem(last=False)
+        self._states[output] = state
+        while len(self._states) > MAX_STATES:
+            self._states.pop(next(key for key in self._states if key))
         return state
 
 
 @functools.lru_cache(maxsize=8)
-def _compiler(library: str, checkpoint: str) -> Callable[[str], State]:
-    """Return what makes the first state of a schema. It is kept, because reading a vocabulary takes long."""
-    tokenizer = Tokenizer.load(checkpoint)
-    eos = tokenizer.library.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    if eos is None:
-        raise CheckpointError(f"the tokenizer of {checkpoint} has no eos_token, with which an answer could end")
-    return (_llguidance if library == "llguidance" else _xgrammar)(tokenizer, eos)
+def _compiler(library: str, checkpoint: str) -> tuple[_Vocabulary, Callable[[str], Matcher]]:
+    """Return the vocabulary, and what makes the first place of a schema. Both are kept, because reading them takes
+    long."""
+    vocabulary = _Vocabulary(Tokenizer.load(checkpoint), checkpoint)
+    make = _llguidance if library == "llguidance" else _xgrammar
+    return vocabulary, make(vocabulary.tokenizer, vocabulary.eos)
 
 
-def _llguidance(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:
+def _llguidance(tokenizer: Tokenizer, eos: int) -> Callable[[str], Matcher]:
     import llguidance
 
     vocabulary = llguidance.LLTokenizer(tokenizer.library.to_str(), eos_token=eos)
 
-    def begin(schema: str) -> State:
+    def begin(schema: str) -> Matcher:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         return _Guided(llguidance.LLMatcher(vocabulary, grammar, log_level=0))
 
@@ -142,7 +244,7 @@ class _Guided:
             raise RequestError(f"llguidance does not take the JSON schema: {escaped(matcher.get_error())[:300]}")
         self._matcher = matcher
 
-    def after(self, token: int) -> State:
+    def after(self, token: int) -> Matcher:
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
             raise RequestError(f"the JSON schema does not allow token {token} here")
@@ -152,7 +254,7 @@ class _Guided:
         return _bits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8))
 
 
-def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:
+def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], Matcher]:
     import xgrammar
 
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
@@ -163,7 +265,7 @@ def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:
     info = xgrammar.TokenizerInfo(texts, kind, stop_token_ids=[eos])
     compiler, compiling = xgrammar.GrammarCompiler(info, max_threads=1), threading.Lock()
 
-    def begin(schema: str) -> State:
+    def begin(schema: str) -> Matcher:
         try:
             with compiling:
                 compiled = compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
@@ -181,7 +283,7 @@ class _Matched:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def after(self, token: int) -> State:
+    def after(self, token: int) -> Matcher:
         matcher = self._matcher.fork()
         if not matcher.accept_token(token):
             raise RequestError(f"the JSON schema does not allow token {token} here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
@@ -14,9 +14,11 @@ from pdinfer.types import FinishReason, Request, TokenEvent
 
 class StopStrings:
     """A `Request.stop`: the request ends with the token whose text completes one of these strings, wherever tokens
-    begin and end. Serves any number of requests.
+    begin and end. One that is the text of a special token stops at that token, which has no text otherwise. Serves any
+    number of requests.
 
-    Raises RequestError for more than 64 strings, for an empty one, and for one of more than 256 characters.
+    Raises RequestError for more than 64 strings, for an empty one, for one of more than 256 characters, and for one
+    that has the text of a special token inside, which never comes.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
@@ -27,15 +29,24 @@ class StopStrings:
         for string in strings:
             if not 0 < len(string) <= MAX_STOP_LENGTH:
                 raise RequestError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters, got {clip(string)}")
+            inside = next((text for text in tokenizer.special_texts if text in string), string)
+            if inside != string and string not in tokenizer.special_texts:
+                raise RequestError(
+                    f"the stop string {clip(string)} has the special token {clip(inside)} inside, which has no text in "
+                    "an answer: give it alone"
+                )
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
         self.automaton: Automaton[str] = Automaton.of(self.strings)
+        special = tokenizer.special_texts
+        self.special = {special[string]: string for string in self.strings if string in special}
+        """The stop strings that are special tokens, by their ids."""
 
     def begin(self, prompt: Sequence[int]) -> Callable[[int], bool]:
         """Return a function that tells whether a request of this prompt stops with a token."""
         detokenizer = Detokenizer(self.tokenizer, prompt)
         search = _Search(self.automaton)
-        return lambda token: search.first_end(detokenizer.push(token)) is not None
+        return lambda token: token in self.special or search.first_end(detokenizer.push(token)) is not None
 
 
 class TextStream:
@@ -43,12 +54,13 @@ class TextStream:
 
     The end of the text that may belong to a stop string is held back until it is known whether it does, and what does
     is never shown. The strings are those of the request's `stop`, if that is a StopStrings. A stop token's own text is
-    shown, unless the token is special. Tokens in `Request.output` were shown by an earlier stream.
+    shown, unless the token is special and not among `shown`, whose text is. Tokens in `Request.output` were shown by an
+    earlier stream.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
-        stop = request.stop
+    def __init__(self, tokenizer: Tokenizer, request: Request, *, shown: Collection[int] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.prompt, shown=shown)
+        self._stop = stop = request.stop
         self._search = _Search(stop.automaton if isinstance(stop, StopStrings) else Automaton.of(()))
         self._held = ""
         self.stop_string: str | None = None
@@ -60,6 +72,10 @@ class TextStream:
     def push(self, event: TokenEvent) -> str:
         """Take the next event of the request, and return the text that may be shown now and might not before. After the
         last event, `stop_string` is the one that ended the request, or None."""
+        if event.finish_reason is FinishReason.STOP and isinstance(self._stop, StopStrings):
+            self.stop_string = self._stop.special.get(-1 if event.token is None else event.token)
+            if self.stop_string is not None:
+                return self._held + self._detokenizer.flush()
         new = "" if event.token is None else self._detokenizer.push(event.token)
         text = self._held + new
         end = self._search.first_end(new)

@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_TOKENIZER_BYTES = 128 << 20
+LONG_TEXT = 4096
+"""From so many characters on a text is encoded beside other threads."""
 
 
 class Tokenizer:
     """Turns text into tokens and back. Frozen once it is loaded, so any thread may use it.
 
-    `special_tokens` has the texts of bos_token and the like, `templates` the checkpoint's chat templates by name, and
-    `library` is what the library `tokenizers` made of tokenizer.json. `model_eos_token_ids` are the ids that engines
-    end an answer at, and `eos_token_ids` all that the folder calls an end. `sampling_defaults` is how its
-    generation_config.json would have tokens drawn, by the names of `SamplingParams`. Make one with `Tokenizer.load`.
+    `special_tokens` has the texts of bos_token and the like, `special_texts` the ids of all special tokens by their
+    texts, `templates` the checkpoint's chat templates by name, and `library` is what the library `tokenizers` made of
+    tokenizer.json. `model_eos_token_ids` are the ids that engines end an answer at, and `eos_token_ids` all that the
+    folder calls an end. `max_tokens` is how many tokens its config.json says that the model takes, None where it does
+    not. `sampling_defaults` is how its generation_config.json would have tokens drawn, by the names of
+    `SamplingParams`. Make one with `Tokenizer.load`.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
@@ -41,10 +45,12 @@ class Tokenizer:
         self.special_tokens = dict(files.special_tokens)
         self.templates = {name: ChatTemplate(text, files.special_tokens) for name, text in files.templates.items()}
         added = library.get_added_tokens_decoder()
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_texts = {token.content: index for index, token in added.items() if token.special}
+        self._special_ids = frozenset(self.special_texts.values())
         eos = library.token_to_id(files.special_tokens.get("eos_token", ""))
         self.model_eos_token_ids = files.ends
         self.eos_token_ids = files.all_ends if eos is None else files.all_ends | {eos}
+        self.max_tokens = files.max_tokens
         self.sampling_defaults: Mapping[str, float | int] = dict(files.sampling)
         around = library.encode("a").ids
         self._before = self._left_out("bos_token", files.adds_bos, around[:1])
@@ -104,7 +110,10 @@ class Tokenizer:
         `add_special_tokens` is False. What reads like an added token becomes one, whoever wrote it; in chats, see
         `chat`. Raises RequestError for what is not Unicode text."""
         try:
-            tokens = tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) < LONG_TEXT:
+                tokens = tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
+            else:  # a batch leaves the interpreter to other threads meanwhile
+                tokens = tuple(self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         except BaseException as error:
             raise _fault(
                 error, RequestError, "cannot encode the text, which must be a str without lone surrogates"
@@ -128,11 +137,7 @@ class Tokenizer:
         system and developer has them. In documents and in messages of other roles they are plain text, unless
         `allow_markers`; the role itself is the host's word. Raises ConfigError when the checkpoint has no template.
         """
-        template = self.templates.get("tool_use") if tools is not None else None
-        template = template or self.chat_template
-        if template is None:
-            known = f"only {', '.join(map(escaped, self.templates))[:200]}" if self.templates else "none"
-            raise ConfigError(f"a chat needs a chat template, and the checkpoint has {known}; encode a text instead")
+        template = self.template_for(tools)
         values = plain_chat(messages, tools, documents, variables)
         hidden = None if allow_markers else self.markers.hide(values, template.source)
         if hidden is None:
@@ -144,6 +149,15 @@ class Tokenizer:
             raise
         except BaseException as error:
             raise _fault(error, RequestError, "cannot encode the chat") from error
+
+    def template_for(self, tools: object) -> ChatTemplate:
+        """Return the template of a chat that may use these tools. Raises ConfigError when the checkpoint has none."""
+        template = self.templates.get("tool_use") if tools is not None else None
+        template = template or self.chat_template
+        if template is None:
+            known = f"only {', '.join(map(escaped, self.templates))[:200]}" if self.templates else "none"
+            raise ConfigError(f"a chat needs a chat template, and the checkpoint has {known}; encode a text instead")
+        return template
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Special tokens have none, and neither have ids that the tokenizer does not know.

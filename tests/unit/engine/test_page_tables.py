@@ -231,3 +231,13 @@ def test_at_the_last_attempt_a_sequence_has_all_it_can_need() -> None:
     again = waiting(pool, 4, max_tokens=20, attempts=1)
     tables.reserve(again, b"o" * 16, ())
     assert (again.protected, len(again.pages), len(again.spare)) == (True, 2, 8)
+
+
+def test_pages_are_kept_for_the_growth_that_is_expected_and_not_for_a_mere_limit() -> None:
+    for expected, may in ((None, False), (4, True)):
+        pool, tables = tables_of(32)
+        sequence = running(pool, 4)
+        sequence.request = attrs.evolve(sequence.request, expected_new_tokens=expected)
+        for _ in range(8):
+            tables.learn(num_retracted=1)
+        assert tables.may_reserve(waiting(pool, 40), holding=[sequence]) == may

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -495,3 +496,17 @@ def test_tokens_that_cannot_come_are_not_among_the_best() -> None:
 def test_no_logprobs_are_asked_for_and_none_come() -> None:
     first, second = sample(random_logits(2), [ask(logprobs=0), ask()])
     assert first.top_logprobs == second.top_logprobs == ()
+
+
+def test_where_a_processor_lets_an_answer_end_it_may_end_by_each_of_its_ends() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0]])
+    ends = {"stop_token_ids": (2,)}
+    asked = attrs.evolve(ask(only(1), **ends), eos_token_ids=(1, 3))
+    assert sample(logits, [asked])[0].token == 3  # another eos, which the processor does not know
+    assert sample(logits, [ask(only(EOS), **ends)])[0].token == 2  # the request's own
+    assert sample(logits, [ask(only(2, 0), **ends)])[0].token == 2  # it may be text as well
+    assert sample(logits, [ask(only(0), **ends)])[0].token == 0  # where no eos may come, no end does
+    kept = torch.full((5,), -math.inf)
+    kept[EOS] = 1.0
+    sample(logits, [ask(lambda prompt, output, logits_V: kept, **ends)])
+    assert kept.tolist() == [-math.inf, 1.0, *[-math.inf] * 3]

@@ -134,6 +134,20 @@ def decode_load(kv: ChannelStats, **more: Any) -> DecodeLoad:
     )
 
 
+def test_requests_that_end_in_the_queue_count_in_the_durations() -> None:
+    recorder = Recorder()
+    with pd.Pairing.local(random_model(), policy=lambda *_: None) as pairing:
+        for name in "ab":
+            pairing.submit(pd.Request(request_id=name, prompt=(3, 5), sampling=greedy(4)))
+        pairing.cancel("a")
+        assert recorder.read(pairing.step()) == ["a"]
+        pairing.close()
+        assert recorder.read(pairing.step()) == ["b"]
+        text = recorder.render(pairing)
+    assert value(text, "pdinfer_request_duration_seconds_count") == 2
+    assert value(text, "pdinfer_request_queue_seconds_count") == 2
+
+
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:
     recorder = Recorder()
     recorder.read([event(1, 0, 0.002), event(2, 1, 0.0525), event(3, 2, 500.0, reason="length")])

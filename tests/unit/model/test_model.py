@@ -142,6 +142,52 @@ def test_greedy_continuation_is_that_of_transformers(model: Model, oracle: Any) 
     assert continued == expected
 
 
+@torch.inference_mode()
+def test_activations_are_those_of_transformers(model: Model, oracle: Any) -> None:
+    tokens, num_layers = tokens_of(model.config, 40, seed=4), model.config.num_hidden_layers
+    entered: dict[int, torch.Tensor] = {}
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, x, at=at: entered.update({at: x[0][0]}))
+        for at, layer in enumerate(oracle.model.layers)
+    ]
+    expected = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for hook in hooks:
+        hook.remove()
+    found = model.activations(tokens, routing=True, chunk_size=17)
+    assert (found.layers, found.hidden_LTD.shape) == (
+        tuple(range(num_layers)),
+        (num_layers, 40, model.config.hidden_size),
+    )
+    for layer in range(num_layers - 1):  # of the last one transformers tells what has passed the final norm
+        assert_same(model.config, found[layer], expected[layer + 1][0])
+    assert_same(model.config, model.head(model.norm(found[num_layers - 1])), model.logits(tokens))
+    assert sorted(found.routing) == [at for at in range(num_layers) if model.config.is_moe_layer(at)]
+    for layer, chosen in found.routing.items():
+        ids_TK, weights_TK = model.blocks[layer].mlp.router(entered[layer])  # type: ignore[union-attr]
+        assert torch.equal(chosen.experts_TK.sort(-1)[0], ids_TK.sort(-1)[0])
+        torch.testing.assert_close(chosen.weights_TK.sum(-1), weights_TK.sum(-1))
+
+
+def test_activations_run_no_further_than_they_must_and_come_in_the_order_asked() -> None:
+    model = random_model()
+    whole = model.activations([1, 2, 3], chunk_size=2)
+    last = model.config.num_hidden_layers - 1
+    some = model.activations([1, 2, 3], layers=(1, 0), chunk_size=2)
+    assert torch.equal(some[0], whole[0])
+    assert torch.equal(some.hidden_LTD, torch.stack([whole[1], whole[0]]))
+    assert some.routing == {}
+    with pytest.raises(KeyError, match=f"layer {last} is not among"):
+        some[last]
+    for bad, says in (((last + 1,), "among 0 to"), ((), "at least one"), ((0, 0), "different"), ((-1,), "among")):
+        with pytest.raises(ConfigError, match=says):
+            model.activations([1], layers=bad)
+    with pytest.raises(ConfigError, match="chunk_size"):
+        model.activations([1], chunk_size=0)
+    for tokens in ([], [10**6]):
+        with pytest.raises(RequestError):
+            model.activations(tokens)
+
+
 def test_absorbed_attention_equals_expanded(model: Model) -> None:
     tokens = tokens_of(model.config, 23, seed=2)
     sequence = Sequence.of(model, len(tokens))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S
+from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S, forecast_tokens
 from pdinfer.pairing.queue import MAX_TENANTS, Queue, Shares, gives_way
 from pdinfer.pairing.tracked_request import TrackedRequest
 
@@ -114,3 +114,22 @@ def test_shares_of_tenants_without_end_take_bounded_memory() -> None:
         shares.add(b"x%d" % number, 1)
     assert len(shares) <= MAX_TENANTS
     assert shares.of(b"heavy") >= 1 << 40
+
+
+def test_a_tenant_is_charged_what_its_requests_are_expected_to_use() -> None:
+    limit = pd.SamplingParams(max_new_tokens=100_000, seed=0)
+    queue = queue_of(
+        *(tracked(f"a{n}", at=n, cache_salt=b"a", sampling=limit, expected_new_tokens=1) for n in range(3)),
+        *(tracked(f"b{n}", at=n + 0.5, cache_salt=b"b") for n in range(3)),
+        fair_share=True,
+    )
+    assert served(queue, 6) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+@pytest.mark.parametrize(("expected", "left"), [(None, 8), (3, 3), (100, 8), (0, 0)])
+def test_a_forecast_is_never_above_the_limit_nor_below_what_came(expected: int | None, left: int) -> None:
+    sampling = pd.SamplingParams(max_new_tokens=10, seed=0)
+    one = tracked("a", sampling=sampling, expected_new_tokens=expected, output=(7, 7))
+    assert forecast_tokens(one.request) == 3 + min(10, 10 if expected is None else expected)
+    assert one.to_generate == max(0, forecast_tokens(one.request) - 5)
+    assert left >= one.to_generate

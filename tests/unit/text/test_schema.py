@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +112,51 @@ def test_processors_can_be_named_to_other_processes() -> None:
     made = pd.text.schema_processors(TINY, library="llguidance")["json_schema"]
     assert isinstance(made, functools.partial)
     assert made.keywords == {"checkpoint": TINY, "library": "llguidance"}
+
+
+def folder_of(path: Path, eos: list[int], added: Sequence[str] = ()) -> str:
+    """A copy of the tiny model's folder with these ends and added tokens, whose ids are 259 and so on."""
+    shutil.copytree(TINY, path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"] += [{"id": 259 + at, "content": text, **flags} for at, text in enumerate(added)]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return str(path)
+
+
+def allowed(processor: Any, prompt: str, output: Sequence[int], size: int = 264) -> list[int]:
+    masked = processor((256, *prompt.encode()), tuple(output), torch.zeros(size))
+    found: list[int] = masked.isfinite().nonzero().flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_only_ends_end_an_answer_and_markers_are_no_text(library: str, tmp_path: Path) -> None:
+    need(library)
+    folder = folder_of(tmp_path / "m", [258, 257, 300], ["<|user|>"])
+    processor = pd.text.json_schema('{"type": "string", "maxLength": 1}', checkpoint=folder, library=library)
+    inside = allowed(processor, "", b'"', 310)
+    assert ord("a") in inside
+    assert not {256, 257, 258, 259, 260, 300} & set(inside)
+    assert allowed(processor, "", b'"a"', 310) == [257, 258, 300]
+    assert allowed(processor, "", (*b'"a"', 300), 310) == [257, 258, 300]
+    other = pd.text.json_schema('{"type": "string"}', checkpoint=folder_of(tmp_path / "o", [258]), library=library)
+    assert allowed(other, "", b'"a"') == [258]  # and not the tokenizer's eos, at which nothing ends
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_json_begins_behind_a_reasoning_that_the_prompt_or_the_answer_opens(library: str, tmp_path: Path) -> None:
+    need(library)
+    folder = folder_of(tmp_path / "m", [257], ["<think>", "</think>"])
+    processor = pd.text.json_schema('{"enum": ["a"]}', checkpoint=folder, library=library)
+    json_alone, begin = [ord('"')], [ord('"'), 259]
+    assert allowed(processor, "Hi", ()) == begin
+    assert allowed(processor, "Hi</think>", ()) == json_alone
+    for prompt, opened in (("Hi<think>\n", ()), ("Hi", (259,))):
+        thinking = allowed(processor, prompt, (*opened, *b"So"))
+        assert {ord("a"), 259, 260} <= set(thinking)
+        assert not {257, 261} & set(thinking)
+        assert allowed(processor, prompt, (*opened, *b"So", 260)) == json_alone
+        assert allowed(processor, prompt, (*opened, *b"So</think>")) == json_alone
+        assert allowed(processor, prompt, (*opened, 260, *b'"a"')) == [257]

@@ -9,7 +9,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.text import Detokenizer, StopStrings, TextStream
 from tests.unit.text.test_detokenizer import chunks_of
-from tests.unit.text.tokenizers_of import FALLBACK, byte_level, pieces_of
+from tests.unit.text.tokenizers_of import FALLBACK, SPECIAL, byte_level, pieces_of
 
 ALPHABET = "ab€汉"
 UNKNOWN = 99
@@ -128,3 +128,28 @@ def test_strings_that_cannot_be_stops_are_refused(strings: list[str], says: str)
     tokenizer, _ = byte_level([b"a"])
     with pytest.raises(pd.RequestError, match=says):
         StopStrings(tokenizer, strings)
+
+
+def test_a_special_token_is_a_stop_string_and_shows_nothing() -> None:
+    tokenizer, (a, b, s, _) = byte_level([b"a", b"b", b"s", b"t"])
+    special = tokenizer.special_texts[SPECIAL]
+    request = pd.Request(prompt=(UNKNOWN,), stop=StopStrings(tokenizer, [SPECIAL, "st"]))
+    events = served(request, [a, special, b])
+    assert [each.finish_reason for each in events] == [None, pd.FinishReason.STOP]
+    stream = TextStream(tokenizer, request)
+    assert ("".join(map(stream.push, events)), stream.stop_string) == ("a", SPECIAL)
+    stream = TextStream(tokenizer, request)
+    assert (
+        "".join(map(stream.push, served(request, [s, special]))) == "s"
+    )  # which might have been the other's beginning
+    with pytest.raises(pd.RequestError, match="give it alone"):
+        StopStrings(tokenizer, [f"a{SPECIAL}"])
+
+
+def test_a_special_token_that_is_shown_has_its_text() -> None:
+    tokenizer, (a, b) = byte_level([b"a", b"b"])
+    special = tokenizer.special_texts[SPECIAL]
+    for shown, text in (((), "ab"), ((special,), f"a{SPECIAL}b")):
+        stream = TextStream(tokenizer, pd.Request(prompt=(UNKNOWN,)), shown=shown)
+        events = [event(a, 0), event(special, 1), event(b, 2, pd.FinishReason.LENGTH)]
+        assert "".join(map(stream.push, events)) == text

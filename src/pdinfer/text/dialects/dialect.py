@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from pdinfer.text.tokenizer import Tokenizer
 
 
+NOT_SHOWN = (
+    "the chat template of the checkpoint does not show tools to the model: put one that reads `tools` into the "
+    "folder, as chat_template.jinja"
+)
+
+
 def _new_id() -> str:
     return f"call_{os.urandom(12).hex()}"
 
@@ -27,20 +33,27 @@ class Dialect:
 
     `markers` are the texts of added tokens that a parser has to see, some of which may be special, and have no text
     otherwise. `thinks` says whether an answer may begin with `<think>`. `why_not` says why a client may not bring
-    tools, and is empty where it may.
+    tools, and is empty where it may. `shows_tools` says whether the chat template shows them to the model.
     """
 
     name: str
     markers: frozenset[str]
     thinks: bool
     why_not: str
+    shows_tools: bool
     _family: Family = attrs.field(repr=False)
     _steps: Mapping[bool, Steps] = attrs.field(repr=False)
 
     @property
     def reads_calls(self) -> bool:
-        """Whether a client may bring tools: calls can be read, and the chat template shows tools to the model."""
+        """Whether a client may bring tools: calls can be read, and the model can be told of tools."""
         return not self.why_not
+
+    def tools_text(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return what the system's turn has to say of OpenAI's `tools`; None where the chat template shows them, or the
+        maker says nothing of it."""
+        text = self._family.tools_text
+        return None if self.shows_tools or text is None else text.of(tools)
 
     def parser(
         self, prompt_text: str, tools: Sequence[Mapping[str, Any]] | None, *, new_id: Callable[[], str] = _new_id
@@ -76,17 +89,15 @@ def dialect_of(tokenizer: Tokenizer) -> Dialect | None:
             words = {marker for _, markers in steps[True].values() for marker in markers}
             words |= {family.calls.name, family.calls.key} if family.calls else set()
             markers = frozenset(token for token in added if any(token in word for word in words))
-            return Dialect(family.name, markers, is_known(THINK), _why_not(family, tokenizer), family, steps)
+            shows_tools = _shows_tools(tokenizer)
+            why_not = family.why_not or ("" if shows_tools or family.tools_text else NOT_SHOWN)
+            return Dialect(family.name, markers, is_known(THINK), why_not, shows_tools, family, steps)
     return None
 
 
-def _why_not(family: Family, tokenizer: Tokenizer) -> str:
+def _shows_tools(tokenizer: Tokenizer) -> bool:
+    """Return whether the template for chats with tools reads `tools`. One that there is not is not asked."""
     template = tokenizer.templates.get("tool_use") or tokenizer.chat_template
-    if family.why_not or template is None:
-        return family.why_not
-    if re.search(r"\btools\b", re.sub(r"\{#.*?#\}", "", template.source, flags=re.DOTALL)):
-        return ""
-    return (
-        "the chat template of the checkpoint does not show tools to the model: put one that reads `tools` into the "
-        "folder, as chat_template.jinja"
-    )
+    if template is None:
+        return True
+    return bool(re.search(r"\btools\b", re.sub(r"\{#.*?#\}", "", template.source, flags=re.DOTALL)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdinfer.text.dialects.grammar import THINK, WHITE, Calls, Family, Place
+from pdinfer.text.dialects.grammar import THINK, WHITE, Calls, Family, Place, ToolsText
 
 _WORD = r"\s*(?P<name>[^\s<>]+)\s*"
 
@@ -28,6 +28,16 @@ _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜t
 _JSON_BLOCK = "```json"
 _V3 = _with_json(_SECTION, (_BEGIN, "```" + _END, _END), _JSON_BLOCK, rf"\s*function{_SEP}{_WORD}")
 _V3_1 = _with_json(_SECTION, (_BEGIN, _END), _SEP, _WORD)
+_V3_1_TOOLS = ToolsText(
+    "## Tools\nYou have access to the following tools:\n\n",
+    "### {}\nDescription: {}\n\nParameters: {}\n\n",
+    "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
+    f"{_SECTION[0]}{_BEGIN}tool_call_name{_SEP}tool_call_arguments{_END}{{additional_tool_calls}}{_SECTION[1]}\n\n"
+    "Where:\n- `tool_call_name` must be an exact match to one of the available tools\n"
+    "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
+    "- For multiple tool calls, chain them directly without separators or spaces",
+)
+"""The words of V3.1's model card, which the model was trained on."""
 
 _DSML = "｜DSML｜"
 _INVOKE, _SECTION_END = f'<{_DSML}invoke name="', f"</{_DSML}function_calls>"
@@ -78,7 +88,7 @@ FAMILIES = (
     Family("deepseek_v3_2", (_DSML,), _OF_DEEPSEEK, calls=_V3_2),
     Family("deepseek_r1", (_SEP, THINK), _OF_DEEPSEEK, (_SEP, _JSON_BLOCK), _V3, white="\n"),
     Family("deepseek_v3", (_SEP,), _OF_DEEPSEEK, (_SEP, _JSON_BLOCK), _V3),
-    Family("deepseek_v3_1", (_SEP,), _OF_DEEPSEEK, (_SEP,), _V3_1),
+    Family("deepseek_v3_1", (_SEP,), _OF_DEEPSEEK, (_SEP,), _V3_1, tools_text=_V3_1_TOOLS),
     Family(
         "deepseek",
         (_SEP,),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -46,13 +48,33 @@ class Calls:
 
 
 @attrs.frozen
+class ToolsText:
+    """What the system's turn says of tools where the chat template does not: `head`, `each` with the name, the
+    description and the parameters of one, and `tail`."""
+
+    head: str
+    each: str
+    tail: str
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text for OpenAI's list of tools."""
+        told = []
+        for tool in tools:
+            function = tool["function"]
+            parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
+            told.append(self.each.format(function["name"], function.get("description") or "", parameters))
+        return self.head + "".join(told) + self.tail
+
+
+@attrs.frozen
 class Family:
     """A dialect, which a checkpoint speaks that knows all `tokens`, as added tokens or in its chat template, and whose
     template has what is `written`.
 
     The answer begins behind the last of `turns` in a prompt. White space in `white` is dropped at both ends of the
     reasoning and before the content, `white_behind` behind the content. `why_not` says why `calls` are not known.
-    `call_ends_thought` is for models that leave `</think>` out before a call.
+    `call_ends_thought` is for models that leave `</think>` out before a call. `tools_text` is the maker's way to show
+    tools with a template that does not.
     """
 
     name: str
@@ -64,6 +86,7 @@ class Family:
     white: str = ""
     white_behind: str = ""
     call_ends_thought: bool = False
+    tools_text: ToolsText | None = None
 
     def steps(self, *, reads_calls: bool) -> Steps:
         """Return the places of an answer whose calls are read, or are content."""

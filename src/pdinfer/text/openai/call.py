@@ -1,0 +1,172 @@
+"""A call of a client: from its body to requests, and from their events to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.text.dialects import dialect_of
+from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
+from pdinfer.text.openai.choice import Choice, Completion, Speech, Turn
+from pdinfer.text.openai.logprobs import TokenNames
+from pdinfer.text.openai.options import most_tokens, sampling_of
+from pdinfer.text.openai.prompts import Prompt, prompts_of
+from pdinfer.text.openai.tools import Tools
+from pdinfer.text.stream import StopStrings, TextStream
+from pdinfer.text.tokenizer import Tokenizer
+from pdinfer.tokens import MAX_TOKENS
+from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
+
+__all__ = ["Call", "error_answer", "max_bytes"]
+
+BYTES_PER_TOKEN = 32
+"""A body whose tokens have more bytes than that on average is nothing that a model could use."""
+SPARE_BYTES = 64 << 10
+_KINDS = {400: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
+
+
+class Call:
+    """One call of a client. `requests` are to be served, `streams` says whether the client wants chunks, and `push`
+    takes the events. Make one with `Call.parse` or `Call.parse_async`."""
+
+    def __init__(self, requests: Sequence[Request], choices: Sequence[Choice], body: Body, model: str) -> None:
+        self.requests = tuple(requests)
+        self.streams = bool(body.stream)
+        self._is_chat = isinstance(body, ChatBody)
+        self._num_each = body.n or 1
+        self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        self._head = {"id": f"cmpl-{os.urandom(12).hex()}", "object": kind, "created": int(time.time()), "model": model}
+        ids = (str(request.request_id) for request in requests)
+        self._choices = dict(zip(ids, choices, strict=True))
+
+    @classmethod
+    def parse(
+        cls,
+        data: bytes | str,
+        tokenizer: Tokenizer,
+        *,
+        is_chat: bool,
+        model: str,
+        has_schemas: bool = True,
+        limit: int | None = None,
+    ) -> Call:
+        """Read a body. `model` is what the model is called here. `has_schemas` says whether the engines know
+        `json_schema` as a logits processor of that name. `limit` is how many tokens a prompt and its answer may have,
+        see `Pairing.max_tokens`; None for what the checkpoint's config.json says. A chat that does not say how long its
+        answer may be gets what the prompt leaves of it; a completion gets the 128 of SamplingParams.
+
+        A body has at most `max_bytes(limit)`, which is checked before it is read. A long text takes seconds all the
+        same: from an event loop, use `parse_async`.
+
+        Raises RequestError for what cannot be read, for what is not known, and for what cannot be served.
+        """
+        limit = limit or tokenizer.max_tokens or MAX_TOKENS
+        if len(data) > max_bytes(limit):
+            raise RequestError(
+                f"the body of the call has {len(data)} bytes; at most {max_bytes(limit)} are read, as prompt and "
+                f"answer have {limit} tokens: shorten it"
+            )
+        body = read(data, is_chat=is_chat)
+        if body.model not in (None, "", model):
+            raise RequestError(f"model {body.model!r} is not served here, only {model!r}")
+        if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
+            raise RequestError(f"n must be from 1 to {MAX_CHOICES}, got {body.n}")
+        tools = Tools.of(body) if isinstance(body, ChatBody) else Tools()
+        sampling = sampling_of(body, tokenizer, tools.schema, has_schemas=has_schemas)
+        stop = StopStrings(tokenizer, [body.stop] if isinstance(body.stop, str) else body.stop or [])
+        requests: list[Request] = []
+        choices: list[Choice] = []
+        for prompt in prompts_of(body, tokenizer, tools, limit=limit):
+            drawn, expected = sampling, None
+            if isinstance(body, ChatBody) and most_tokens(body) is None:
+                drawn = attrs.evolve(sampling, max_new_tokens=limit - len(prompt.tokens))
+                expected = SamplingParams().max_new_tokens
+            for number in range(body.n or 1):
+                seed = None if drawn.seed is None else drawn.seed + number
+                request = Request(
+                    request_id=os.urandom(8).hex(),
+                    prompt=prompt.tokens,
+                    sampling=attrs.evolve(drawn, seed=seed),
+                    stop=stop if stop.strings else (),
+                    cache_salt=(body.cache_salt or "").encode(),
+                    expected_new_tokens=expected,
+                )
+                requests.append(request)
+                choices.append(_choice(len(choices), request, prompt, tokenizer, body, tools))
+        return cls(requests, choices, body, model)
+
+    @classmethod
+    async def parse_async(cls, data: bytes | str, tokenizer: Tokenizer, **options: Any) -> Call:
+        """Do what `parse` does in a thread, so that the event loop goes on meanwhile."""
+        return await asyncio.to_thread(cls.parse, data, tokenizer, **options)
+
+    def push(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
+        """Take the next event, and yield what to send to the client: for a stream the chunks of this event, else the
+        whole answer behind the last event. Raises the event's error, or TransferError when the request was cancelled or
+        late; nothing more is to be sent then."""
+        if event.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            raise event.error or TransferError(f"the request ended early: {event.finish_reason}")
+        choice = self._choices[event.request_id]
+        if self.streams:
+            yield self._chunk([choice.chunk(event)])
+            if self._tells_usage and self._has_ended:
+                yield {**self._chunk([]), "usage": self._usage()}
+            return
+        choice.add(event)
+        if self._has_ended:
+            choices = [choice.whole() for choice in self._choices.values()]
+            yield {**self._head, "choices": choices, "usage": self._usage()}
+
+    @property
+    def _has_ended(self) -> bool:
+        return all(choice.has_ended for choice in self._choices.values())
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        usage = {"usage": None} if self._tells_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return what all requests used. Answers to one prompt count it once. "pdinfer" has what each waited for."""
+        used = [choice.last.usage for choice in self._choices.values() if choice.last is not None]
+        prompts = [usage for usage in used[:: self._num_each] if usage]
+        asked, made = sum(usage.prompt_tokens for usage in prompts), sum(usage.output_tokens for usage in used if usage)
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": made,
+            "total_tokens": asked + made,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+            "pdinfer": [attrs.asdict(attrs.evolve(usage, choice=None)) for usage in used if usage],
+        }
+
+
+def _choice(
+    index: int, request: Request, prompt: Prompt, tokenizer: Tokenizer, body: CompletionBody | ChatBody, tools: Tools
+) -> Choice:
+    names = None if request.sampling.logprobs is None else TokenNames(tokenizer)
+    if isinstance(body, ChatBody):
+        return Turn(index, names, Speech(tokenizer, request, dialect_of(tokenizer), tools))
+    return Completion(index, names, TextStream(tokenizer, request), prompt.text if body.echo else "")
+
+
+def max_bytes(limit: int) -> int:
+    """Return how many bytes a body may have where prompt and answer have at most `limit` tokens: 32 for each of them,
+    and 64 KiB beside."""
+    return SPARE_BYTES + BYTES_PER_TOKEN * limit
+
+
+def error_answer(error: PDInferError) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Return the status, the headers and the body that tell a client of an error: 400 for what it may not ask, 429 when
+    it should ask later, 503 for what it cannot help."""
+    status = {"REQUEST": 400, "CONFIG": 400, "OVERLOADED": 429}.get(error.code, 503)
+    wait_s = getattr(error, "retry_after_s", None) or 1.0
+    body = {"message": str(error), "type": _KINDS[status], "param": None, "code": error.code.lower()}
+    return status, {"Retry-After": str(math.ceil(wait_s))} if status != 400 else {}, {"error": body}

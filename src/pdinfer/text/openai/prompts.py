@@ -1,0 +1,98 @@
+"""The prompts of a call: texts and tokens as they are, or a chat by the checkpoint's template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from pdinfer.errors import RequestError
+from pdinfer.text.chat import ChatTemplate
+from pdinfer.text.dialects import dialect_of
+from pdinfer.text.openai.body import MAX_CHOICES, ChatBody, CompletionBody
+from pdinfer.text.openai.messages import normalized, told_by_system
+from pdinfer.text.openai.tools import Tools
+from pdinfer.text.tokenizer import Tokenizer
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@attrs.frozen
+class Prompt:
+    """The tokens of a prompt, and the text of one that was a text."""
+
+    tokens: tuple[int, ...]
+    text: str = ""
+
+
+def prompts_of(body: CompletionBody | ChatBody, tokenizer: Tokenizer, tools: Tools, *, limit: int) -> Iterator[Prompt]:
+    """Yield the prompts of a call, each below `limit` tokens. Raise RequestError for one that is longer, for what is no
+    prompt, and for what the template would not show."""
+    made = iter((_chat(body, tokenizer, tools),)) if isinstance(body, ChatBody) else _completions(body, tokenizer)
+    for prompt in made:
+        if len(prompt.tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt.tokens)} tokens, and {limit} are all that a prompt and its answer may "
+                "have: shorten it"
+            )
+        yield prompt
+
+
+def _completions(body: CompletionBody, tokenizer: Tokenizer) -> Iterator[Prompt]:
+    said: Any = body.prompt
+    if isinstance(said, str) or (said and all(isinstance(token, int) for token in said)):
+        said = [said]
+    if any(isinstance(prompt, int) for prompt in said):
+        raise RequestError("prompt must be a text, tokens, or a list of either; got tokens among others")
+    if not 1 <= len(said) * (body.n or 1) <= MAX_CHOICES:
+        raise RequestError(f"a call has 1 to {MAX_CHOICES} prompts times n, got {len(said) * (body.n or 1)}")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs is not served: a prompt has no log-probabilities here")
+    with_special = body.add_special_tokens is not False
+    for prompt in said:
+        if isinstance(prompt, str):
+            yield Prompt(tokenizer.encode(prompt, add_special_tokens=with_special), prompt)
+        else:
+            yield Prompt(tuple(prompt), tokenizer.decode(prompt) if body.echo else "")
+
+
+def _chat(body: ChatBody, tokenizer: Tokenizer, tools: Tools) -> Prompt:
+    template = tokenizer.template_for(tools.told or None)
+    messages = normalized(body.messages, template)
+    told = tools.told or None
+    if told and (text := _tools_text(tokenizer, template, tools)) is not None:
+        messages, told = told_by_system(messages, text), None
+    if body.documents and "documents" not in template.source:
+        raise RequestError("the checkpoint's chat template does not show documents: say them in a message")
+    tokens = tokenizer.chat(
+        messages,
+        tools=told,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables={**_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+    )
+    return Prompt(tokens)
+
+
+def _tools_text(tokenizer: Tokenizer, template: ChatTemplate, tools: Tools) -> str | None:
+    """Return what the system's turn has to say of tools, or None where the template shows them. Raise RequestError for
+    tools that the model would not get to know, or whose calls nobody could read."""
+    dialect = dialect_of(tokenizer)
+    if tools.are_parsed and (dialect is None or not dialect.reads_calls):
+        why = "its markers are of no family that is known" if dialect is None else dialect.why_not
+        raise RequestError(f"tools are not served with this checkpoint: {why}")
+    text = None if dialect is None else dialect.tools_text(tools.told)
+    if text is None and "tools" not in template.source:
+        raise RequestError("tools are not served with this checkpoint: its chat template does not show them")
+    return text
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Return what templates know `reasoning_effort` by: its name, and for "none" their switches of thinking."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError(f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}")
+    off = {"thinking": False, "enable_thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **off}
