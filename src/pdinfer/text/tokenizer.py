@@ -113,7 +113,7 @@ class Tokenizer:
             if len(text) < LONG_TEXT:
                 tokens = tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
             else:  # a batch leaves the interpreter to other threads meanwhile
-                tokens = tuple(self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+                tokens = tuple(self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except BaseException as error:
             raise _fault(
                 error, RequestError, "cannot encode the text, which must be a str without lone surrogates"

@@ -13,6 +13,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.text import Tokenizer
+from pdinfer.text.tokenizer import LONG_TEXT
 from tests.unit.text.tokenizers_of import EXAMPLES
 
 TINY = EXAMPLES / "tiny"
@@ -263,3 +264,14 @@ def test_without_tokenizers_a_sentence_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(pd.BackendUnavailable, match=re.escape("pip install 'pdinfer[text]'")):
         Tokenizer.load(TINY)
+
+
+def test_a_long_text_has_the_tokens_of_its_parts() -> None:
+    tokenizer = Tokenizer.load(TINY)
+    words = [f"{number} words, " for number in range(2000)]
+    whole = tokenizer.encode("".join(words))
+    assert len("".join(words)) > LONG_TEXT
+    assert whole[1:] == tuple(token for word in words for token in tokenizer.encode(word, add_special_tokens=False))
+    assert whole[0] == 256
+    with pytest.raises(pd.RequestError, match="lone surrogates"):
+        tokenizer.encode("\ud800" * (LONG_TEXT + 1))
