@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,7 @@ class Dialect:
         return Parser(self._family, self._steps[tools is not None], place, tools or (), new_id)
 
 
+@functools.lru_cache(maxsize=8)
 def dialect_of(tokenizer: Tokenizer) -> Dialect | None:
     """Return the dialect of a checkpoint, or None where its markers are those of no family that is known here."""
     added = {token.content for token in tokenizer.library.get_added_tokens_decoder().values()}

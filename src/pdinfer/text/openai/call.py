@@ -13,11 +13,11 @@ import attrs
 
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.text.dialects import dialect_of
-from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
+from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, read
 from pdinfer.text.openai.choice import Choice, Completion, Speech, Turn
 from pdinfer.text.openai.logprobs import TokenNames
 from pdinfer.text.openai.options import most_tokens, sampling_of
-from pdinfer.text.openai.prompts import Prompt, prompts_of
+from pdinfer.text.openai.prompts import prompts_of
 from pdinfer.text.openai.tools import Tools
 from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
@@ -82,6 +82,7 @@ class Call:
         tools = Tools.of(body) if isinstance(body, ChatBody) else Tools()
         sampling = sampling_of(body, tokenizer, tools.schema, has_schemas=has_schemas)
         stop = StopStrings(tokenizer, [body.stop] if isinstance(body.stop, str) else body.stop or [])
+        names = None if sampling.logprobs is None else TokenNames(tokenizer)
         requests: list[Request] = []
         choices: list[Choice] = []
         for prompt in prompts_of(body, tokenizer, tools, limit=limit):
@@ -100,7 +101,12 @@ class Call:
                     expected_new_tokens=expected,
                 )
                 requests.append(request)
-                choices.append(_choice(len(choices), request, prompt, tokenizer, body, tools))
+                if isinstance(body, ChatBody):
+                    speech = Speech(tokenizer, request, dialect_of(tokenizer), tools)
+                    choices.append(Turn(len(choices), names, speech))
+                else:
+                    text = TextStream(tokenizer, request)
+                    choices.append(Completion(len(choices), names, text, prompt.text if body.echo else ""))
         return cls(requests, choices, body, model)
 
     @classmethod
@@ -146,15 +152,6 @@ class Call:
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
             "pdinfer": [attrs.asdict(attrs.evolve(usage, choice=None)) for usage in used if usage],
         }
-
-
-def _choice(
-    index: int, request: Request, prompt: Prompt, tokenizer: Tokenizer, body: CompletionBody | ChatBody, tools: Tools
-) -> Choice:
-    names = None if request.sampling.logprobs is None else TokenNames(tokenizer)
-    if isinstance(body, ChatBody):
-        return Turn(index, names, Speech(tokenizer, request, dialect_of(tokenizer), tools))
-    return Completion(index, names, TextStream(tokenizer, request), prompt.text if body.echo else "")
 
 
 def max_bytes(limit: int) -> int:
