@@ -253,9 +253,13 @@ def _scale_fmt(raw: Mapping[str, object]) -> object:
     if quantization is None:
         return None
     fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
-    if fields.get("quant_method") != "fp8":
-        method = clip(fields.get("quant_method"))
-        raise ConfigError(f"quantization_config: quant_method {method} is not supported; {SUPPORTED_WEIGHTS}")
+    method = fields.get("quant_method")
+    is_described = any(name == "model_quant_type" or name.endswith(".weight") for name in fields)
+    if method == "ascend" or (method is None and is_described):  # modelslim's, whose description file decides
+        _check_quantize("quantization_config: model_quant_type", fields.get("model_quant_type"))
+        return None
+    if method != "fp8":
+        raise ConfigError(f"quantization_config: quant_method {clip(method)} is not supported; {SUPPORTED_WEIGHTS}")
     check_quantization_fields(fields)
     for name, value in FP8_FIELDS.items():
         if fields.get(name) not in (None, value):

@@ -104,13 +104,21 @@ class Pairing(OfOneProcess):
         config: PairingConfig | None = None,
         policy: Policy = traffic_aware,
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        trusted_roots: Sequence[str | os.PathLike[str]] = (),
     ) -> Pairing:
         """Make a prefill and a decode in this process, with one model and one pool. Pages change hands without a
-        copy."""
+        copy. `trusted_roots` is as for `load_model`."""
         model = checkpoint_or_model
         if not isinstance(model, Model):
             mtp = engine is not None and engine.num_draft_tokens > 0
-            model = load_model(model, device=device, dtype=dtype, mtp=mtp, cache=cache or CacheConfig())
+            model = load_model(
+                model,
+                device=device,
+                dtype=dtype,
+                mtp=mtp,
+                cache=cache or CacheConfig(),
+                trusted_roots=trusted_roots,
+            )
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
         prefill = PrefillEngine(model, prefill_end, engine, logits_processors=logits_processors)

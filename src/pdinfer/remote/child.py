@@ -69,6 +69,7 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
             dtype=order.dtype,
             mtp=config.num_draft_tokens > 0,
             cache=cache,
+            trusted_roots=order.trusted_roots,
             progress=watch.progress,
         )
     channel = KVChannel(PagePool(model, cache), make_transport(), key=order.key)

@@ -73,6 +73,7 @@ class Order(msgspec.Struct):
     remote: dict[str, Any]
     transport: Named
     logits_processors: dict[str, Named]
+    trusted_roots: list[str]
     key: bytes | None
     warm_up: bool
     log_level: int

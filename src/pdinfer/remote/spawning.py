@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_executable
 from pathlib import Path
@@ -88,6 +88,7 @@ def spawn(
     device: Device = "cpu",
     dtype: DType | None = None,
     logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -105,6 +106,7 @@ def spawn(
     device: Device = "cpu",
     dtype: DType | None = None,
     logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -121,6 +123,7 @@ def spawn(
     device: Device = "cpu",
     dtype: DType | None = None,
     logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -129,16 +132,15 @@ def spawn(
 ) -> SpawnedPrefill | SpawnedDecode:
     """Start a process with a "prefill" or "decode" engine of one rank, wait until it is ready, and return the port.
 
-    The process loads `checkpoint` with `device` and `dtype`, and makes a pool of `cache`, a channel with `key`, and an
-    engine of `engine`. `transport` is called there to make the channel's: it is a class or function of a module, or a
-    `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With `warm_up` the engine is
-    warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is loaded; without it, progress
-    is written to stderr. `timeout_s` is how long the process may say nothing before it is ready. `config` holds for
-    both ends of the connection. Several threads may call this at once.
+    The process loads `checkpoint` with `device`, `dtype` and `trusted_roots`, and makes a pool of `cache`, a channel
+    with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class or function
+    of a module, or a `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With
+    `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is
+    loaded; without it, progress is written to stderr. `timeout_s` is how long the process may say nothing before it is
+    ready. `config` holds for both ends of the connection. Several threads may call this at once.
 
-    The process is a new Python with this one's `sys.path`, environment and working directory. It is told all of the
-    above, and the key, over a pipe. It gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed
-    or this process has ended.
+    The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this over
+    a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed or this process has ended.
 
     Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
     TransferError, with the last that the process wrote, when it ends or falls silent before it is ready.
@@ -148,7 +150,7 @@ def spawn(
         raise ConfigError(f"progress must be a function of (done_bytes, total_bytes) or None, got {clip(progress)}")
     order = Order(
         role=_role(role),
-        checkpoint=_path(checkpoint),
+        checkpoint=_path("checkpoint", checkpoint),
         device=str(device),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         cache=_fields("cache", cache, CacheConfig),
@@ -158,6 +160,7 @@ def spawn(
         logits_processors={
             name: Named.of(f"logits processor {name!r}", made_by) for name, made_by in (logits_processors or {}).items()
         },
+        trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
         key=key,
         warm_up=warm_up,
         log_level=_log.getEffectiveLevel(),
@@ -178,10 +181,10 @@ def _role(role: str) -> str:
     return role
 
 
-def _path(checkpoint: AnyPath) -> str:
-    if not isinstance(checkpoint, str | os.PathLike):
-        raise ConfigError(f"checkpoint must be the path of a model folder, got {clip(checkpoint)}")
-    return os.fspath(checkpoint)
+def _path(what: str, folder: AnyPath) -> str:
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"{what} must be the path of a folder, got {clip(folder)}")
+    return os.fspath(folder)
 
 
 def _fields(what: str, config: object, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:

@@ -70,7 +70,9 @@ def schema_library(library: str = "auto") -> str:
     )
 
 
-def json_schema(argument: str, *, checkpoint: str, library: str = "auto") -> LogitsProcessor:
+def json_schema(
+    argument: str, *, checkpoint: str, library: str = "auto", trusted_roots: Sequence[str] = ()
+) -> LogitsProcessor:
     """Return a logits processor that allows only JSON of one schema, without optional white space. Give engines
     `partial(json_schema, checkpoint=folder)` as one of their `logits_processors`; `argument` is the schema.
 
@@ -85,19 +87,24 @@ def json_schema(argument: str, *, checkpoint: str, library: str = "auto") -> Log
         raise RequestError(f"a JSON schema must be JSON: {error}") from error
     if not isinstance(schema, dict):
         raise RequestError(f"a JSON schema must be an object, got {clip(argument)}")
-    vocabulary, compile_schema = _compiler(schema_library(library), checkpoint)
+    vocabulary, compile_schema = _compiler(schema_library(library), checkpoint, tuple(trusted_roots))
     return _Processor(vocabulary, compile_schema(json.dumps(schema)))
 
 
-def schema_processors(checkpoint: AnyPath, *, library: str = "auto") -> dict[str, Callable[[str], LogitsProcessor]]:
+def schema_processors(
+    checkpoint: AnyPath, *, library: str = "auto", trusted_roots: Sequence[AnyPath] = ()
+) -> dict[str, Callable[[str], LogitsProcessor]]:
     """Return what engines take as `logits_processors` to know `json_schema` by its name, also those that `spawn`
-    starts. Where there is no library for it nothing is returned, and the log says why."""
+    starts. `trusted_roots` is as for `Tokenizer.load`. Where there is no library for it nothing is returned, and the
+    log says why."""
     try:
         found = schema_library(library)
     except BackendUnavailable as error:
         _log.warning("%s", error)
         return {}
-    return {"json_schema": functools.partial(json_schema, checkpoint=os.fspath(checkpoint), library=found)}
+    roots = tuple(os.fspath(root) for root in trusted_roots)
+    made = functools.partial(json_schema, checkpoint=os.fspath(checkpoint), library=found, trusted_roots=roots)
+    return {"json_schema": made}
 
 
 class _Vocabulary:
@@ -216,10 +223,10 @@ class _Processor:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiler(library: str, checkpoint: str) -> tuple[_Vocabulary, Callable[[str], Matcher]]:
+def _compiler(library: str, checkpoint: str, roots: tuple[str, ...]) -> tuple[_Vocabulary, Callable[[str], Matcher]]:
     """Return the vocabulary, and what makes the first place of a schema. Both are kept, because reading them takes
     long."""
-    vocabulary = _Vocabulary(Tokenizer.load(checkpoint), checkpoint)
+    vocabulary = _Vocabulary(Tokenizer.load(checkpoint, trusted_roots=roots), checkpoint)
     make = _llguidance if library == "llguidance" else _xgrammar
     return vocabulary, make(vocabulary.tokenizer, vocabulary.eos)
 

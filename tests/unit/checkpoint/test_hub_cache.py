@@ -157,6 +157,7 @@ def test_a_link_to_a_trusted_root_is_followed(plain: Path, tmp_path: Path) -> No
     (tmp_path / "root").symlink_to(plain.parent)
     model = pd.load_model(folder, trusted_roots=[str(tmp_path / "root")])
     assert model.logits([1, 2]).equal(pd.load_model(plain).logits([1, 2]))
+    pd.Pairing.local(folder, trusted_roots=[plain]).close()
     with Checkpoint.open(folder, trusted_roots=[plain]) as files:
         assert files.tensors
     pd.quantize_checkpoint(folder, tmp_path / "quantized", trusted_roots=[plain])

@@ -244,6 +244,22 @@ def test_fingerprint_covers_every_field_but_token_ids_and_number_formats() -> No
     assert len(config.fingerprint) == 32
 
 
+def test_modelslim_says_its_scheme_in_quantization_config_too() -> None:
+    raw = BASE
+    for said in (
+        {"quant_method": "ascend"},
+        {"quant_method": "ascend", "model_quant_type": "W8A8", "version": "1.0.0", "group_size": 0},
+        {"model_quant_type": "W8A8_DYNAMIC", "model.layers.0.self_attn.o_proj.weight": "W8A8_DYNAMIC"},
+        {"quant_method": None, "model.embed_tokens.weight": "FLOAT"},
+    ):
+        assert ModelConfig.from_dict(raw | {"quantization_config": said}) == ModelConfig.from_dict(raw)
+    with pytest.raises(ConfigError, match="model_quant_type 'W4A8_DYNAMIC' is not supported; supported:"):
+        ModelConfig.from_dict(raw | {"quantization_config": {"model_quant_type": "W4A8_DYNAMIC"}})
+    for strange in ({}, {"version": "1.0"}, {"quant_method": "awq", "model_quant_type": "W8A8"}):
+        with pytest.raises(ConfigError, match="quant_method"):
+            ModelConfig.from_dict(raw | {"quantization_config": strange})
+
+
 def test_from_checkpoint_takes_eos_ids_of_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     assert ModelConfig.from_checkpoint(tmp_path).eos_token_ids == (1,)

@@ -235,6 +235,7 @@ def order_of(checkpoint: Path, **more: Any) -> bytes:
         "remote": {},
         "transport": Named.of("transport", pd.kv.SocketTransport),
         "logits_processors": {},
+        "trusted_roots": [],
         "key": None,
         "warm_up": False,
         "log_level": 30,
@@ -286,6 +287,25 @@ def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
     assert isinstance(said, Failed)
     assert isinstance(said.error(), pd.ConfigError)
     thread.join(FAR_S)
+
+
+def test_a_child_follows_links_where_the_host_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "disk", tiny_config_dict("v3"))
+    (tmp_path / "model").mkdir()
+    for path in (tmp_path / "disk").iterdir():
+        (tmp_path / "model" / path.name).symlink_to(path)
+    for roots, expected in (([], Failed), ([str(tmp_path / "disk")], Loaded)):
+        ours, thread = start(order_of(tmp_path / "model", trusted_roots=roots))
+        while isinstance(said := orders.decode_said(ours.recv_bytes()), Loading):
+            pass
+        assert isinstance(said, expected)
+        ours.close()
+        thread.join(FAR_S)
+    told = "if b'a/disk' in order:\n    " + say(Failed("CHECKPOINT", "told of the disk"))
+    with pytest.raises(pd.CheckpointError, match="told of the disk"):
+        spawn(monkeypatch, told, trusted_roots=[Path("a/disk")])
+    with pytest.raises(pd.ConfigError, match="each of trusted_roots must be the path of a folder, got 7"):
+        spawn(monkeypatch, told, trusted_roots=[7])
 
 
 def test_a_child_that_loads_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_processors_can_be_named_to_other_processes() -> None:
     need("llguidance")
     made = pd.text.schema_processors(TINY, library="llguidance")["json_schema"]
     assert isinstance(made, functools.partial)
-    assert made.keywords == {"checkpoint": TINY, "library": "llguidance"}
+    assert made.keywords == {"checkpoint": TINY, "library": "llguidance", "trusted_roots": ()}
 
 
 def folder_of(path: Path, eos: list[int], added: Sequence[str] = ()) -> str:

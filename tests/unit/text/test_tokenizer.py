@@ -252,6 +252,15 @@ def test_links_lead_where_those_of_load_model_do(tmp_path: Path) -> None:
         Tokenizer.load(snapshot, trusted_roots=[other])
 
 
+def test_processors_of_schemas_follow_links_where_the_host_says(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="answers of a schema are made with it")
+    (tmp_path / "tokenizer.json").symlink_to(TINY / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").symlink_to(TINY / "tokenizer_config.json")
+    with pytest.raises(pd.CheckpointError, match="outside the model folder"):
+        pd.text.schema_processors(tmp_path)["json_schema"]("{}")
+    pd.text.schema_processors(tmp_path, trusted_roots=[TINY])["json_schema"]("{}")
+
+
 def test_text_that_is_none_is_refused(tiny: Tokenizer, tmp_path: Path) -> None:
     for text in ("\ud800", b"bytes", None):
         with pytest.raises(pd.RequestError, match="must be a str without lone surrogates"):
