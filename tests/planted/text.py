@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "templates write HTML",
-        '        sandbox.filters["tojson"] = _tojson\n',
+        '        self.filters["tojson"] = _tojson\n',
         "",
         CHAT + "test_a_template_renders_as_in_transformers",
     ),

@@ -27,15 +27,21 @@ class ChatTemplate:
     calls tools vanishes from the templates of DeepSeek.
 
     `special_tokens` are the texts that templates know as `bos_token` and the like, and `now` is what `strftime_now`
-    reads. Raises CheckpointError for a template that is broken, and BackendUnavailable without jinja2.
+    reads. A chat may take `max_cpu_s` of its thread's CPU time. Raises CheckpointError for a template that is broken,
+    and BackendUnavailable without jinja2.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, *, now: Callable[[], datetime] = _local_now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        now: Callable[[], datetime] = _local_now,
+        max_cpu_s: float = 5.0,
     ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
-        self._template = _compile(source, now)
+        self._template = _compile(source, now, max_cpu_s)
 
     def render(
         self,
@@ -85,14 +91,14 @@ def plain_chat(
     return values
 
 
-def _compile(source: str, now: Callable[[], datetime]) -> Template:
+def _compile(source: str, now: Callable[[], datetime], max_cpu_s: float) -> Template:
     try:
         from pdinfer.text.sandbox import Template
     except ImportError as error:
         raise BackendUnavailable(
             f"chat templates are rendered by jinja2, which cannot be imported ({error}): pip install 'pdinfer[text]'"
         ) from error
-    return Template(source, now)
+    return Template(source, now, max_cpu_s)
 
 
 def _as_json(values: Mapping[str, object]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pdinfer.config.hf import ending_ids, sampling_defaults
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, inside, parse_json, read_regular
 
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 19
 MAX_LONG_DIGITS = 40
 """`model_max_length` is often 10**30, which says that there is no limit."""
 MAX_TEMPLATES = 64

@@ -52,6 +52,10 @@ TEMPLATES = {
     "variables": "{{ enable_thinking is defined and not enable_thinking }}{{ level }}{{ documents[0].title }}",
     "nothing said": "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
     "{% endif %}{% endfor %}",
+    "joined": "{{ bos_token ~ messages[0].content ~ 1 ~ none }}{% filter upper %}{{ level }}x{% endfilter %}"
+    "{% set all %}{% for m in messages %}{{ loop.last }}{{ loop.length }}{{ loop.index }}{{ loop.previtem is defined }}"
+    "{% endfor %}{% endset %}{{ all }}{{ '%s is %05.1f' % ('x', 2) }}{{ '{:>4}'.format(7) }}{{ [1] * 3 + [2 ** 9] }}",
+    "trees": "{% for x in [[1, [2, 3]], 4] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
     "keys": "{% for m in messages %}{{ m.keys() | list }}{{ m.get('name', 'nobody') }}{% endfor %}"
     "{{ dict(a=1, b=[2]) }}{{ messages | map(attribute='role') | join(',') }}{{ messages[2].tool_calls is iterable }}",
 }
@@ -128,10 +132,73 @@ def test_the_time_is_the_hosts() -> None:
     assert now == theirs("{{ strftime_now('%Y') }}", prompt=False)
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a' ", "{% endif %}", "{{" + "(" * 5000])
+DEEP = {
+    "expression": "{{" + "(" * 5000,
+    "not": "{{ " + "not " * 5000 + "a }}",
+    "blocks": "{% if a %}" * 300 + "{% endif %}" * 300,
+    "loops": "{% for a in b %}" * 60 + "{% endfor %}" * 60,
+    "indented": "{% if a %}" * 99 + "{% endif %}" * 99,
+    "digits": "{{ " + "9" * 5000 + " }}",
+    "long": "x" * (1 << 17) + "x",
+}
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a' ", "{% endif %}", *DEEP])
 def test_a_broken_template_is_refused_when_it_is_made(source: str) -> None:
-    with pytest.raises(pd.CheckpointError, match=r"the chat template (is broken: line 1|cannot be compiled)"):
-        ChatTemplate(source)
+    with pytest.raises(
+        pd.CheckpointError, match=r"the chat template (is broken: line 1|cannot be compiled|has 131073)"
+    ):
+        ChatTemplate(DEEP.get(source, source))
+
+
+BIG = {
+    "text": "{{ 'a' * 10**9 }}",
+    "text of a number": "{{ 10**9 * 'a' }}",
+    "list": "{% if ['a'] * 10**9 %}{% endif %}",
+    "power": "{{ 10**(10**8) }}",
+    "product": "{% set ns = namespace(x=9) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "filled": "{{ 'a' | center(1000000000) }}",
+    "filled by a method": "{{ 'a'.ljust(10**9) }}",
+    "filled by a keyword": "{{ 'a' | indent(width=1000000000) }}",
+    "width": "{{ '%1000000000d' % 1 }}",
+    "width of a filter": "{{ '%1000000000d' | format(1) }}",
+    "computed width": "{{ '%*d' % (10**9, 1) }}",
+    "width of a format": "{{ '{:1000000000}'.format(1) }}",
+    "computed width of a format": "{{ '{:{}}'.format(1, 10**9) }}",
+    "doubled": "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "joined": "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "written": "{% set x = 'a' * 10**7 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+    "kept": "{% set x = 'a' * 10**7 %}{% set y %}{% for i in range(99) %}{{ x }}{% endfor %}{% endset %}",
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_template_makes_no_more_than_a_chat_can_need(name: str) -> None:
+    """It is not computed when the template is compiled, either."""
+    template = ChatTemplate(BIG[name])
+    with pytest.raises(pd.RequestError, match=r"asks for too much with this chat: it (makes|fills|computes)"):
+        template.render(CHAT)
+
+
+TAKES_LONG = {
+    "loops": "{% for i in range(9) %}{% for j in range(9) %}{% endfor %}{% endfor %}",
+    "conditions": "{% for i in range(99) if i > 100 %}{% endfor %}",
+    "calls": "{% macro m(n) %}{% if n > 0 %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(6) }}",
+    "filters": "{{ messages" + " | list" * 99 + " }}",
+    "operators": "{{ 1" + " + 1" * 99 + " }}",
+    "trees": "{% for x in [[[[1, 2], 1], 1], 1] recursive %}{{ loop([x, x, x]) if loop.depth < 4 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TAKES_LONG)
+def test_a_template_has_so_much_of_its_threads_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By a clock that goes on by a second whenever it is looked at."""
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(sandbox_module.time, "thread_time", lambda: float(next(seconds)))
+    template = ChatTemplate(TAKES_LONG[name], max_cpu_s=50)
+    with pytest.raises(pd.RequestError, match="asks for too much with this chat: it takes more than 50 s"):
+        template.render(CHAT)
+    assert ChatTemplate("{% for m in messages %}{{ m.role | upper }}{% endfor %}", max_cpu_s=50).render(CHAT)
 
 
 class Writes:
