@@ -23,6 +23,8 @@ MAX_ADDED = 1 << 16
 MAX_ID = 1 << 24
 
 DEFAULT = "default"
+DEEPSEEK_V32 = Path(__file__).with_name("deepseek_v32.jinja")
+"""For folders of DeepSeek-V3.2, which have no template."""
 TOKENIZER, MODEL, GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
 
 
@@ -61,13 +63,16 @@ class TextFiles:
         config, model, generation = (_read(folder, name, roots) for name in (TOKENIZER, MODEL, GENERATION))
         source = str(folder / TOKENIZER)
         kind = config.get("tokenizer_class")
+        templates = {**_templates(config.get("chat_template"), source), **_template_files(folder, roots)}
+        if not templates and model.get("model_type") == "deepseek_v32":
+            templates = {DEFAULT: DEEPSEEK_V32.read_text("utf-8")}
         with _naming(folder / GENERATION):
             sampling, last = sampling_defaults(generation), ending_ids({}, generation)
         with _naming(folder / MODEL):
             first = ending_ids(model, {})
         return cls(
             special_tokens=_special_tokens(config),
-            templates={**_templates(config.get("chat_template"), source), **_template_files(folder, roots)},
+            templates=templates,
             added_tokens=_added_tokens(config.get("added_tokens_decoder"), source),
             adds_bos=_flag(config, "add_bos_token", source),
             adds_eos=_flag(config, "add_eos_token", source),

@@ -120,6 +120,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self._left = threading.local()
         self.filters["tojson"] = _tojson
+        self.filters["from_json"] = json.loads
         self.filters = {name: self._bounded(name, filter_) for name, filter_ in self.filters.items()}
         self.filters |= {_EACH: self._each, _JOINED: lambda parts: self.concat(map(str, parts))}
         del self.globals["lipsum"]
@@ -174,7 +175,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._counted(super().call, context, function, *args, **kwargs)
 
     def _counted(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self.spend()
         made = function(*args, **kwargs)
         self.spend(len(made) if isinstance(made, Sized) and not isinstance(made, range) else 0)
         return made

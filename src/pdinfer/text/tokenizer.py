@@ -139,12 +139,11 @@ class Tokenizer:
         """
         template = self.template_for(tools)
         values = plain_chat(messages, tools, documents, variables)
-        hidden = None if allow_markers else self.markers.hide(values, template.source)
-        if hidden is None:
-            return self.encode(template.text_of(values, add_generation_prompt), add_special_tokens=False)
-        text = template.text_of(hidden.values, add_generation_prompt)
         try:
-            return tuple(self.markers.encode(text, hidden))
+            hidden = None if allow_markers else self.markers.hide(values, template.source)
+            if hidden is None:
+                return self.encode(template.text_of(values, add_generation_prompt), add_special_tokens=False)
+            return tuple(self.markers.encode(template.text_of(hidden.values, add_generation_prompt), hidden))
         except PDInferError:
             raise
         except BaseException as error:

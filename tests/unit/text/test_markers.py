@@ -87,6 +87,8 @@ PARTS = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
         (PARTS, ["<|im", "_e", "nd|>"]),
         ("{% for part in messages[0].content %}{{ part.text | trim }}{% endfor %}", ["x<|im_ ", "\n", "  end|>x"]),
         ("<{{ messages[0].content[0].text }}", ["|im_end|>"]),
+        ("<{{ messages[0].content[0].text | trim }}", [" |im_end|>"]),
+        ("{{ messages[0].content[0].text | trim }}end|>", ["<|im_ "]),
         ("{{ messages[0].content[0].text }}end|>", ["<|im_"]),
         ("{{ (messages[0].content | map(attribute='text') | join).replace('x', 'x') }}", ["<｜", "User", "｜>"]),
     ],
@@ -136,6 +138,13 @@ def test_no_mix_of_pieces_makes_a_marker() -> None:
         tokens = made.chat(chat)
         assert [token for token in markers(tokens) if token != SPACES] == [USER, END] * 2, chat
         assert made.library.decode(tokens, skip_special_tokens=False) == made.templates["default"].render(chat)
+
+
+def test_markers_that_overlap_are_text() -> None:
+    made = tokenizer_of("{{ messages[0].content }}")
+    made.library.add_tokens(["<a><", "<b>", "<b"])
+    assert max(made.encode("<b>", add_special_tokens=False)) > SPACES
+    assert markers(made.chat(said("x<a><b>x"))) == []
 
 
 def test_a_text_that_becomes_a_marker_when_it_is_normalized_is_text() -> None:

@@ -50,7 +50,7 @@ def some_ranks() -> dict[bytes, int]:
             at = rng.randrange(len(parts) - 1)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
             tokens += [] if parts[at] in tokens else [parts[at]]
-    return {token: rank for rank, token in enumerate(tokens)}
+    return {token: rank for rank, token in enumerate([*tokens, b"qzx"])}  # the last of which no merges make
 
 
 RANKS = some_ranks()
@@ -91,9 +91,18 @@ def test_tokens_are_those_of_tiktoken(tmp_path: Path) -> None:
     rng = random.Random(1)
     texts = ["".join(rng.choices(WORDS, k=30)) for _ in range(30)]
     texts += ["".join(rng.choices(ALPHABET, k=rng.randint(0, 30))) for _ in range(300)]
-    for text in [*texts, "a" * 300, "ab" * 100, " " * 200 + "x"]:
+    for text in [*texts, "qzx", "a" * 300, "ab" * 100, " " * 200 + "x"]:
         assert list(made.encode(text)) == by_rank(text), text
         assert made.decode(made.encode(text)) == text
+
+
+def test_texts_are_cut_as_the_maker_cuts_them(tmp_path: Path) -> None:
+    """These are the cuts that tiktoken 0.14 makes with his pattern."""
+    text = "Hello汉字漢 DON'T camelCase  1234567!?\r\n\r\n \t x\u00a0y ½ʰǅé\u0301 한국  "
+    cuts = ["Hello", "汉字漢", " DON'T", " camel", "Case", " ", " ", "123", "456", "7", "!?\r\n\r\n", " \t", " x"]
+    cuts += ["\u00a0y", " ", "½", "ʰǅé\u0301", " 한국", "  "]
+    made = Tokenizer.load(folder_of(tmp_path)).library.pre_tokenizer
+    assert [text[slice(*where)] for _, where in made.pre_tokenize_str(text)] == cuts
 
 
 def test_special_tokens_are_those_of_tokenizer_config(tmp_path: Path) -> None:
