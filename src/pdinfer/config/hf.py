@@ -26,6 +26,7 @@ from pdinfer.config.fields import (
 from pdinfer.errors import ConfigError
 
 MAX_EOS_IDS = 64
+MAX_VOCAB = 1 << 24
 MAX_LAYERS = 1024
 SAMPLING_DEFAULTS = (
     ("temperature", 0.0, 100.0),
@@ -168,9 +169,10 @@ def eos_ids(value: object) -> tuple[int, ...]:
     """Return the ids in `eos_token_id`, which is null, an int or a list of ints. `ModelConfig` checks that they are in
     the vocabulary."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    if len(ids) > MAX_EOS_IDS or not all(is_int(token) and token >= 0 for token in ids):  # type: ignore[operator]
+    if len(ids) > MAX_EOS_IDS or not all(is_int(token) and 0 <= token < MAX_VOCAB for token in ids):  # type: ignore[operator]
         raise ConfigError(
-            f"eos_token_id must be an int of at least 0 or a list of at most {MAX_EOS_IDS} such ints, got {clip(value)}"
+            f"eos_token_id must be an int from 0 to {MAX_VOCAB - 1} or a list of at most {MAX_EOS_IDS} such ints, "
+            f"got {clip(value)}"
         )
     return tuple(ids)
 

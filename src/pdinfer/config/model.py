@@ -20,7 +20,15 @@ import attrs
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of, typed
 from pdinfer.config import rope
 from pdinfer.config.families import FAMILIES, Family, ScoringFunc, TopkMethod
-from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, ending_ids, read_fields, sampling_defaults
+from pdinfer.config.hf import (
+    MAX_LAYERS,
+    MAX_VOCAB,
+    STORED_DTYPES,
+    IndexerType,
+    ending_ids,
+    read_fields,
+    sampling_defaults,
+)
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, read_json
@@ -30,7 +38,6 @@ MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
 MAX_LATENT_RANK = 1 << 16
 MAX_EXPERTS = 1 << 14
-MAX_VOCAB = 1 << 24
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from pdinfer.checks import clip
-from pdinfer.config.hf import ending_ids, sampling_defaults
+from pdinfer.config.hf import MAX_VOCAB, ending_ids, sampling_defaults
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, inside, parse_json, read_regular
 
@@ -20,7 +20,6 @@ MAX_LONG_DIGITS = 40
 """`model_max_length` is often 10**30, which says that there is no limit."""
 MAX_TEMPLATES = 64
 MAX_ADDED = 1 << 16
-MAX_ID = 1 << 24
 
 DEFAULT = "default"
 DEEPSEEK_V32 = Path(__file__).with_name("deepseek_v32.jinja")
@@ -135,7 +134,7 @@ def _added_tokens(value: object, source: str) -> dict[int, Added]:
     for key, entry in entries.items():
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         text = entry.get("content") if isinstance(entry, dict) else None
-        is_id = key.isascii() and key.isdecimal() and int(key) < MAX_ID
+        is_id = key.isascii() and key.isdecimal() and int(key) < MAX_VOCAB
         if not isinstance(text, str) or not text or not is_id:
             raise CheckpointError(
                 f"{source}: added_tokens_decoder must have texts by id, got {clip(key)}: {clip(entry)}"

@@ -102,14 +102,14 @@ class Markers:
     def encode(self, text: str, hidden: Hidden) -> list[int]:
         """Return the tokens of a rendered chat. Raises RequestError when its plain text makes a marker."""
         plain, ids = self._plain
-        found = self._library.encode(text, add_special_tokens=False)
+        (found,) = self._library.encode_batch([text], add_special_tokens=False)  # which leaves threads the interpreter
         parts, at = [], 0
         for token, (begin, end) in zip(found.ids, found.offsets, strict=True):
             if token in self._secrets:
                 parts += [hidden.shown(text[at:begin]), self._secrets[token]]
                 at = end
         parts.append(hidden.shown(text[at:]))
-        tokens = plain.encode("".join(parts), add_special_tokens=False).ids
+        tokens = plain.encode_batch(["".join(parts)], add_special_tokens=False)[0].ids
         if forged := self._secrets.keys() & set(tokens) - ids.keys():
             name = self._added[min(forged)].content
             raise RequestError(f"a message has {clip(name)}, which this tokenizer cannot tell from the token")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdinfer.bounds import escaped
 from pdinfer.checks import clip
+from pdinfer.config.hf import MAX_VOCAB
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, PDInferError, RequestError
 from pdinfer.files import AnyPath, check_folder, read_regular
 from pdinfer.text import tiktoken
@@ -41,6 +42,10 @@ class Tokenizer:
         library.no_truncation()  # as tokenizer.json may ask for what only training needs
         library.no_padding()
         _add(library, files.added_tokens)
+        if (last := max(library.get_vocab().values(), default=0)) >= MAX_VOCAB:
+            raise CheckpointError(
+                f"the tokenizer has a token {last}, and the last that a model can have is {MAX_VOCAB - 1}"
+            )
         self.library = library
         self.special_tokens = dict(files.special_tokens)
         self.templates = {name: ChatTemplate(text, files.special_tokens) for name, text in files.templates.items()}

@@ -143,7 +143,8 @@ def test_what_ends_an_answer_and_how_tokens_are_drawn_is_what_the_folder_says(tm
         ({"repetition_penalty": True}, "repetition_penalty must be a number"),
         ({"do_sample": "no"}, "do_sample must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an int"),
-        ({"eos_token_id": -1}, "eos_token_id must be an int of at least 0"),
+        ({"eos_token_id": [1, 2**24]}, "eos_token_id must be an int from 0"),
+        ({"eos_token_id": -1}, "eos_token_id must be an int from 0 to 16777215"),
     ],
 )
 def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, said: dict[str, Any], says: str) -> None:
@@ -230,6 +231,13 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer.json").symlink_to(TINY / "tokenizer.json")
     with pytest.raises(pd.CheckpointError, match="outside the model folder"):
         Tokenizer.load(tmp_path / "model")
+
+
+def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
+    vocab = json.loads((TINY / "tokenizer.json").read_text("utf-8"))["model"]
+    vocab["vocab"]["zz"] = 2**24
+    with pytest.raises(pd.CheckpointError, match="has a token 16777216, and the last that a model can have"):
+        Tokenizer.load(folder_with(tmp_path, model=vocab))
 
 
 def test_links_lead_where_those_of_load_model_do(tmp_path: Path) -> None:
