@@ -43,7 +43,8 @@ class Call:
         self._num_each = body.n or 1
         self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         kind = "chat.completion" if self._is_chat else "text_completion"
-        self._head = {"id": f"cmpl-{os.urandom(12).hex()}", "object": kind, "created": int(time.time()), "model": model}
+        name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{os.urandom(12).hex()}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         ids = (str(request.request_id) for request in requests)
         self._choices = dict(zip(ids, choices, strict=True))
 

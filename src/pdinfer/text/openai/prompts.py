@@ -79,12 +79,17 @@ def _tools_text(tokenizer: Tokenizer, template: ChatTemplate, tools: Tools) -> s
     """Return what the system's turn has to say of tools, or None where the template shows them. Raise RequestError for
     tools that the model would not get to know, or whose calls nobody could read."""
     dialect = dialect_of(tokenizer)
-    if tools.are_parsed and (dialect is None or not dialect.reads_calls):
-        why = "its markers are of no family that is known" if dialect is None else dialect.why_not
-        raise RequestError(f"tools are not served with this checkpoint: {why}")
     text = None if dialect is None else dialect.tools_text(tools.told)
     if text is None and "tools" not in template.source:
-        raise RequestError("tools are not served with this checkpoint: its chat template does not show them")
+        raise RequestError(
+            "tools are not served with this checkpoint: its chat template does not show them to the model; the host may "
+            "put a chat_template.jinja that reads `tools` into the folder of the tokenizer"
+        )
+    if tools.are_parsed and (dialect is None or not dialect.reads_calls):
+        why = "its markers are of no family that is known" if dialect is None else dialect.why_not
+        raise RequestError(
+            f"calls that the model may make or leave are not read from this checkpoint: {why}; tool_choice can force one"
+        )
     return text
 
 

@@ -150,9 +150,13 @@ def test_a_template_without_tools_tells_them_in_the_makers_words_or_they_are_ref
     assert prompt.endswith("chain them directly without separators or spaces<｜User｜>Hi<｜Assistant｜></think>")
     assert speaker.decode(parse(speaker, tools=TOOLS).requests[0].prompt).startswith("## Tools")
     other = pd.text.Tokenizer.load(folder_of(tmp_path / "m", "{{ messages[0].content }}"))
-    for more, says in (({}, "of no family that is known"), ({"tool_choice": "required"}, "does not show them")):
-        with pytest.raises(pd.RequestError, match=says):
+    for more in ({}, {"tool_choice": "required"}):
+        with pytest.raises(pd.RequestError, match="does not show them"):
             parse(other, tools=TOOLS, **more)
+    shows = pd.text.Tokenizer.load(folder_of(tmp_path / "s", "{{ tools }}{{ messages[0].content }}"))
+    assert parse(shows, tools=TOOLS, tool_choice="required").requests
+    with pytest.raises(pd.RequestError, match="of no family that is known; tool_choice can force one"):
+        parse(shows, tools=TOOLS)
 
 
 def test_a_history_of_calls_is_rendered_as_the_model_wrote_it(speaker: pd.text.Tokenizer) -> None:
