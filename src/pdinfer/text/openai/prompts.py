@@ -82,13 +82,14 @@ def _tools_text(tokenizer: Tokenizer, template: ChatTemplate, tools: Tools) -> s
     text = None if dialect is None else dialect.tools_text(tools.told)
     if text is None and "tools" not in template.source:
         raise RequestError(
-            "tools are not served with this checkpoint: its chat template does not show them to the model; the host may "
-            "put a chat_template.jinja that reads `tools` into the folder of the tokenizer"
+            "tools are not served with this checkpoint: its chat template does not show them to the model; the host "
+            "may put a chat_template.jinja that reads `tools` into the folder of the tokenizer"
         )
     if tools.are_parsed and (dialect is None or not dialect.reads_calls):
         why = "its markers are of no family that is known" if dialect is None else dialect.why_not
         raise RequestError(
-            f"calls that the model may make or leave are not read from this checkpoint: {why}; tool_choice can force one"
+            f"calls that the model may make or leave are not read from this checkpoint: {why}; "
+            "tool_choice can force one"
         )
     return text
 
