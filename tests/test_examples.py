@@ -20,11 +20,12 @@ def _case(name: str, *values: object, id: str) -> Any:  # noqa: A002 - as pytest
     return pytest.param(*values, id=id, marks=[] if name in QUICK else pytest.mark.full)
 
 
+SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\nIt prints:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 EXAMPLES = [_case(path.name, path.name, id=path.name) for path in sorted((ROOT / "examples").glob("0*.py"))]
 SNIPPETS = [
-    _case(page.name, text, id=f"{page.relative_to(ROOT)}-{number}")
+    _case(page.name, text, shown, id=f"{page.relative_to(ROOT)}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for number, (text, shown) in enumerate(SNIPPET.findall(page.read_text()))
 ]
 
 
@@ -74,15 +75,16 @@ def test_there_are_snippets() -> None:
     assert len(SNIPPETS) >= 2
 
 
-@pytest.mark.parametrize("text", SNIPPETS)
-def test_snippet_runs(text: str, environment: Environment, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "shown"), SNIPPETS)
+def test_snippet_runs(text: str, shown: str, environment: Environment, tmp_path: Path) -> None:
     if "MooncakeTransport(" in text:
         need_mooncake()
     if ".draw(" in text:
         pytest.importorskip("matplotlib")
     snippet = tmp_path / "snippet.py"  # a file, so that the snippet may start processes of its own
     snippet.write_text(text)
-    assert _run(str(snippet), environment=environment)
+    printed = _run(str(snippet), environment=environment)
+    assert printed == (shown or printed) != ""
 
 
 @pytest.mark.full(minutes=3)

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -299,6 +299,20 @@ def test_a_server_that_is_told_to_end_finishes_its_streams_first(whole: Whole, s
     assert asyncio.run(drained()) == quiet
     assert whole.process.wait(TIMEOUT_S) == 0
     wait_until(lambda: not list(scratch.iterdir()))
+
+
+@pytest.mark.full
+def test_curl_gets_the_answer_that_the_start_page_shows() -> None:
+    page = (ROOT / "docs" / "start.md").read_text("utf-8")
+    ((path, body),) = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'", page, re.DOTALL)
+    (shown,) = re.findall(r"^```json\n(.*?)\n```", page, re.MULTILINE | re.DOTALL)
+    with served_here(pd.PairingConfig()) as (client, _):
+        url = str(client.base_url).removesuffix("/v1/") + path
+        with urlopen(Request(url, body.encode(), {"Content-Type": "application/json"}), timeout=TIMEOUT_S) as answer:
+            got = json.load(answer)
+    (said,), (choice,) = json.loads(shown)["choices"], got["choices"]
+    assert said["message"].items() <= choice["message"].items()
+    assert (json.loads(shown)["model"], said["finish_reason"]) == (got["model"], choice["finish_reason"])
 
 
 @pytest.mark.full
