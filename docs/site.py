@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()[^)#\s]+")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".c": "c", ".md": "markdown"}
+LOOK_UP = ("troubleshooting", "support", "glossary")
 UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results", "claims")
 PROJECT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
@@ -27,7 +28,9 @@ def on_config(config: Any) -> Any:
     """Order the pages."""
     config.nav = [
         "index.md",
-        {"How to": ["howto/install.md", *_folder("howto", without="install")]},
+        "start.md",
+        {"How to": ["howto/README.md", *groups((DOCS / "howto" / "README.md").read_text("utf-8"))]},
+        {"Look up": [f"{name}.md" for name in LOOK_UP]},
         {"Understand": [f"{name}.md" for name in UNDERSTAND]},
         {"Reference": [{name: f"reference/{name}.md"} for name in reference()]},
         {"Project": ["stability.md", *PROJECT.values()]},
@@ -43,20 +46,21 @@ def on_files(files: Any, config: Any) -> Any:
     made = {"index.md": first_page((ROOT / "README.md").read_text("utf-8"))}
     made |= {page: (ROOT / source).read_text("utf-8") for source, page in PROJECT.items()}
     made |= {f"reference/{name}.md": text for name, text in reference().items()}
-    for page in DOCS.rglob("*.md"):
+    for page in [*DOCS.rglob("*.md"), *(ROOT / source for source in PROJECT)]:
         for source in linked_sources(page):
-            made[source_page(source)] = _source_text(source)
+            made.setdefault(source_page(source), _source_text(source))
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead links to files outside docs/ to the pages that show them."""
+    """Lead links to files of the repository to the pages that show them."""
     here = DOCS / page.file.src_uri
+    shown = next((ROOT / source for source, made in PROJECT.items() if made == page.file.src_uri), here)
 
     def led(found: re.Match[str]) -> str:
-        source = _outside(here, found[0])
+        source = _linked(shown, found[0])
         return found[0] if source is None else os.path.relpath(DOCS / source_page(source), here.parent)
 
     return LINK.sub(led, markdown)
@@ -66,8 +70,8 @@ def first_page(readme: str) -> str:
     """Return the top of the README up to its first heading, how to install, and its first program."""
     top = readme[: readme.index("\n## ")]
     install = _first_block("sh", (DOCS / "howto" / "install.md").read_text("utf-8"))
-    more = {"Other ways to install": "howto/install.md", "Six files to begin with": "reading.md"}
-    more["All public names"] = "reference/pdinfer.md"
+    more = {"Start here": "start.md", "Other ways to install": "howto/install.md", "How to …": "howto/README.md"}
+    more |= {"Six files to begin with": "reading.md", "All public names": "reference/pdinfer.md"}
     links = " · ".join(f"[{text}]({page})" for text, page in more.items())
     parts = ["---\nhide: [toc]\n---", top, "## Install", install, "## Run", _first_block("python", readme), links]
     return "\n\n".join(parts) + "\n"
@@ -80,6 +84,13 @@ def _first_block(language: str, markdown: str) -> str:
     return found[0]
 
 
+def groups(markdown: str) -> list[dict[str, list[str]]]:
+    """Return the how-tos in the groups that their list has, by the headings of the list."""
+    parts = re.split(r"^## (.+)\n", markdown, flags=re.MULTILINE)[1:]
+    listed = (re.findall(r"^- \[[^]]*\]\(([\w-]+\.md)\)", part, re.MULTILINE) for part in parts[1::2])
+    return [{name: [f"howto/{page}" for page in pages]} for name, pages in zip(parts[::2], listed, strict=True)]
+
+
 def reference() -> dict[str, str]:
     """Return a page of Markdown for each public module, read from the sources without importing them."""
     package = griffe.load("pdinfer", search_paths=[str(ROOT / "src")], allow_inspection=False, resolve_aliases=True)
@@ -87,20 +98,19 @@ def reference() -> dict[str, str]:
 
 
 def _pages(path: str, module: Any) -> Iterator[tuple[str, str]]:
-    inner, parts = [], [f"# {path}", module.docstring.value.split("\n\n")[0] if module.docstring else ""]
+    inner, parts = {}, [f"# {path}", module.docstring.value.split("\n\n")[0] if module.docstring else ""]
     for name in _public(module):
-        if not module.members[name].is_module:
+        member = module.members[name].final_target if module.members[name].is_alias else module.members[name]
+        if not member.is_module:
             parts.append(f"::: {path}.{name}")
-        elif module.imports.get(name, "").endswith(f".{name}.{name}"):  # a function named like its file hides it
-            parts.append(
-                f'<a id="{path}.{name}"></a>\n\n::: {module.imports[name]}\n    options:\n      heading: {path}.{name}'
-            )
+        elif name in member.members:  # a function named like its file hides it
+            options = f"    options:\n      heading: {path}.{name}"
+            parts.append(f'<a id="{path}.{name}"></a>\n\n::: {member.path}.{name}\n{options}')
         else:
-            inner.append(name)
+            inner[name] = member
     yield path, "\n\n".join(parts) + "\n"
-    for name in inner:
-        target = module.members[name]
-        yield from _pages(f"{path}.{name}", target.final_target if target.is_alias else target)
+    for name, member in inner.items():
+        yield from _pages(f"{path}.{name}", member)
 
 
 def _public(module: Any) -> list[str]:
@@ -113,21 +123,22 @@ def _public(module: Any) -> list[str]:
 def linked_sources(page: Path) -> Iterator[Path]:
     """Yield the files outside docs/ that a page links to, relative to the repository."""
     for target in LINK.findall(page.read_text("utf-8")):
-        source = _outside(page, target)
-        if source is not None:
+        source = _linked(page, target)
+        if source is not None and not source.is_relative_to("docs"):
             yield source
 
 
 def source_page(source: Path) -> str:
-    """Return the page that shows a file of the repository."""
+    """Return the page that shows a file of the repository, below docs/."""
+    if source.is_relative_to("docs"):
+        return str(source.relative_to("docs"))
     return PROJECT.get(str(source)) or f"repository/{source}.md"
 
 
-def _outside(page: Path, target: str) -> Path | None:
+def _linked(page: Path, target: str) -> Path | None:
+    """Return the file that a link leads to, relative to the repository."""
     path = (page.parent / target).resolve()
-    if "://" in target or not path.is_file() or path.is_relative_to(DOCS) or not path.is_relative_to(ROOT):
-        return None
-    return path.relative_to(ROOT)
+    return path.relative_to(ROOT) if "://" not in target and path.is_file() and path.is_relative_to(ROOT) else None
 
 
 def _source_text(source: Path) -> str:

@@ -17,6 +17,7 @@ import pytest
 from tests.backends import ROOT, child_environment
 from tests.public import SNAPSHOT
 from tests.releases import path_of
+from tests.test_pages import SEARCHED
 
 pytestmark = pytest.mark.full
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -83,7 +84,10 @@ def test_every_public_name_is_there_with_its_signature(site: Path, pages: dict[P
     shown = set[str]().union(*(page.ids for path, page in pages.items() if path.parent.name == "reference"))
     lines = SNAPSHOT.read_text("utf-8").splitlines()
     assert not [path_of(line) for line in lines if path_of(line).replace("pd.", "pdinfer.", 1) not in shown]
-    text = re.sub(r"<[^>]*>|\s", "", (site / "reference" / "pdinfer.html").read_text("utf-8"))
+    page = re.sub(r"<[^>]*>", "", (site / "reference" / "pdinfer.html").read_text("utf-8"))
+    assert max(map(len, re.findall(r"^    \w+: .*,$", page, re.MULTILINE))) < 100  # or else the page clips them
+    assert "CacheConfig(\n    *,\n    page_size: int = 64,\n" in page
+    text = re.sub(r"\s", "", page)
     for signature in (
         "generate(requests:",
         "Pairing(prefill:PrefillPort|Sequence[PrefillPort],",
@@ -99,8 +103,17 @@ def test_it_is_read_without_a_network(pages: dict[Path, Page]) -> None:
 
 
 def test_search_finds_pages_and_names(site: Path) -> None:
-    found = {entry["location"] for entry in json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]}
-    assert {"stability.html", "howto/install.html", "reference/pdinfer.html#pdinfer.Pairing.generate"} <= found
+    entries = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
+    texts = {entry["location"]: f"{entry['title']} {entry['text']}" for entry in entries}
+    assert {
+        "security.html",
+        "stability.html",
+        "howto/install.html",
+        "reference/pdinfer.html#pdinfer.Pairing.generate",
+    } <= texts.keys()
+    for words, page in SEARCHED.items():
+        location = page.removeprefix("docs/").removesuffix(".md") + ".html"
+        assert any(words in text for at, text in texts.items() if at.partition("#")[0] == location), words
 
 
 def test_the_first_page_is_the_top_of_the_readme_and_ten_lines_that_run(site: Path) -> None:
