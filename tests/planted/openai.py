@@ -226,4 +226,10 @@ MUTANTS = [
         "            if self.stop_string is not None:\n                return self._held + self.stop_string\n",
         "test_stream.py::test_a_special_token_is_a_stop_string_and_shows_nothing",
     ),
+    Mutant(
+        "a client says the salt of another tenant",
+        'return len(tenant).to_bytes(2) + tenant + salt if tenant or salt else b""',
+        "return tenant + salt",
+        _CHATS + "test_a_client_cannot_say_the_salt_of_another_tenant",
+    ),
 ]

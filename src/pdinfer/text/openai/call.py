@@ -58,11 +58,14 @@ class Call:
         model: str,
         has_schemas: bool = True,
         limit: int | None = None,
+        tenant: bytes = b"",
     ) -> Call:
         """Read a body. `model` is what the model is called here. `has_schemas` says whether the engines know
         `json_schema` as a logits processor of that name. `limit` is how many tokens a prompt and its answer may have,
         see `Pairing.max_tokens`; None for what the checkpoint's config.json says. A chat that does not say how long its
         answer may be gets what the prompt leaves of it; a completion gets the 128 of SamplingParams.
+
+        Pages of prompts are shared between calls of one `tenant` alone, whatever `cache_salt` their bodies say.
 
         A body has at most `max_bytes(limit)`, which is checked before it is read. A long text takes seconds all the
         same: from an event loop, use `parse_async`.
@@ -98,7 +101,7 @@ class Call:
                     prompt=prompt.tokens,
                     sampling=attrs.evolve(drawn, seed=seed),
                     stop=stop if stop.strings else (),
-                    cache_salt=(body.cache_salt or "").encode(),
+                    cache_salt=_salt(tenant, body.cache_salt),
                     expected_new_tokens=expected,
                 )
                 requests.append(request)
@@ -153,6 +156,12 @@ class Call:
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
             "pdinfer": [attrs.asdict(attrs.evolve(usage, choice=None)) for usage in used if usage],
         }
+
+
+def _salt(tenant: bytes, said: str | None) -> bytes:
+    """Return the salt of a call. No other tenant can say the same."""
+    salt = (said or "").encode()
+    return len(tenant).to_bytes(2) + tenant + salt if tenant or salt else b""
 
 
 def max_bytes(limit: int) -> int:

@@ -52,7 +52,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> pd.text.Tokenizer:
 
 
 def parse(tokenizer: pd.text.Tokenizer, messages: Any = ASKED, **more: Any) -> Call:
-    options = {name: more.pop(name) for name in ("limit", "has_schemas") if name in more}
+    options = {name: more.pop(name) for name in ("limit", "has_schemas", "tenant") if name in more}
     body = json.dumps({"messages": messages, **more})
     return Call.parse(body, tokenizer, is_chat=True, model="m", **options)
 
@@ -238,6 +238,16 @@ def test_a_chat_may_run_to_the_end_of_what_fits_and_is_not_charged_for_that(spea
     assert (request.sampling.max_new_tokens, request.expected_new_tokens) == (128, None)
     with pytest.raises(pd.RequestError, match=r"the prompt has \d+ tokens, and 5 are all"):
         parse(speaker, limit=5)
+
+
+def test_a_client_cannot_say_the_salt_of_another_tenant(speaker: pd.text.Tokenizer) -> None:
+    def salt(tenant: bytes, said: str | None) -> bytes:
+        return parse(speaker, tenant=tenant, **({} if said is None else {"cache_salt": said})).requests[0].cache_salt
+
+    assert salt(b"", None) == b""
+    assert salt(b"", "\0\1ab") != salt(b"a", "b")
+    assert len({salt(*each) for each in ((b"a", None), (b"a", "b"), (b"ab", None), (b"b", "a"), (b"b", None))}) == 5
+    assert salt(b"a", "b") == salt(b"a", "b")
 
 
 def test_a_body_that_no_prompt_could_fill_is_not_read(
