@@ -13,7 +13,7 @@ import attrs
 
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.text.dialects import dialect_of
-from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, read
+from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
 from pdinfer.text.openai.choice import Choice, Completion, Speech, Turn
 from pdinfer.text.openai.logprobs import TokenNames
 from pdinfer.text.openai.options import most_tokens, sampling_of
@@ -73,16 +73,7 @@ class Call:
         Raises RequestError for what cannot be read, for what is not known, and for what cannot be served.
         """
         limit = limit or tokenizer.max_tokens or MAX_TOKENS
-        if len(data) > max_bytes(limit):
-            raise RequestError(
-                f"the body of the call has {len(data)} bytes; at most {max_bytes(limit)} are read, as prompt and "
-                f"answer have {limit} tokens: shorten it"
-            )
-        body = read(data, is_chat=is_chat)
-        if body.model not in (None, "", model):
-            raise RequestError(f"model {body.model!r} is not served here, only {model!r}")
-        if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
-            raise RequestError(f"n must be from 1 to {MAX_CHOICES}, got {body.n}")
+        body = _read(data, limit, is_chat=is_chat, model=model)
         tools = Tools.of(body) if isinstance(body, ChatBody) else Tools()
         sampling = sampling_of(body, tokenizer, tools.schema, has_schemas=has_schemas)
         stop = StopStrings(tokenizer, [body.stop] if isinstance(body.stop, str) else body.stop or [])
@@ -156,6 +147,21 @@ class Call:
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
             "pdinfer": [attrs.asdict(attrs.evolve(usage, choice=None)) for usage in used if usage],
         }
+
+
+def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> CompletionBody | ChatBody:
+    """Return the body, which is not too long, of a call of this model."""
+    if len(data) > max_bytes(limit):
+        raise RequestError(
+            f"the body of the call has {len(data)} bytes; at most {max_bytes(limit)} are read, as prompt and answer "
+            f"have {limit} tokens: shorten it"
+        )
+    body = read(data, is_chat=is_chat)
+    if body.model not in (None, "", model):
+        raise RequestError(f"model {body.model!r} is not served here, only {model!r}")
+    if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
+        raise RequestError(f"n must be from 1 to {MAX_CHOICES}, got {body.n}")
+    return body
 
 
 def _salt(tenant: bytes, said: str | None) -> bytes:
