@@ -64,7 +64,9 @@ def test_engines_in_processes_of_their_own_serve_and_end(scratch: Path, capsys: 
         for port in ports:
             assert port.process.poll() is None
             assert os.getsid(port.process.pid) == port.process.pid  # the host's Ctrl-C is not for it
-            assert key not in Path(f"/proc/{port.process.pid}/cmdline").read_bytes()
+            arguments = Path(f"/proc/{port.process.pid}/cmdline").read_bytes()
+            assert f"\0pdinfer-{port.role}\0".encode() in arguments
+            assert key not in arguments
         assert list(scratch.iterdir())
         prefill.process.kill()  # it cannot clean up behind itself
         wait_until(lambda: pairing.step() == [] and bool(pairing.stats.ports_lost))

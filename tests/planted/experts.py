@@ -192,14 +192,14 @@ MUTANTS = [
     ),
     Mutant(
         "a decode warm-up keeps its pages",
-        '                    yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)\n        finally:\n            pool.release(pages)\n',
-        '                    yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)\n        finally:\n            pass\n',
+        "                self.tell(done, total)\n        finally:\n            pool.release(pages)\n",
+        "                self.tell(done, total)\n        finally:\n            pass\n",
         "test_warm_up.py::test_the_report_says_what_was_run",
     ),
     Mutant(
         "a warm-up drafts nothing",
-        "                        draft.num_tokens = num_drafts\n",
-        "                        pass\n",
+        "                    draft.num_tokens = self.config.num_draft_tokens\n",
+        "                    pass\n",
         "test_warm_up.py::test_drafts_are_warmed_too",
     ),
     Mutant(

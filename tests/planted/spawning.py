@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "an interrupt while an engine loads leaves its process",
-        "    except BaseException:\n        child.kill()\n        raise\n",
-        "    except Exception:\n        child.kill()\n        raise\n",
+        "        except BaseException:\n            child.kill()\n            raise\n",
+        "        except Exception:\n            child.kill()\n            raise\n",
         _TESTS + "test_an_interrupt_while_it_loads_leaves_no_process",
     ),
     Mutant(
@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "a key is in the list of processes",
-        "str(theirs.fileno()), str(stderr), *sys.path],",
-        'str(theirs.fileno()), str(stderr), *sys.path, "a secret of a channel"],',
+        'str(stderr), f"pdinfer-{role}", *sys.path],',
+        'str(stderr), f"pdinfer-{role}", *sys.path, "a secret of a channel"],',
         _TESTS + "test_a_child_is_told_everything_over_the_pipe",
     ),
     Mutant(

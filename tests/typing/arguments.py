@@ -47,7 +47,8 @@ pd.NoSuchName  # type: ignore[attr-defined]  # noqa: B018
 def load() -> pd.Model:
     """Load a model."""
     pd.load_model(None)  # type: ignore[arg-type]
-    pd.load_model("tiny", progress=True)  # type: ignore[arg-type]
+    pd.load_model("tiny", progress=True)
+    pd.load_model("tiny", progress=1.0)  # type: ignore[arg-type]
     pd.load_model("tiny", devise="cpu")  # type: ignore[call-arg]
     return pd.load_model("tiny", progress=lambda done, total: print(done / total))
 
@@ -67,6 +68,16 @@ def build(model: pd.Model) -> pd.Pairing:
     pd.Pairing(prefill, prefill)  # type: ignore[arg-type]
     pd.Pairing(prefill, decode, config=pd.EngineConfig())  # type: ignore[arg-type]
     return pd.Pairing([prefill], [decode], policy=pd.policy.round_robin)
+
+
+def start(role: str) -> pd.Pairing:
+    """Start engines in processes of their own."""
+    ports = [pd.remote.spawn(each, "tiny", progress=False) for each in (role, "prefill")]
+    ports[0].process.terminate()
+    prefill, decode = pd.remote.spawn("prefill", "tiny"), pd.remote.spawn("decode", "tiny")
+    pd.Pairing(decode, prefill)  # type: ignore[arg-type]
+    pd.remote.spawn(1, "tiny")  # type: ignore[call-overload]
+    return pd.Pairing(prefill, decode)
 
 
 def use(pairing: pd.Pairing, request: pd.Request) -> None:

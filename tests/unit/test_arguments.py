@@ -70,7 +70,7 @@ MADE = [
             "dtype": "none text",
             "weights": "text",
             "topology": "none",
-            "progress": "none class function",
+            "progress": "none bool class function",
             "providers": "none text mapping",
             "check_finite": "bool",
             "mtp": "bool",
@@ -247,8 +247,8 @@ def test_the_mistakes_of_a_first_day() -> None:
         pd.KVChannel(MODEL, kv.SocketTransport())  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match=r"make an object of it first: SocketTransport\(\.\.\.\)$"):
         pd.KVChannel(pool, kv.SocketTransport)  # type: ignore[arg-type]
-    with pytest.raises(pd.ConfigError, match=r"^load_model: progress must be Callable\[\[int, int\], None\] \| None"):
-        pd.load_model("examples/tiny", progress=True)  # type: ignore[arg-type]
+    with pytest.raises(pd.ConfigError, match=r"^load_model: progress must be bool \| Callable\[\[int, int\], None\]"):
+        pd.load_model("examples/tiny", progress=1)  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match=r"^load_model: checkpoint must be str \| PathLike\[str\], got None$"):
         pd.load_model(None)  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match="every engine is added once"):

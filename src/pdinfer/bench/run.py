@@ -23,6 +23,7 @@ from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.progress import Progress, Tell, nobody, telling
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import Request, SamplingParams, TokenEvent
 
@@ -56,6 +57,7 @@ def run(
     timeout_s: float = 600.0,
     name: str = "",
     on_record: Callable[[Record], None] | None = None,
+    progress: Progress = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Summary:
     """Send every request of `load`, read every token, and return the summary with its findings.
@@ -63,11 +65,13 @@ def run(
     Warm the engines up before (`engine.warm_up()`): the first request of each size is tagged, since it may pay for what
     was cold. `timeout_s` bounds the silence after which what is unfinished counts as a miss; it is cancelled. Use the
     Pairing for nothing else meanwhile. `on_record` gets the record of every request when the run is over, in the order
-    of intended sends: `on_record=records.append` keeps them for plots. `clock` must be that of the Pairing. Raises
+    of intended sends: `on_record=records.append` keeps them for plots. `progress(ended, requests)` is called
+    when requests have ended; True draws a line on stderr. `clock` must be that of the Pairing. Raises
     ConfigError for an empty load.
     """
     sender = Sender(pairing, load, vocab_size=vocab_size, clock=clock)
-    records = sender.run(timeout_s)
+    with telling(progress, "measuring", "requests", clock) as tell:
+        records = sender.run(timeout_s, tell)
     if on_record is not None:
         for record in records:
             on_record(record)
@@ -114,9 +118,10 @@ class Sender:
         """What loads told of slots and pages, one value per engine."""
         return tuple(gauge.use(role, name) for (role, name), gauge in self._gauges.items())
 
-    def run(self, timeout_s: float) -> tuple[Record, ...]:
+    def run(self, timeout_s: float, tell: Tell = nobody) -> tuple[Record, ...]:
         """Send and read until nothing is left, or nothing came for `timeout_s` after the last request."""
-        heard_s = shown_s = sampled_s = self._recorder.now_s
+        num_over, heard_s = 0, self._recorder.now_s
+        shown_s = sampled_s = heard_s
         while self._next is not None or self._unfinished:
             self._send_due()
             now_s = self._recorder.now_s
@@ -133,6 +138,9 @@ class Sender:
             ended = self._recorder.read(events)
             self._unfinished.difference_update(ended)
             self._free_at += [self._recorder.now_s] * len(ended)
+            if (now_over := self._num_sent - len(self._unfinished)) > num_over:
+                num_over = now_over
+                tell(num_over, len(self._load.arrivals))
             if events or (self._next is not None and self._may_send()):
                 heard_s = self._recorder.now_s
             elif self._recorder.now_s - heard_s > timeout_s and self._unfinished:

@@ -13,6 +13,7 @@ from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.progress import Progress, telling
 from pdinfer.values import brief
 
 MIN_SEEDS = 3
@@ -58,12 +59,14 @@ def find_goodput(
     target: float = 0.9,
     num_steps: int = 6,
     max_seeds: int = 6,
+    progress: Progress = None,
 ) -> Goodput:
     """Bisect for the highest rate whose attainment is at least `target`, between `low` and `high`.
 
     `run_at(rate, seed)` returns the summary of one run with an SLO: of a Pairing, or of a simulation. Each rate is
     tried with seeds 0, 1 and 2, then with more, at most `max_seeds`, until the 95 % interval of the mean excludes the
-    target; if none does, the mean decides. `high` is tried first, then `low`. Raises ConfigError for bad bounds and
+    target; if none does, the mean decides. `high` is tried first, then `low`. `progress(tried, rates)` is
+    called after every rate; True draws a line on stderr. Raises ConfigError for bad bounds and
     for a summary without attainment.
     """
     if not 0 < low < high < float("inf") or not 0 < target <= 1:
@@ -76,18 +79,20 @@ def find_goodput(
 
     def is_met(rate: float) -> bool:
         trials.append(_try(run_at, rate, target, max_seeds))
+        tell(len(trials), 2 + num_steps)
         return trials[-1].is_met
 
-    if is_met(high):
-        return Goodput(rate=high, upper=None, target=target, trials=tuple(trials))
-    if not is_met(low):
-        return Goodput(rate=0.0, upper=low, target=target, trials=tuple(trials))
-    for _ in range(num_steps):
-        middle = (low + high) / 2
-        if is_met(middle):
-            low = middle
-        else:
-            high = middle
+    with telling(progress, "searching", "rates") as tell:
+        if is_met(high):
+            return Goodput(rate=high, upper=None, target=target, trials=tuple(trials))
+        if not is_met(low):
+            return Goodput(rate=0.0, upper=low, target=target, trials=tuple(trials))
+        for _ in range(num_steps):
+            middle = (low + high) / 2
+            if is_met(middle):
+                low = middle
+            else:
+                high = middle
     return Goodput(rate=low, upper=high, target=target, trials=tuple(trials))
 
 

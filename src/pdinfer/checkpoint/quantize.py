@@ -22,6 +22,7 @@ from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular
 from pdinfer.kernels.weight_formats import BLOCK, all_finite, quantize_fp8, quantize_int8
+from pdinfer.progress import Progress, telling
 
 LINEARS = frozenset(
     {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -51,7 +52,7 @@ def quantize_checkpoint(
     scheme: str = "fp8",
     scale_fmt: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     trusted_roots: Sequence[AnyPath] = (),
 ) -> None:
     """Write the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
@@ -60,13 +61,17 @@ def quantize_checkpoint(
     "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. Memory holds one shard,
     which is at most `max_shard_bytes` of float tensors, or one tensor. Small files beside the weights are copied.
     config.json comes last, so that an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts
-    bytes of the source. `trusted_roots` is as for `load_model`. Raises ConfigError and CheckpointError.
+    bytes of the source; True draws a line on stderr. `trusted_roots` is as for `load_model`. Raises ConfigError and
+    CheckpointError.
     """
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
     recipe = _recipe(scheme, scale_fmt, config)
     prefixes = config.family.tensor_prefixes
-    with Checkpoint.open(source, prefixes=prefixes, trusted_roots=trusted_roots) as files:
+    with (
+        Checkpoint.open(source, prefixes=prefixes, trusted_roots=trusted_roots) as files,
+        telling(progress, "quantizing", "bytes") as tell,
+    ):
         _check_floats(files)
         _make_empty(target)
         shards = list(_shards(files, max_shard_bytes))
@@ -77,8 +82,7 @@ def quantize_checkpoint(
             for info in infos:
                 tensors |= _converted(files, info, recipe)
                 done += info.num_bytes
-                if progress is not None:
-                    progress(done, files.total_bytes)
+                tell(done, files.total_bytes)
             file = f"{recipe.stem}-{at:05d}-of-{len(shards):05d}.safetensors"
             _save(target / file, tensors)
             weight_map |= dict.fromkeys(tensors, file)

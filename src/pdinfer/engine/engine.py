@@ -37,6 +37,7 @@ from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.process.modes import own_modes
+from pdinfer.progress import Progress, telling
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
@@ -336,8 +337,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Run this role's part of a step and put the events into `_events`. `step` has prepared everything."""
 
     @own_modes()
-    def warm_up(self) -> WarmUp:
+    def warm_up(self, *, progress: Progress = None) -> WarmUp:
         """Run every size of step once, so that no request pays for a first use, and return what was run.
+        `progress(done, steps)` is called after each; True draws a line on stderr.
 
         All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
         example before `remote.serve`. A warm-up borrows free pages, touches no others, leaves the prefix cache as it
@@ -352,15 +354,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
                 "or drain it"
             )
         self._begin_call()
-        run = WarmUpRun(
-            runner=self._model_runner,
-            pool=self.pool,
-            config=self.config,
-            limits=self.limits,
-            clock=self._clock,
-        )
+        told = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
-            with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
+            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), told as tell:
+                run = WarmUpRun(self._model_runner, self.pool, self.config, self.limits, self._clock, tell)
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s
             self._unfinished_call = False

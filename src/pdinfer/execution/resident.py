@@ -254,11 +254,16 @@ class ResidentDecode:
             event.synchronize()
         return host.numpy()[:, :num_rows]
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps can be captured before they come; a CPU records them when they do."""
+        return self.graphs.refusal is None and self._model.device.type != "cpu"
+
     def capture(self, sizes: Sequence[int], most_rows: int, *, num_drafts: int = 0) -> Iterator[int]:
         """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps
         will have at most `most_rows`, and draft at most `num_drafts` tokens. Yields nothing where steps cannot be
-        captured, and on a CPU, which records them when they come."""
-        if self.graphs.refusal is not None or self._model.device.type == "cpu":
+        captured, see `captures`."""
+        if not self.captures:
             return
         mark(self._trace, "capture")
         self._num_drafts = num_drafts

@@ -6,7 +6,8 @@ The steps run on free pages and give them back. They evict nothing, and no reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import attrs
 
@@ -17,7 +18,8 @@ from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
-from pdinfer.types import RequestLimits, SamplingParams
+from pdinfer.progress import Tell, nobody
+from pdinfer.types import NamedState, RequestLimits, SamplingParams
 from pdinfer.values import brief
 
 SMALL_PREFILL_TOKENS = 16
@@ -62,15 +64,16 @@ class WarmUp:
         return max((step.seconds for step in self.steps), default=0.0)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class WarmUpRun:
-    """A warm-up of one engine."""
+    """A warm-up of one engine. `tell` is called with the number of steps that were run, and of all."""
 
     runner: Runner
     pool: PagePool
     config: EngineConfig
     limits: RequestLimits
     clock: Callable[[], float]
+    tell: Tell = nobody
 
     def prefill(self) -> Iterator[WarmUpStep]:
         """Run a small prompt and a chunk as long as steps allow. Raise Overloaded when no page is free."""
@@ -79,7 +82,8 @@ class WarmUpRun:
         chunk = self.config.chunked_prefill_size
         longest = self.config.max_prefill_tokens if chunk == -1 else chunk
         longest = min(longest, self.limits.max_tokens, pool.num_free * pool.layout.page_size)
-        for size in sorted({min(SMALL_PREFILL_TOKENS, longest), longest}):
+        sizes = sorted({min(SMALL_PREFILL_TOKENS, longest), longest})
+        for at, size in enumerate(sizes, 1):
             pages = pool.own(pool.layout.num_pages(size))
             try:
                 started = self.clock()
@@ -87,6 +91,7 @@ class WarmUpRun:
                 self._compute([Row(tokens, 0, pages)])
                 self.runner.first_tokens([0], [Draw(sampling=_FILTERED, prompt=tokens, output=())])
                 yield WarmUpStep(kind="prefill", size=size, seconds=self.clock() - started)
+                self.tell(at, len(sizes))
             finally:
                 pool.release(pages)
 
@@ -107,31 +112,46 @@ class WarmUpRun:
                 Draw(sampling=(_GREEDY, _FILTERED)[at % 2], prompt=(self._token(at),), output=row.tokens)
                 for at, row in enumerate(rows)
             ]
-            if isinstance(self.runner, ModelRunner):
-                yield from self._capture(self.runner)
-            for size in batch_sizes(most):
-                started = self.clock()
-                self.runner.decode(rows[:size], draws[:size], [Draft() for _ in range(size)])
-                yield WarmUpStep(kind="decode", size=size, seconds=self.clock() - started)
-                if num_drafts:
-                    started = self.clock()
-                    drafts = [self.runner.draft(state) for state in states[:size]]
-                    for draft in drafts:
-                        draft.num_tokens = num_drafts
-                    self.runner.decode(rows[:size], draws[:size], drafts)
-                    yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)
+            captured, sizes = self._captured_sizes(), batch_sizes(most)
+            total = len(captured) + len(sizes) * (2 if num_drafts else 1)
+            steps = chain(self._capture(captured), self._batches(sizes, rows, draws, states))
+            for done, step in enumerate(steps, 1):
+                yield step
+                self.tell(done, total)
         finally:
             pool.release(pages)
 
-    def _capture(self, runner: ModelRunner) -> Iterator[WarmUpStep]:
-        sizes = self.config.graph_batch_sizes
-        if sizes is None:
-            sizes = tuple(batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES)))
+    def _captured_sizes(self) -> Sequence[int]:
+        """Return the numbers of sequences whose steps are captured."""
+        if not isinstance(self.runner, ModelRunner) or not self.runner.resident.captures:
+            return ()
+        if self.config.graph_batch_sizes is not None:
+            return self.config.graph_batch_sizes
+        return batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES))
+
+    def _capture(self, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
+        if not isinstance(self.runner, ModelRunner):
+            return
         started = self.clock()
         most, num_drafts = self.config.max_running_requests, self.config.num_draft_tokens
-        for size in runner.resident.capture(sizes, most, num_drafts=num_drafts):
+        for size in self.runner.resident.capture(sizes, most, num_drafts=num_drafts):
             yield WarmUpStep(kind="capture", size=size, seconds=self.clock() - started)
             started = self.clock()
+
+    def _batches(
+        self, sizes: Sequence[int], rows: Sequence[Row], draws: Sequence[Draw], states: Sequence[Sequence[NamedState]]
+    ) -> Iterator[WarmUpStep]:
+        for size in sizes:
+            started = self.clock()
+            self.runner.decode(rows[:size], draws[:size], [Draft() for _ in range(size)])
+            yield WarmUpStep(kind="decode", size=size, seconds=self.clock() - started)
+            if self.config.num_draft_tokens:
+                started = self.clock()
+                drafts = [self.runner.draft(state) for state in states[:size]]
+                for draft in drafts:
+                    draft.num_tokens = self.config.num_draft_tokens
+                self.runner.decode(rows[:size], draws[:size], drafts)
+                yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)
 
     def _compute(self, rows: list[Row]) -> None:
         for _ in self.runner.prefill(rows):

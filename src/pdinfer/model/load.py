@@ -3,7 +3,7 @@ and memory never holds more than the model and one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from operator import and_
 
@@ -31,6 +31,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.forked import begin_to_compute
 from pdinfer.process.modes import own_modes
+from pdinfer.progress import Progress, telling
 
 Device = str | torch.device
 DType = torch.dtype | str
@@ -52,7 +53,7 @@ def load_model(
     dtype: DType | None = None,
     weights: str = "auto",
     topology: Topology | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
     mtp: bool = False,
@@ -67,13 +68,13 @@ def load_model(
     quantized weights. "float" turns them into floats while they are read. "stored" keeps them as they are, and
     quantizes activations as their format says; only kv_b_proj becomes floats, because attention takes it apart by
     heads. "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)` tells the outcome.
-    `progress(done_bytes, total_bytes)` is called after every tensor. `providers` forces the op provider, for all ops or
-    per op (see `explain_backends`). `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts
-    tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of them calls this; `experts`
-    says how their experts are reached, and `placement` which rank holds which. With the `cache` of its pools, ops can
-    be taken that are made for one page size or format; others are then refused. A tensor that the model does not read
-    is refused, unless `unread` expects it. Links in the folder may end inside it, among the blobs of the hub cache
-    whose snapshot it is, and in `trusted_roots`.
+    `progress(done_bytes, total_bytes)` is called after every tensor; True draws a line on stderr. `providers` forces
+    the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity. `mtp` also
+    loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of
+    them calls this; `experts` says how their experts are reached, and `placement` which rank holds which. With the
+    `cache` of its pools, ops can be taken that are made for one page size or format; others are then refused. A tensor
+    that the model does not read is refused, unless `unread` expects it. Links in the folder may end inside it, among
+    the blobs of the hub cache whose snapshot it is, and in `trusted_roots`.
 
     On CUDA, products are summed in float32 alone: torch's reduced-precision reductions are turned off for the process
     (docs/decisions/0025-products-on-a-card.md).
@@ -103,7 +104,8 @@ def load_model(
         )
         plan.check()
         model, destinations = plan.allocate()
-        return plan.read(model, destinations, progress, met.sampled_id)
+        with telling(progress, "loading", "bytes") as tell:
+            return plan.read(model, destinations, tell, met.sampled_id)
 
 
 @attrs.frozen

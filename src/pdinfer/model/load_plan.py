@@ -38,12 +38,12 @@ from pdinfer.model.unread import check_tied, refuse_unread
 from pdinfer.parallel.groups import InTouch
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory_bytes
+from pdinfer.progress import Tell
 
 _log = logging.getLogger("pdinfer")
 
 Build = Callable[[WeightSource, ResolvedOps], Model]
 """A function that builds a model from a source of weights."""
-Progress = Callable[[int, int], None]
 """A function that is called with (done_bytes, total_bytes) after every tensor."""
 
 MAX_NAMED = 10
@@ -112,12 +112,12 @@ class LoadPlan:
     def _destinations(self, device: torch.device) -> Destinations:
         return Destinations(device, self.target.dtype, self.stored, self.kept, self.strips)
 
-    def read(self, model: Model, destinations: Destinations, progress: Progress | None, sampled_id: bytes) -> Model:
+    def read(self, model: Model, destinations: Destinations, tell: Tell, sampled_id: bytes) -> Model:
         """Read every tensor into its places. Return the model, which knows what was read. A collective: ranks wait for
         each other at the end."""
         world, target = model.groups.world, self.target
         ranks = InTouch(world, target.device)
-        read_all(self.stored, destinations, progress, ranks)
+        read_all(self.stored, destinations, tell, ranks)
         check_tied(self.stored, target.config, model)
         ranks.done()
         names = {part for name in destinations.places for part in self.stored.parts(name)}
@@ -157,7 +157,7 @@ class LoadPlan:
                 yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{self.weights}"){told}'
 
 
-def read_all(stored: StoredWeights, destinations: Destinations, progress: Progress | None, ranks: InTouch) -> None:
+def read_all(stored: StoredWeights, destinations: Destinations, tell: Tell, ranks: InTouch) -> None:
     """Read every tensor that has a place, in the order of the files, and keep in touch with other ranks."""
     where = destinations.places
     wanted = list(stored.files.in_file_order(where))
@@ -168,8 +168,7 @@ def read_all(stored: StoredWeights, destinations: Destinations, progress: Progre
         for place in where[info.name]:
             _put(value, place.weight, info, stored.check_finite)
         done += size
-        if progress is not None:
-            progress(done, total)
+        tell(done, total)
         ranks.going_on()
 
 

@@ -39,6 +39,7 @@ from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
+from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, PeerAddress, Request, TokenEvent
 
@@ -105,19 +106,20 @@ class Pairing(OfOneProcess):
         policy: Policy = traffic_aware,
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         trusted_roots: Sequence[str | os.PathLike[str]] = (),
+        progress: Progress = None,
     ) -> Pairing:
         """Make a prefill and a decode in this process, with one model and one pool. Pages change hands without a
-        copy. `trusted_roots` is as for `load_model`."""
+        copy. `trusted_roots` and `progress` are as for `load_model`."""
         model = checkpoint_or_model
         if not isinstance(model, Model):
-            mtp = engine is not None and engine.num_draft_tokens > 0
             model = load_model(
                 model,
                 device=device,
                 dtype=dtype,
-                mtp=mtp,
+                mtp=engine is not None and engine.num_draft_tokens > 0,
                 cache=cache or CacheConfig(),
                 trusted_roots=trusted_roots,
+                progress=progress,
             )
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)

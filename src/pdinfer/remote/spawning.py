@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_executable
@@ -34,18 +33,17 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import same_host_transport
 from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
+from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, PrefillClient
 from pdinfer.remote.orders import Failed, Loaded, Named, Order, Said, decode_said, plain
 
-CODE = "import sys; sys.path[:] = sys.argv[3:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
-"""What the process runs. Its arguments are two descriptors, and the parent's `sys.path`."""
+CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
+"""What the process runs. Its arguments are two descriptors, a name for whoever lists processes, and the parent's
+`sys.path`."""
 GRACE_S = 5.0
 """How much longer than `RemoteConfig.exit_s` a process may take to end before it is killed."""
 LAST_BYTES = 4096
 """How much of a child's last words an error holds."""
-LINE_S = 5.0
-"""How often progress is written where it cannot be drawn."""
-BAR = 30
 STDERR = 2
 
 _log = logging.getLogger("pdinfer")
@@ -91,7 +89,7 @@ def spawn(
     trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = True,
     timeout_s: float = READY_S,
     config: RemoteConfig | None = None,
 ) -> SpawnedPrefill: ...
@@ -109,10 +107,11 @@ def spawn(
     trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = True,
     timeout_s: float = READY_S,
     config: RemoteConfig | None = None,
 ) -> SpawnedDecode: ...
+@overload
 def spawn(
     role: str,
     checkpoint: AnyPath,
@@ -126,7 +125,24 @@ def spawn(
     trusted_roots: Sequence[AnyPath] = (),
     key: bytes | None = None,
     warm_up: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = True,
+    timeout_s: float = READY_S,
+    config: RemoteConfig | None = None,
+) -> SpawnedPrefill | SpawnedDecode: ...
+def spawn(
+    role: str,
+    checkpoint: AnyPath,
+    *,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    transport: Callable[[], Transport] = same_host_transport,
+    device: Device = "cpu",
+    dtype: DType | None = None,
+    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
+    key: bytes | None = None,
+    warm_up: bool = False,
+    progress: Progress = True,
     timeout_s: float = READY_S,
     config: RemoteConfig | None = None,
 ) -> SpawnedPrefill | SpawnedDecode:
@@ -136,7 +152,7 @@ def spawn(
     with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class or function
     of a module, or a `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With
     `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is
-    loaded; without it, progress is written to stderr. `timeout_s` is how long the process may say nothing before it is
+    loaded; True draws a line on stderr, None nothing. `timeout_s` is how long the process may say nothing before it is
     ready. `config` holds for both ends of the connection. Several threads may call this at once.
 
     The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this over
@@ -146,8 +162,6 @@ def spawn(
     TransferError, with the last that the process wrote, when it ends or falls silent before it is ready.
     """
     config = config or RemoteConfig()
-    if progress is not None and not callable(progress):
-        raise ConfigError(f"progress must be a function of (done_bytes, total_bytes) or None, got {clip(progress)}")
     order = Order(
         role=_role(role),
         checkpoint=_path("checkpoint", checkpoint),
@@ -165,14 +179,15 @@ def spawn(
         warm_up=warm_up,
         log_level=_log.getEffectiveLevel(),
     )
-    child = _Child(role)
-    try:
-        child.obey(order, progress or _Bar(role), timeout_s)
-        port = SpawnedPrefill if role == "prefill" else SpawnedDecode
-        return port(child.process, child.connection, config)
-    except BaseException:
-        child.kill()
-        raise
+    with telling(progress, f"loading {role}", "bytes") as tell:
+        child = _Child(role)
+        try:
+            child.obey(order, tell, timeout_s)
+            port = SpawnedPrefill if role == "prefill" else SpawnedDecode
+            return port(child.process, child.connection, config)
+        except BaseException:
+            child.kill()
+            raise
 
 
 def _role(role: str) -> str:
@@ -209,7 +224,7 @@ class _Child:
             stderr = os.open(os.devnull, os.O_WRONLY)
         try:
             self.process = subprocess.Popen(  # noqa: S603 - this Python, with arguments that are our own
-                [get_executable(), "-c", CODE, str(theirs.fileno()), str(stderr), *sys.path],
+                [get_executable(), "-c", CODE, str(theirs.fileno()), str(stderr), f"pdinfer-{role}", *sys.path],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -222,14 +237,14 @@ class _Child:
         assert self.process.stderr is not None
         self._stderr = self.process.stderr
 
-    def obey(self, order: Order, progress: Callable[[int, int], None], timeout_s: float) -> None:
+    def obey(self, order: Order, tell: Tell, timeout_s: float) -> None:
         """Give the order, and return when the process serves. Raises what the process raised, and TransferError."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
             self.connection.send_bytes(msgspec.msgpack.encode(order))
         while not isinstance(said := self._hear(timeout_s), Loaded):
             if isinstance(said, Failed):
                 raise said.error()
-            progress(said.done_bytes, said.total_bytes)
+            tell(said.done_bytes, said.total_bytes)
         self._read_stderr()
         if self._wrote and sys.stderr is not None:
             sys.stderr.write(self._wrote.decode("utf-8", "replace"))
@@ -294,26 +309,3 @@ def _reap(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.kill()
         process.wait()
     remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
-
-
-class _Bar:
-    """Writes to stderr how far an engine is: a bar on a terminal, elsewhere a line now and then."""
-
-    def __init__(self, role: str) -> None:
-        self._role = role
-        self._percent = -1
-        self._wrote_at: float | None = None
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        percent, now = 100 * done_bytes // max(1, total_bytes), time.monotonic()
-        if sys.stderr is None or percent == self._percent:
-            return
-        self._percent = percent
-        self._wrote_at = now if self._wrote_at is None else self._wrote_at
-        if sys.stderr.isatty():
-            bar = "#" * (percent * BAR // 100)
-            sys.stderr.write(f"\rloading {self._role:<7} [{bar:<{BAR}}] {percent:3d} %" + "\n" * (percent == 100))
-        elif percent == 100 or now > self._wrote_at + LINE_S:
-            self._wrote_at = now
-            sys.stderr.write(f"loading {self._role}: {percent} % of {total_bytes / 1e6:,.1f} MB\n")
-        sys.stderr.flush()

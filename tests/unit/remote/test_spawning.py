@@ -188,13 +188,13 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
         ({"cache": {"page_size": 16}}, "cache must be a CacheConfig"),
         ({"engine": pd.CacheConfig()}, "engine must be a EngineConfig"),
         ({"config": "fast"}, "config must be a RemoteConfig"),
-        ({"progress": True}, "progress must be a function of"),
+        ({"progress": 1}, "progress must be True, a function of"),
     ]
     for more, message in refused:
         with pytest.raises(pd.ConfigError, match=message):
             pd.remote.spawn("decode", "a/folder", **more)
     with pytest.raises(pd.ConfigError, match='role must be "prefill" or "decode", got \'both\''):
-        pd.remote.spawn("both", "a/folder")  # type: ignore[call-overload]
+        pd.remote.spawn("both", "a/folder")
     with pytest.raises(pd.ConfigError, match="checkpoint must be the path"):
         pd.remote.spawn("decode", None)  # type: ignore[call-overload]
     monkeypatch.setattr(_in_a_test, "__module__", "__main__")
@@ -203,22 +203,15 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
     assert not started
 
 
-def test_progress_is_a_bar_on_a_terminal_and_a_few_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream, expected in (
-        (Terminal(), "\rloading decode  [###############               ]  50 %"),
-        (io.StringIO(), "loading decode: 100 % of 2.0 MB\n"),
-    ):
-        monkeypatch.setattr(sys, "stderr", stream)
-        bar = spawning._Bar("decode")
-        for done in range(0, 2_000_001, 1000):
-            bar(done, 2_000_000)
-        assert expected in stream.getvalue()
-        assert stream.getvalue().count("decode") == (101 if stream.isatty() else 1)
-        assert stream.getvalue().endswith("\n")
+def test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    for progress, written in ((True, "loading prefill: 100 % of 7.0 MB\n"), (None, ""), (False, "")):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        with pytest.raises(pd.TransferError, match="exited with status 0"):
+            spawn(monkeypatch, say(Loading(1, 7_000_000), Loading(7_000_000, 7_000_000)), progress=progress)
+        assert sys.stderr.getvalue() == written
+    assert [process.args[-1 - len(sys.path)] for process in started] == ["pdinfer-prefill"] * 3
 
 
 # -- the child, in a thread of this process ---------------------------------------------------------------------------

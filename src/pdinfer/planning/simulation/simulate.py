@@ -11,6 +11,7 @@ from pdinfer.bench.summary import Summary
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.simulator import Simulator
+from pdinfer.progress import Progress, telling
 
 
 def simulate(
@@ -22,15 +23,18 @@ def simulate(
     seed: int = 0,
     num_gpus: int | None = None,
     name: str = "",
+    progress: Progress = None,
 ) -> Summary:
     """Run a load through a simulated cluster and return the summary. Equal arguments give equal bytes.
 
     The Pairing's host takes no time, except where the cluster says that it stalls. `seed` draws how steps scatter
-    (`step_cv`); loads are drawn by their own. Raises ConfigError for an empty load, for a policy that names a port
+    (`step_cv`); loads are drawn by their own. `progress(ended, requests)` is called when a
+    request has ended; True draws a line on stderr. Raises ConfigError for an empty load, for a policy that names a port
     that it was not shown, and for step times that are no seconds.
     """
-    simulator = Simulator(cluster, load, policy=policy, seed=seed)
-    records = simulator.run()
+    with telling(progress, "simulating", "requests") as tell:
+        simulator = Simulator(cluster, load, policy=policy, seed=seed, progress=tell)
+        records = simulator.run()
     return summarize(
         records,
         slo=slo,

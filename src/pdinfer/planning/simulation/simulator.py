@@ -28,6 +28,7 @@ from pdinfer.planning.simulation.prefill import Prefill, Prompt
 from pdinfer.planning.simulation.records import record_of
 from pdinfer.planning.simulation.view import View
 from pdinfer.planning.simulation.world import Engine
+from pdinfer.progress import Tell, nobody
 
 _BATCH = 4096
 """Random factors that are drawn at once."""
@@ -37,7 +38,15 @@ class Simulator:
     """One run. `num_events` counts the events of its heap and `num_steps` the steps of engines, most of which are part
     of a burst and no event."""
 
-    def __init__(self, cluster: Cluster, load: Load, *, policy: Policy = traffic_aware, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        load: Load,
+        *,
+        policy: Policy = traffic_aware,
+        seed: int = 0,
+        progress: Tell = nobody,
+    ) -> None:
         if not load.arrivals:
             raise ConfigError("the load has no request to send")
         self.cluster, self.load = cluster, load
@@ -71,7 +80,8 @@ class Simulator:
         self._queue: list[Job] = []
         self._held_back: deque[tuple[Arrival, float]] = deque()
         self._num_in_flight = 0
-        self._num_arrived = 0
+        self._num_arrived = self._num_ended = 0
+        self._progress = progress
         self._begin_load()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -286,6 +296,8 @@ class Simulator:
     def _end(self, job: Job, now_s: float, outcome: str, error: str | None = None) -> None:
         job.outcome, job.error, job.ended_s = outcome, error, now_s
         self._num_in_flight -= 1
+        self._num_ended += 1
+        self._progress(self._num_ended, len(self.load.arrivals))
         if self.load.mode == "closed_loop":
             self._at(now_s, self._start_client)
 
