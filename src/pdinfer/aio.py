@@ -78,6 +78,9 @@ class AsyncPairing:
         self._submitting = ThreadPoolExecutor(1, thread_name_prefix="pdinfer-submit")
         self._stepping = threading.Thread(target=self._run, name="pdinfer-step", daemon=True)
 
+    def __repr__(self) -> str:
+        return f"AsyncPairing({self.num_unfinished} streams, {self.pairing!r})"
+
     async def __aenter__(self) -> AsyncPairing:
         if self._loop is not None:
             raise ConfigError("an AsyncPairing can be entered once; make another one of another Pairing")

@@ -25,7 +25,7 @@ from pdinfer.bounds import (
     Text,
 )
 from pdinfer.types import FinishReason, Link, PeerAddress
-from pdinfer.values import brief
+from pdinfer.values import as_table, brief
 
 L = TypeVar("L", bound="EngineLoad")
 
@@ -58,6 +58,7 @@ class ChannelStats:
     last byte."""
 
     __repr__ = brief
+    _repr_html_ = as_table
 
     bytes_sent: Count = 0
     bytes_received: Count = 0
@@ -151,6 +152,7 @@ class EngineLoad:
     What a policy is shown leaves `transport`, `providers` and `kv` empty: they take long, and it does not need them."""
 
     __repr__ = brief
+    _repr_html_ = as_table
 
     address: PeerAddress
     num_free_pages: Count
@@ -318,6 +320,7 @@ class PairingStats:
     """
 
     __repr__ = brief
+    _repr_html_ = as_table
 
     num_queued_requests: int
     num_unfinished_requests: int

@@ -1,10 +1,11 @@
-"""A value is shown in one short line, and told as plain data; neither looks into a tensor."""
+"""A value is shown in one short line or a table, and told as plain data; none of them looks into a tensor."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +26,17 @@ def brief(value: object) -> str:
     """Return the text of an attrs value or a msgspec struct: its fields that differ from their defaults, as many as
     fit into 400 characters. Made to be the `__repr__` of a class."""
     return _fields(value, MAX_CHARACTERS)
+
+
+def as_table(value: object) -> str:
+    """Return the fields that `brief` shows as a table in HTML, all of them. Made to be the `_repr_html_` of a class."""
+    return table(((type(value).__name__,), *_seen(value, INNER_CHARACTERS)))
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of texts as a table in HTML: escaped, and with a border."""
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f'<table border="1">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
@@ -90,14 +102,19 @@ def _items(items: Collection[Any], limit: int) -> str:
 
 def _fields(value: object, limit: int) -> str:
     text, inner = f"{type(value).__name__}(", max(20, limit * INNER_CHARACTERS // MAX_CHARACTERS)
+    for name, seen in _seen(value, inner):
+        part = f"{'' if text.endswith('(') else ', '}{name}={seen}"
+        if len(text) + len(part) > limit - len(", …)"):
+            return f"{text}{'' if text.endswith('(') else ', '}…)"
+        text += part
+    return f"{text})"
+
+
+def _seen(value: object, limit: int) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text, of at most `limit` characters, of each field that differs from its default."""
     for name, field, default in _told(value):
         if not _equal(field, default):
-            seen = f"{field:.6g}" if isinstance(field, float) else shown(field, inner)
-            part = f"{'' if text.endswith('(') else ', '}{name}={seen}"
-            if len(text) + len(part) > limit - len(", …)"):
-                return f"{text}{'' if text.endswith('(') else ', '}…)"
-            text += part
-    return f"{text})"
+            yield name, f"{field:.6g}" if isinstance(field, float) else shown(field, limit)
 
 
 def _told(value: object) -> Iterator[tuple[str, Any, object]]:

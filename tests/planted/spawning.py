@@ -38,6 +38,12 @@ MUTANTS = [
         _TESTS + "test_a_child_is_told_everything_over_the_pipe",
     ),
     Mutant(
+        "the list of processes does not tell a prefill from a decode",
+        'str(stderr), f"pdinfer-{role}", *sys.path],',
+        'str(stderr), "pdinfer", *sys.path],',
+        _TESTS + "test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted",
+    ),
+    Mutant(
         "a process that loads does not notice that its parent is gone",
         "            if self._parent.poll(LOOK_S):",
         "            if self._ended.wait(LOOK_S):",

@@ -15,9 +15,27 @@ REFUSED = REQUEST + "test_what_holds_no_token_ids_is_refused_when_the_request_is
 MUTANTS = [
     Mutant(
         "the repr of a value has no bound",
-        """            if len(text) + len(part) > limit - len(", …)"):""",
-        """            if False:""",
+        """        if len(text) + len(part) > limit - len(", …)"):""",
+        """        if False:""",
         REPRS,
+    ),
+    Mutant(
+        "a value may be markup in a table",
+        "<td>{escape(cell)}</td>",
+        "<td>{cell}</td>",
+        SHOWN + "test_a_table_of_stats_has_what_its_text_has",
+    ),
+    Mutant(
+        "a table of a summary leaves out what failed",
+        'return table((name.strip(" :"), text) for name, text in self._rows())',
+        'return table((name.strip(" :"), text) for name, text in self._rows() if "CHECK" not in name)',
+        SHOWN + "test_a_table_of_a_summary_has_what_its_text_has",
+    ),
+    Mutant(
+        "a diagnosis is shown whole",
+        'return f"Diagnosis({self._counts()}; print it to read the report)"',
+        "return str(self)",
+        SHOWN + "test_a_table_of_a_diagnosis_has_what_its_text_has",
     ),
     Mutant(
         "the repr of a value prints its tensors",

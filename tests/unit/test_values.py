@@ -6,6 +6,7 @@ import enum
 import json
 import types
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdinfer as pd
 from pdinfer import bench, planning
+from pdinfer.diagnosis.report import Diagnosis, Fact, Section, failure, warning
 from pdinfer.process.forked import _refusing
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.values import MAX_CHARACTERS, asdict, brief, shown
 from tests.e2e.setups import local, request
 
 TINY = Path("examples/tiny")
+ADDRESS = pd.PeerAddress(engine_id=b"e" * 16, epoch=1, rank=0, endpoints=())
 
 
 class NoOps(TorchDispatchMode):
@@ -135,6 +138,124 @@ def test_a_copy_in_a_forked_child_can_be_printed() -> None:
         for each in (setup.pairing, *setup.prefills):
             copied = object.__new__(_refusing(type(each)))
             assert repr(copied).startswith(f"{type(each).__name__}(a copy")
+
+
+def test_the_reprs_of_what_stands_around_a_pairing() -> None:
+    tokenizer = pd.text.Tokenizer.load(TINY)
+    body = json.dumps({"messages": [{"role": "user", "content": "secret"}], "stream": True, "n": 2, "stop": ["; "]})
+    call = pd.text.openai.Call.parse(body, tokenizer, is_chat=True, model="m" * 500)
+    text = pd.text.TextStream(tokenizer, call.requests[0])
+    text.push(pd.TokenEvent(request_id="a", token=ord(";"), index=0))
+    recorder, metrics = bench.Recorder(), pd.metrics.Recorder(labels={"model": "m" * 500})
+    recorder.sent("a", prompt_tokens=3)
+    metrics.read([pd.TokenEvent(request_id="a", token=7, index=0, at_s=0.5)])
+    with local() as setup:
+        host = pd.aio.AsyncPairing(setup.pairing)
+        texts = [*map(repr, (tokenizer, call, text, recorder, metrics, host))]
+        host._submitting.shutdown()
+    assert texts == [
+        "Tokenizer(259 tokens, 1 chat templates)",
+        f"Call(chat.completion of '{'m' * 58}…, 2 requests, streams)",
+        "TextStream(1 characters held back, stop_string=None)",
+        "Recorder(1 requests)",
+        "Recorder(1 requests stream, labels={… 1 in all})",
+        "AsyncPairing(0 streams, Pairing(1 prefill, 1 decode, 0 unfinished requests))",
+    ]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+MARKUP = "<script>alert('&')</script>"
+
+
+class Cells(HTMLParser):
+    """The texts of the cells of a table; anything but a plain table fails."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert (tag, attributes) in [("table", [("border", "1")]), ("tr", []), ("td", [])]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag == "td":
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        self.rows[-1][-1] += data
+
+
+def cells(value: Any) -> list[list[str]]:
+    return Cells(value._repr_html_()).rows
+
+
+def test_a_table_of_stats_has_what_its_text_has(untouched: None) -> None:
+    lost = pd.stats.LostPort(address=ADDRESS, role="decode", age_s=1.5, reason="it fell silent", is_back=True)
+    stats = pd.stats.PairingStats(
+        num_queued_requests=3,
+        num_unfinished_requests=4,
+        ended=(),
+        num_retries=0,
+        num_reroutes=0,
+        num_moved=0,
+        num_ports_lost=1,
+        links_down=(),
+        ports_lost=(lost,),
+    )
+    title, *rows = cells(stats)
+    assert title == ["PairingStats"]
+    assert repr(stats) == f"PairingStats({', '.join('='.join(row) for row in rows)})"
+    load = pd.PrefillLoad(
+        address=ADDRESS,
+        num_free_pages=1,
+        num_total_pages=2,
+        page_size=16,
+        num_queued_requests=0,
+        num_queued_tokens=0,
+        placement_error=MARKUP,
+    )
+    assert ["placement_error", repr(MARKUP)] in cells(load)
+    assert cells(pd.stats.ChannelStats(bytes_sent=7)) == [["ChannelStats"], ["bytes_sent", "7"]]
+
+
+def test_a_table_of_a_summary_has_what_its_text_has() -> None:
+    finding = bench.Finding(check="slip", expected="<", found=">", advice="mend it")
+    stage = bench.Stage(name="compute", mean_ms=1.0, p50_ms=1.0, p99_ms=2.0, share=0.5)
+    interval = bench.Interval(mean=2.0, low=1.0, high=3.0, cv=0.1)
+    summary = bench.Summary(
+        name=MARKUP, findings=(finding,), stages=(stage,), intervals={"tpot": interval}, notes=("a note",)
+    )
+    rows, lines = cells(summary), str(summary).splitlines()
+    assert len(rows) == len(lines) == 11
+    for row, line in zip(rows, lines, strict=True):
+        assert row[0] in line
+        assert line.endswith(row[1])
+    assert MARKUP in rows[1][0]
+
+
+def test_a_table_of_a_diagnosis_has_what_its_text_has() -> None:
+    diagnosis = Diagnosis(
+        sections=(
+            Section(
+                name="limits",
+                facts=(Fact(name="locked", value=3, remarks=("it is little", MARKUP)), Fact(name="file", value=None)),
+                problems=(warning("it is slow"), failure("it fails " + MARKUP, "ulimit -l 9")),
+            ),
+        )
+        * 50
+    )
+    rows = cells(diagnosis)
+    assert rows[0] == ["pdinfer doctor", "50 failures, 50 warnings"]
+    assert rows[1] == ["FAILURE", "limits", "it fails " + MARKUP, "$ ulimit -l 9"]
+    assert rows[51] == ["WARNING", "limits", "it is slow"]
+    assert rows[-2:] == [["limits", "locked", "3", "it is little", MARKUP], ["limits", "file", "-"]]
+    text = " ".join(str(diagnosis).split())
+    assert [cell for row in rows for cell in row if cell not in text] == []
+    assert repr(diagnosis) == "Diagnosis(50 failures, 50 warnings; print it to read the report)"
+    assert [each for each in map(repr, reached(diagnosis).values()) if len(each) > MAX_CHARACTERS] == []
 
 
 def test_a_value_shows_what_differs_from_the_defaults() -> None:

@@ -149,6 +149,9 @@ class Recorder:
         self._requests: dict[str, _Open] = {}
         self._shapes: set[int] = set()
 
+    def __repr__(self) -> str:
+        return f"Recorder({len(self._requests)} requests)"
+
     @property
     def now_s(self) -> float:
         """Seconds since the run began."""

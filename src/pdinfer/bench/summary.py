@@ -7,6 +7,7 @@ A figure that cannot be said is None, never NaN.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -14,7 +15,7 @@ import msgspec
 
 from pdinfer.bench.slo import SLO
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
+from pdinfer.values import brief, table
 
 SCHEMA = "pdinfer.bench/1"
 SCHEMA_FILE = Path(__file__).with_name("summary.schema.json")
@@ -184,32 +185,35 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return the summary for people: failed checks first, then goodput, latencies and stages."""
-        lines = [f"CHECK FAILED  {finding}" for finding in self.findings]
+        return "\n".join(name + text for name, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table."""
+        return table((name.strip(" :"), text) for name, text in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the lines for people, each as its beginning and its end."""
+        yield from (("CHECK FAILED  ", str(finding)) for finding in self.findings)
         what = f"{self.source} {self.mode}" + (f" ({self.name})" if self.name else "")
-        lines.append(f"{what}: {self.completed} of {self.num_requests} completed in {_shown(self.duration_s)} s")
+        yield f"{what}: ", f"{self.completed} of {self.num_requests} completed in {_shown(self.duration_s)} s"
         censored = f", censored: {self.failed + self.unfinished} requests have none" if self.failed_share > 0.01 else ""
-        lines.append(
-            f"goodput {_shown(self.request_goodput)} req/s, {_shown(self.token_goodput)} tok/s; attainment "
-            f"{_shown(self.attainment)}; throughput {_shown(self.request_throughput)} req/s, "
-            f"{_shown(self.output_throughput)} tok/s out"
-        )
+        goodput = f"{_shown(self.request_goodput)} req/s, {_shown(self.token_goodput)} tok/s"
+        throughput = f"{_shown(self.request_throughput)} req/s, {_shown(self.output_throughput)} tok/s out"
+        yield "goodput ", f"{goodput}; attainment {_shown(self.attainment)}; throughput {throughput}"
         for metric in ("ttft", "tpot", "itl", "e2el"):
             figures = ", ".join(
                 f"{part} {_shown(getattr(self, f'{part}_{metric}_ms'))}"
                 for part in ("mean", "median", "p90", "p99", "max")
             )
-            lines.append(f"{metric.upper():5} ms  {figures}{censored}")
-        lines.append(f"slip ms   p99 {_shown(self.p99_slip_ms)}, max {_shown(self.max_slip_ms)}")
-        lines += [
-            f"  {stage.name:14} mean {_shown(stage.mean_ms)} ms, p99 {_shown(stage.p99_ms)} ms, {stage.share:.0%}"
-            for stage in sorted(self.stages, key=lambda stage: -stage.share)
-        ]
-        lines += [
-            f"{name}: {_shown(interval.mean)}, 95 % {_shown(interval.low)} to {_shown(interval.high)}"
-            + ("" if interval.cv is None else f", CV {interval.cv:.1%}")
-            for name, interval in self.intervals.items()
-        ]
-        return "\n".join([*lines, *self.notes])
+            yield f"{metric.upper():5} ms  ", f"{figures}{censored}"
+        yield "slip ms   ", f"p99 {_shown(self.p99_slip_ms)}, max {_shown(self.max_slip_ms)}"
+        for stage in sorted(self.stages, key=lambda stage: -stage.share):
+            figures = f"mean {_shown(stage.mean_ms)} ms, p99 {_shown(stage.p99_ms)} ms, {stage.share:.0%}"
+            yield f"  {stage.name:14} ", figures
+        for name, interval in self.intervals.items():
+            figures = f"{_shown(interval.mean)}, 95 % {_shown(interval.low)} to {_shown(interval.high)}"
+            yield f"{name}: ", figures + ("" if interval.cv is None else f", CV {interval.cv:.1%}")
+        yield from (("", note) for note in self.notes)
 
     @property
     def failed_share(self) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import attrs
 import msgspec
 
+from pdinfer.values import brief, table
+
 SCHEMA = "pdinfer.doctor/1"
 WIDTH = 110
 
@@ -24,6 +26,8 @@ class Level(enum.Enum):
 class Fact:
     """Something that is so: a name, its value (None: there is none), and remarks in sentences."""
 
+    __repr__ = brief
+
     name: str
     value: str | int | float | None
     remarks: tuple[str, ...] = ()
@@ -32,6 +36,8 @@ class Fact:
 @attrs.frozen(kw_only=True)
 class Problem:
     """Something that is wrong: a sentence, and a shell command that mends it ("" where nobody knows one)."""
+
+    __repr__ = brief
 
     level: Level
     sentence: str
@@ -55,6 +61,8 @@ def warning(sentence: str, mend: str = "") -> Problem:
 @attrs.frozen(kw_only=True)
 class Section:
     """The facts of one subject, and the problems that follow from them."""
+
+    __repr__ = brief
 
     name: str
     facts: tuple[Fact, ...] = ()
@@ -86,27 +94,47 @@ class Diagnosis:
         """Return it as JSON, with the `schema`, the `exit_code` and all sections."""
         return msgspec.json.encode({"schema": SCHEMA, "exit_code": self.exit_code, "sections": self.sections})
 
+    def __repr__(self) -> str:
+        return f"Diagnosis({self._counts()}; print it to read the report)"
+
     def __str__(self) -> str:
         """Return a report for people, with problems first."""
         return "\n".join(self._lines())
 
+    def _repr_html_(self) -> str:
+        """Return the same as a table."""
+        facts = ((section.name, *row) for section in self.sections for row in _fact_rows(section))
+        return table([("pdinfer doctor", self._counts()), *self._problem_rows(), *facts])
+
     def _problems(self) -> Iterator[tuple[Section, Problem]]:
         return ((section, problem) for section in self.sections for problem in section.problems)
 
+    def _counts(self) -> str:
+        return f"{_count(len(self.failures), 'failure')}, {_count(len(self.warnings), 'warning')}"
+
     def _lines(self) -> Iterator[str]:
-        yield f"pdinfer doctor: {_count(len(self.failures), 'failure')}, {_count(len(self.warnings), 'warning')}"
-        for section, problem in sorted(self._problems(), key=lambda found: found[1].level is Level.WARNING):
-            word = problem.level.value.upper()
-            yield from ("", *_wrapped(f"{word:8} {section.name}: {problem.sentence}", " " * 9))
-            if problem.mend:
-                yield f"{'':9}$ {problem.mend}"
+        yield f"pdinfer doctor: {self._counts()}"
+        for word, name, sentence, *mends in self._problem_rows():
+            yield from ("", *_wrapped(f"{word:8} {name}: {sentence}", " " * 9))
+            yield from (f"{'':9}{mend}" for mend in mends)
         for section in self.sections:
             yield from ("", section.name)
             width = max((len(fact.name) for fact in section.facts), default=0)
-            for fact in section.facts:
-                yield f"  {fact.name:<{width}}  {'-' if fact.value is None else fact.value}"
-                for remark in fact.remarks:
+            for name, value, *remarks in _fact_rows(section):
+                yield f"  {name:<{width}}  {value}"
+                for remark in remarks:
                     yield from _wrapped(f"{'':{width + 4}}{remark}", " " * (width + 6))
+
+    def _problem_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield what is wrong, failures first: the level, the section, the sentence, and the command that mends it."""
+        for section, problem in sorted(self._problems(), key=lambda found: found[1].level is Level.WARNING):
+            mend = (f"$ {problem.mend}",) if problem.mend else ()
+            yield problem.level.value.upper(), section.name, problem.sentence, *mend
+
+
+def _fact_rows(section: Section) -> Iterator[tuple[str, ...]]:
+    """Yield what is so: the name, the value, and remarks."""
+    return ((fact.name, "-" if fact.value is None else str(fact.value), *fact.remarks) for fact in section.facts)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

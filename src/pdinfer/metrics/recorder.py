@@ -61,6 +61,9 @@ class Recorder:
         for metric in (names.PROMPT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS):
             self._counters.add(metric, 0)
 
+    def __repr__(self) -> str:
+        return f"Recorder({len(self._token_s)} requests stream, labels={clip(self._labels)})"
+
     def read(self, events: Iterable[TokenEvent]) -> list[str]:
         """Note events that were just read, and return the ids of requests that ended."""
         with self._lock:

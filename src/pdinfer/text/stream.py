@@ -69,6 +69,9 @@ class TextStream:
             self._search.first_end(new)
             self._without_held(self._held + new)
 
+    def __repr__(self) -> str:
+        return f"TextStream({len(self._held)} characters held back, stop_string={clip(self.stop_string)})"
+
     def push(self, event: TokenEvent) -> str:
         """Take the next event of the request, and return the text that may be shown now and might not before. After the
         last event, `stop_string` is the one that ended the request, or None."""

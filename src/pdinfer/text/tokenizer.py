@@ -61,6 +61,9 @@ class Tokenizer:
         self._before = self._left_out("bos_token", files.adds_bos, around[:1])
         self._behind = self._left_out("eos_token", files.adds_eos, around[-1:])
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.library.get_vocab_size()} tokens, {len(self.templates)} chat templates)"
+
     @classmethod
     def load(cls, checkpoint: AnyPath, *, trusted_roots: Sequence[AnyPath] = ()) -> Tokenizer:
         """Read the tokenizer of a model folder: tokenizer.json or Moonshot's tiktoken.model, and if they are there

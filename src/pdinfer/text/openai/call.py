@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.text.dialects import dialect_of
 from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
@@ -47,6 +48,10 @@ class Call:
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         ids = (str(request.request_id) for request in requests)
         self._choices = dict(zip(ids, choices, strict=True))
+
+    def __repr__(self) -> str:
+        model, streams = clip(self._head["model"]), ", streams" if self.streams else ""
+        return f"Call({self._head['object']} of {model}, {len(self.requests)} requests{streams})"
 
     @classmethod
     def parse(
