@@ -3,7 +3,7 @@
 `Simulation` runs any number of nodes in one thread and in virtual time. `SimNetwork` joins their channels and injects
 faults. Everything that happens is drawn from one seed, so a run that went wrong can be repeated.
 
-    models.py       tiny configurations, random weights, checkpoints of them
+    models.py       tiny configurations, random weights, checkpoints of them; the folder of a trained model
     simulation.py   virtual time, and the order in which nodes run
     network.py      transports between the nodes
     links.py        one side of a simulated link
@@ -21,6 +21,7 @@ from pdinfer.testing.models import (
     FAMILIES,
     RandomWeights,
     random_model,
+    tiny,
     tiny_config,
     tiny_config_dict,
     write_checkpoint,
@@ -39,6 +40,7 @@ __all__ = [
     "Simulation",
     "VirtualClock",
     "random_model",
+    "tiny",
     "tiny_config",
     "tiny_config_dict",
     "write_checkpoint",

@@ -1,8 +1,9 @@
-"""Small models: configurations for any machine, random weights, checkpoints of them."""
+"""Small models: configurations for any machine, random weights, checkpoints of them; and where a trained one lies."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pdinfer.checks import clip, typed
 from pdinfer.config import ExpertConfig, ModelConfig
-from pdinfer.errors import ConfigError
+from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
@@ -267,3 +268,19 @@ def write_checkpoint(
     index = {"metadata": {"total_size": sum(t.nbytes for t in source.tensors.values())}, "weight_map": weight_map}
     path.joinpath("model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return source.tensors
+
+
+def tiny() -> Path:
+    """Return the folder of the small trained model that examples and pages use; its README.md says what it answers.
+
+    It is examples/tiny of the checkout that this is, or else the package `pdinfer_tiny`: 4 MB that the distribution of
+    pdinfer does without. Raises BackendUnavailable when there is neither.
+    """
+    found = importlib.util.find_spec("pdinfer_tiny")
+    packages = () if found is None else found.submodule_search_locations or ()
+    for folder in (Path(__file__).parents[3] / "examples" / "tiny", *map(Path, packages)):
+        if (folder / "config.json").is_file():
+            return folder
+    raise BackendUnavailable(
+        "the tiny model is not installed: it is a package of its own in pdinfer's checkout, pip install ./examples/tiny"
+    )

@@ -1,4 +1,4 @@
-"""Bugs in how long work tells how far it is."""
+"""Bugs in how long work tells how far it is, and in where the model of a first day lies."""
 
 from __future__ import annotations
 
@@ -62,5 +62,11 @@ MUTANTS = [
         "(now_over := self._num_sent - len(self._unfinished)) > num_over:",
         "(now_over := self._num_sent - len(self._unfinished)) > num_over and ended:",
         TESTS + "test_refused_requests_are_over_and_silent_ones_leave_a_line",
+    ),
+    Mutant(
+        "the tiny model is in a checkout alone",
+        '/ "examples" / "tiny", *map(Path, packages)):',
+        '/ "examples" / "tiny",):',
+        "test_install.py::test_the_tiny_model_is_found_in_a_checkout_and_in_its_package",
     ),
 ]
