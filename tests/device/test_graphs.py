@@ -67,7 +67,9 @@ def served(kind: ModelKind, device: torch.device, **config: Any) -> tuple[Stream
     chance, events = random.Random(3), []
     with join(model, "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
         (decode,) = setup.decodes
-        decode.warm_up()
+        told_steps: list[tuple[int, int]] = []
+        ran = decode.warm_up(progress=lambda done, total: told_steps.append((done, total)))
+        assert told_steps == [(done, len(ran.steps)) for done in range(1, len(ran.steps) + 1)]
         waiting = requests()
         while waiting or setup.pairing.num_unfinished:
             if waiting and chance.random() < 0.5:

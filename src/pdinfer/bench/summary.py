@@ -189,7 +189,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         """Return the same as a table."""
-        return table((name.strip(" :"), text) for name, text in self._rows())
+        return table((" ".join(name.strip(" :").split()), text) for name, text in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Yield the lines for people, each as its beginning and its end."""
