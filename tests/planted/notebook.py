@@ -52,9 +52,15 @@ MUTANTS = [
         f"{WORK}[warm-up-of-decode]",
     ),
     Mutant(
+        "a warm-up counts no steps that it captures",
+        "total = len(captured) + len(sizes)",
+        "total = len(sizes)",
+        "test_graphs.py::test_captured_steps_give_the_tokens_of_others[plain]",
+    ),
+    Mutant(
         "a Pairing of one process loads in silence",
-        "cache=cache, progress=progress)",
-        "cache=cache)",
+        "                trusted_roots=trusted_roots,\n                progress=progress,\n",
+        "                trusted_roots=trusted_roots,\n",
         f"{WORK}[local]",
     ),
     Mutant(

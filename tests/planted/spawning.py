@@ -38,6 +38,12 @@ MUTANTS = [
         _TESTS + "test_a_child_is_told_everything_over_the_pipe",
     ),
     Mutant(
+        "a function that counts bytes is told steps of a warm-up",
+        'telling(progress is True, f"warming up {role}", "steps")',
+        'telling(progress, f"warming up {role}", "steps")',
+        _TESTS + "test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted",
+    ),
+    Mutant(
         "the list of processes does not tell a prefill from a decode",
         'str(stderr), f"pdinfer-{role}", *sys.path],',
         'str(stderr), "pdinfer", *sys.path],',

@@ -139,6 +139,18 @@ def test_long_work_tells_each_part_and_all_of_it(name: str, tmp_path: Path, monk
     assert "] 100 % of " in sys.stderr.getvalue()
 
 
+def test_a_search_that_ends_early_is_over() -> None:
+    told: list[tuple[int, int]] = []
+    for attainment in (1.0, 0.0):
+        bench.find_goodput(
+            lambda _, seed, attainment=attainment: bench.Summary(attainment=attainment),  # type: ignore[misc]
+            1.0,
+            9.0,
+            progress=lambda done, total: told.append((done, total)),
+        )
+    assert told == [(1, 1), (1, 8), (2, 2)]
+
+
 def test_refused_requests_are_over_and_silent_ones_leave_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(OneSlot):
         def submit(self, request: pd.Request) -> str:

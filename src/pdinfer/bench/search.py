@@ -79,8 +79,10 @@ def find_goodput(
 
     def is_met(rate: float) -> bool:
         trials.append(_try(run_at, rate, target, max_seeds))
-        tell(len(trials), 2 + num_steps)
-        return trials[-1].is_met
+        met = trials[-1].is_met
+        is_last = met if len(trials) == 1 else len(trials) == 2 and not met
+        tell(len(trials), len(trials) if is_last else 2 + num_steps)
+        return met
 
     with telling(progress, "searching", "rates") as tell:
         if is_met(high):

@@ -22,7 +22,7 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import load_model
-from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, decode_order, frozen
+from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, Warming, decode_order, frozen
 from pdinfer.remote.served import serve
 
 LOOK_S = 0.05
@@ -77,7 +77,7 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
         kind = PrefillEngine if order.role == "prefill" else DecodeEngine
         engine = kind(model, channel, config, logits_processors=processors)
         if order.warm_up:
-            engine.warm_up()
+            engine.warm_up(progress=lambda done, total: _say(parent, Warming(done, total)))
     except BaseException:
         channel.close()
         raise

@@ -86,6 +86,13 @@ class Loading(msgspec.Struct, tag="loading"):
     total_bytes: int
 
 
+class Warming(msgspec.Struct, tag="warming"):
+    """How many steps of the warm-up were run, of how many."""
+
+    done: int
+    total: int
+
+
 class Loaded(msgspec.Struct, tag="loaded"):
     """The engine is made. What follows is the session of `pdinfer.remote.served`."""
 
@@ -101,7 +108,7 @@ class Failed(msgspec.Struct, tag="failed"):
         return error_from_code(self.code, self.message)
 
 
-Said = Loading | Loaded | Failed
+Said = Loading | Warming | Loaded | Failed
 
 
 def plain(what: str, value: Any) -> Any:

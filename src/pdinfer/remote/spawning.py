@@ -35,7 +35,7 @@ from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, PrefillClient
-from pdinfer.remote.orders import Failed, Loaded, Named, Order, Said, decode_said, plain
+from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said, plain
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
 """What the process runs. Its arguments are two descriptors, a name for whoever lists processes, and the parent's
@@ -152,8 +152,8 @@ def spawn(
     with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class or function
     of a module, or a `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With
     `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is
-    loaded; True draws a line on stderr, None nothing. `timeout_s` is how long the process may say nothing before it is
-    ready. `config` holds for both ends of the connection. Several threads may call this at once.
+    loaded; True draws a line on stderr, and one of the warm-up. `timeout_s` is how long the process may say nothing
+    before it is ready. `config` holds for both ends of the connection. Several threads may call this at once.
 
     The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this over
     a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed or this process has ended.
@@ -179,10 +179,11 @@ def spawn(
         warm_up=warm_up,
         log_level=_log.getEffectiveLevel(),
     )
-    with telling(progress, f"loading {role}", "bytes") as tell:
+    warming_up = telling(progress is True, f"warming up {role}", "steps")
+    with telling(progress, f"loading {role}", "bytes") as loads, warming_up as warms:
         child = _Child(role)
         try:
-            child.obey(order, tell, timeout_s)
+            child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
             port = SpawnedPrefill if role == "prefill" else SpawnedDecode
             return port(child.process, child.connection, config)
         except BaseException:
@@ -237,14 +238,15 @@ class _Child:
         assert self.process.stderr is not None
         self._stderr = self.process.stderr
 
-    def obey(self, order: Order, tell: Tell, timeout_s: float) -> None:
-        """Give the order, and return when the process serves. Raises what the process raised, and TransferError."""
+    def obey(self, order: Order, tells: Mapping[type[Said], Tell], timeout_s: float) -> None:
+        """Give the order, and return when the process serves. `tells` says how far it is with what. Raises what the
+        process raised, and TransferError."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
             self.connection.send_bytes(msgspec.msgpack.encode(order))
         while not isinstance(said := self._hear(timeout_s), Loaded):
             if isinstance(said, Failed):
                 raise said.error()
-            tell(said.done_bytes, said.total_bytes)
+            tells[type(said)](*msgspec.structs.astuple(said))
         self._read_stderr()
         if self._wrote and sys.stderr is not None:
             sys.stderr.write(self._wrote.decode("utf-8", "replace"))

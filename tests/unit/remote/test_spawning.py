@@ -20,7 +20,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.remote import child, orders, spawning
-from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order
+from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Warming
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.forks import FAR_S
 from tests.unit.remote.processors import allow_all
@@ -206,12 +206,21 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
 def test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted(
     monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    for progress, written in ((True, "loading prefill: 100 % of 7.0 MB\n"), (None, ""), (False, "")):
+    lines = "loading prefill: 100 % of 7.0 MB\nwarming up prefill: 100 % of 2 steps\n"
+    told: list[tuple[int, int]] = []
+    for progress, written in (
+        (True, lines),
+        (None, ""),
+        (False, ""),
+        (lambda done, total: told.append((done, total)), ""),
+    ):
         monkeypatch.setattr(sys, "stderr", io.StringIO())
+        said = say(Loading(1, 7_000_000), Loading(7_000_000, 7_000_000), Warming(1, 2), Warming(2, 2))
         with pytest.raises(pd.TransferError, match="exited with status 0"):
-            spawn(monkeypatch, say(Loading(1, 7_000_000), Loading(7_000_000, 7_000_000)), progress=progress)
+            spawn(monkeypatch, said, progress=progress)
         assert sys.stderr.getvalue() == written
-    assert [process.args[-1 - len(sys.path)] for process in started] == ["pdinfer-prefill"] * 3
+    assert [process.args[-1 - len(sys.path)] for process in started] == ["pdinfer-prefill"] * 4
+    assert told == [(1, 7_000_000), (7_000_000, 7_000_000)]
 
 
 # -- the child, in a thread of this process ---------------------------------------------------------------------------
@@ -259,6 +268,7 @@ def test_a_child_loads_tells_how_far_it_is_and_serves_until_its_port_is_closed(t
         said.append(orders.decode_said(ours.recv_bytes()))
     loading = [each for each in said if isinstance(each, Loading)]
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
+    assert said[-3:] == [Warming(1, 2), Warming(2, 2), Loaded()]
     with pd.remote.PrefillClient(ours) as port:
         assert port.limits.logits_processors == ("all",)
         assert port.limits.max_tokens == 4 * 32
