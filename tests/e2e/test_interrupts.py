@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import threading
@@ -16,7 +17,9 @@ import pytest
 import pdinfer as pd
 from pdinfer.engine import sequence
 from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker
+from pdinfer.pairing.choosing import OfPolicy
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
     PROMPT,
@@ -225,6 +228,59 @@ def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(name:
         for request_id in ("hit", "next"):
             setup.pairing.submit(request(request_id))
             assert tokens_of(by_request(collect(setup.pairing))[request_id]) == right
+        setup.check_idle()
+
+
+def raises_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> None:
+    """Let the next call raise, as where a signal's handler does."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, plain)
+        raise error
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_an_alarm_in_a_step_reaches_the_host_and_costs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with over("shared") as setup:
+        setup.pairing.submit(request("hit"))
+        setup.pairing.step()
+        raises_once(monkeypatch, broker.Broker, "_tell", TimeoutError("an alarm's handler"))
+        with pytest.raises(TimeoutError, match="an alarm's handler"):
+            collect(setup.pairing)
+        setup.pairing.submit(request("next"))
+        assert tokens_of(by_request(collect(setup.pairing))["next"]) == list(reference("v3", PROMPT, 5).tokens)
+        assert setup.pairing.stats.num_ports_lost == 0
+        setup.check_idle()
+
+
+def test_an_alarm_while_bytes_are_sent_leaves_no_prompt_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with over("loopback") as setup:
+        raises_once(monkeypatch, HandoffSender, "_write_to", TimeoutError("an alarm's handler"))
+        for name in ("hit", "next"):
+            setup.pairing.submit(request(name))
+            last = by_request(collect(setup.pairing))[name][-1]
+        assert last.finish_reason is pd.FinishReason.LENGTH
+        setup.check_idle()
+
+
+def test_what_a_policy_raises_about_one_request_costs_no_event_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with over("shared") as setup:
+        setup.pairing.submit(request("runs", 12))
+        events: list[pd.TokenEvent] = []
+        while not events:
+            events += setup.pairing.step()
+        setup.pairing.submit(request("told"))
+        step = setup.decodes[0].step
+        grants_first = lambda: sorted(step(), key=lambda event: not isinstance(event, pd.Granted))  # noqa: E731
+        monkeypatch.setattr(setup.decodes[0], "step", grants_first)
+        raises_once(monkeypatch, broker.Broker, "_forward", OfPolicy(ZeroDivisionError("no port is any good")))
+        with pytest.raises(ZeroDivisionError, match="no port is any good"):
+            events += itertools.chain.from_iterable(iter(setup.pairing.step, None))
+        setup.pairing.cancel("told")
+        tokens = tokens_of(by_request(events + collect(setup.pairing))["runs"])
+        assert tokens == list(reference("v3", PROMPT, 12).tokens)
         setup.check_idle()
 
 

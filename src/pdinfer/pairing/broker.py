@@ -22,7 +22,7 @@ from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
-from pdinfer.pairing.choosing import Board, Chooser
+from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
@@ -272,8 +272,8 @@ class Broker:
 
     def step_port(self, address: PeerAddress, port: Port) -> None:
         """Step one port and act on its events. A port that raises or sends an impossible event is lost; the other ports
-        go on."""
-        came = self._progress.came
+        go on. Raises OfPolicy when all of that is done."""
+        came, failed = self._progress.came, None
         try:
             events = port.step()
         except MemoryError:  # this process has none left, whichever port asked for it
@@ -284,17 +284,17 @@ class Broker:
         came.extend((address, event) for event in events)
         try:
             while came:
-                self._handle(came[0][1], address)
+                try:
+                    self._handle(came[0][1], address)
+                except OfPolicy as error:
+                    failed = error
                 came.popleft()
-        except MemoryError:
-            raise
         except TransferError as error:
             came.clear()
             self._lose(address, port, error)
             return
-        except Exception:  # of a policy
-            came.clear()
-            raise
+        if failed is not None:
+            raise failed
         if getattr(port, "closed", False):  # behind our back
             self._lose(address, port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
 
@@ -371,12 +371,12 @@ class Broker:
 
     def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
         """Give up a port that failed: its process is gone, silent or hangs, or the port broke."""
-        _log.error("a port was lost: %s: %s", address, error)
         role = "decode" if address in self._ports.decodes else "prefill"
         reason = escaped(str(error) or type(error).__name__)
         lost = LostPort(address=address, role=role, age_s=0.0, reason=reason, is_back=False)
         self._progress.losing = port, lost, error
         self._give_up(port, lost, error)
+        _log.error("a port was lost: %s: %s", address, error)
 
     def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
         address, computing = lost.address, port.computing if isinstance(port, TellingPort) else None
@@ -434,7 +434,7 @@ class Broker:
     def _relink(self, now: float) -> None:
         """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,
         since they need it when they are retracted. A request for which there is none is stranded."""
-        self._num_changes, self._stranded = self._ports.num_changes, False
+        self._num_changes, self._stranded, is_stranded = self._ports.num_changes, True, False  # until it has ended
         board = self._chooser.board(self.requests)
         for tracked in list(self.requests.values()):
             decode = tracked.decode
@@ -445,7 +445,7 @@ class Broker:
                 continue
             prefill = self._chooser.prefill(tracked, decode, board)
             if prefill is None:
-                self._stranded = True
+                is_stranded = True
                 self._strand(tracked, decode, now)
                 continue
             if tracked.num_grants and not tracked.landed and tracked.prefill in self._ports.prefills:
@@ -457,6 +457,7 @@ class Broker:
             tracked.prefill, tracked.forwarded = prefill, tracked.landed
             tracked.give_up_at = tracked.stranded_at = None
             self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
+        self._stranded = is_stranded
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
         """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request

@@ -136,6 +136,14 @@ class Board:
             )
 
 
+class OfPolicy(Exception):
+    """What a policy has raised, or a ConfigError about its answer. Nothing is half done then."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class Chooser:
     """Asks one policy for every request, and counts its choices."""
 
@@ -160,9 +168,10 @@ class Chooser:
         return Board(self._ports, self._coming, max_queued_per_decode=self._max_queued_per_decode)
 
     def pair(self, tracked: TrackedRequest, board: Board) -> Choice | None:
-        """Return a prefill and a decode for a request, and add it to the board; None lets the request wait."""
+        """Return a prefill and a decode for a request, and add it to the board; None lets the request wait. Raises
+        OfPolicy, as does `prefill`."""
         shape = self._shape(tracked)
-        choice = choose(board, self._policy, shape)
+        choice = self._choose(board, shape)
         if choice is not None:
             self._num_choices += 1
             self._note(tracked, board.chosen(shape, choice.prefill, choice.decode, joins=True))
@@ -172,11 +181,17 @@ class Chooser:
         """Return another prefill for a request that `decode` holds, and add it to the board; None when there is
         none."""
         shape = self._shape(tracked)
-        choice = choose(board, self._policy, shape, decode=decode)
+        choice = self._choose(board, shape, decode)
         if choice is None:
             return None
         self._note(tracked, board.chosen(shape, choice.prefill, decode, joins=False))
         return choice.prefill
+
+    def _choose(self, board: Board, shape: RequestShape, decode: PeerAddress | None = None) -> Choice | None:
+        try:
+            return choose(board, self._policy, shape, decode=decode)
+        except Exception as error:
+            raise OfPolicy(error) from error
 
     def _shape(self, tracked: TrackedRequest) -> RequestShape:
         return tracked.shape(self._num_choices, FoundTokens(tracked.keys, *self._ports.caching))

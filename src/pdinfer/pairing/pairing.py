@@ -30,6 +30,7 @@ from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
+from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.joining import beside, claim, link, release
 from pdinfer.pairing.policy import Policy, traffic_aware
@@ -445,15 +446,14 @@ class Pairing(OfOneProcess):
             with self._admitting:
                 self._admission.take()
                 self._broker.recover(self._undelivered)
-        self._unfinished_call = True  # until this one has ended
+        self._unfinished_call, failed = True, None  # until this one has ended
         try:
             change()
-        except MemoryError:
-            raise
-        except Exception:  # of a policy: nothing is half done
-            self._unfinished_call = False
-            raise
+        except OfPolicy as error:
+            failed = error.error
         self._unfinished_call = False
+        if failed is not None:
+            raise failed
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
         """Step, and return the events of `mine`. All others wait for `step`."""

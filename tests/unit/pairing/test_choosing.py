@@ -9,7 +9,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.choosing import Board, Chooser
+from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.stats import DecodeLoad, PrefillLoad
@@ -136,7 +136,7 @@ def test_a_decode_is_not_shown_once_its_line_is_full() -> None:
     board = chooser.board(requests)
     for name in "ab":
         send(chooser, requests[name], board)
-    with pytest.raises(pd.ConfigError, match="is full"):
+    with pytest.raises(OfPolicy, match="is full"):
         chooser.pair(requests["c"], board)
     assert set(watching.decodes) == {1, 2}
     assert {link.decode for link in watching.shape.links} == set(DECODES[1:])

@@ -14,10 +14,11 @@ rooms on both sides in the same moment. It is never held while the transport is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
@@ -194,14 +195,16 @@ class KVChannel(OfOneProcess):
         transport calls `ready` in the thread that reads the pages, before it does. The pages must not change until the
         Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
         tokens or heads, and for parts of packed pages."""
-        return self._sender.push(grant, layers, tokens, pages, ready, heads)
+        with self._in_doubt_after():
+            return self._sender.push(grant, layers, tokens, pages, ready, heads)
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
         """Finish a room with this writer's hand-off, behind all its pushes. ABORTED is allowed at any time. When the
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
         hand-off's state is too long to travel; the room stays open then."""
-        return self._sender.finish(grant, handoff)
+        with self._in_doubt_after():
+            return self._sender.finish(grant, handoff)
 
     def poll_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
         """Return the grants that came over links since the last call, in order; with `rooms` only those for them, and
@@ -293,8 +296,19 @@ class KVChannel(OfOneProcess):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it is time to recover: a host was interrupted inside one of our callbacks."""
+        """Whether it is time to recover: a host was interrupted inside one of our callbacks, or while it sent."""
         return self._in_doubt
+
+    @contextlib.contextmanager
+    def _in_doubt_after(self) -> Iterator[None]:
+        """Be in doubt after any exception that is not ours: half of what was to be sent may have left."""
+        try:
+            yield
+        except PDInferError:
+            raise
+        except BaseException:
+            self._in_doubt = True
+            raise
 
     def recover(self) -> None:
         """Close every link and forget all rooms, after a call that was interrupted at any line. Links go first, which
