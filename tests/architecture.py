@@ -204,8 +204,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "process": (
         ("ahead",),
-        ("compiled", "modes"),
-        ("compiler", "forked", "huge_pages", "locks", "malloc", "memory", "recording", "scratch", "silence", "streams"),
+        ("compiled", "forked", "modes"),
+        ("compiler", "huge_pages", "locks", "malloc", "memory", "openmp", "recording", "scratch", "silence", "streams"),
     ),
 }
 

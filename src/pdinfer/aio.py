@@ -24,6 +24,7 @@ from pdinfer.errors import ConfigError, PDInferError, RequestError
 from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
+from pdinfer.process.forked import NotCopied
 from pdinfer.types import FinishReason, Request, TokenEvent
 
 MAX_UNREAD = 4096
@@ -35,7 +36,7 @@ MAX_AT_ONCE = 32
 _log = logging.getLogger("pdinfer")
 
 
-class AsyncPairing:
+class AsyncPairing(NotCopied):
     """Serves the requests of coroutines with a Pairing, which it steps in a thread of its own and closes in the end:
 
         async with pd.aio.AsyncPairing(pairing) as host:
@@ -193,6 +194,8 @@ class AsyncPairing:
         self._is_closing = True
         if self._loop is None:
             await asyncio.to_thread(self.pairing.close)
+        elif asyncio.get_running_loop() is not self._loop:  # which may be gone, and nobody says there that it has ended
+            await asyncio.to_thread(self._stepping.join)
         else:
             await self._stopped.wait()
             self._stepping.join()  # it has nothing left to do

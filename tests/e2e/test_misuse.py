@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import multiprocessing
 import pickle
+import selectors
+import socket
+import tempfile
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -71,12 +77,38 @@ def test_an_engine_is_a_port_of_one_pairing() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_belongs_to_a_process_is_not_copied(copied: Callable[[object], object]) -> None:
     with local() as setup:
-        for each in (setup.pairing, setup.prefills[0], setup.decodes[0].pool, setup.decodes[0].channel):
+        channel = setup.decodes[0].channel
+        own = setup.pairing, setup.prefills[0], setup.decodes[0].pool, channel, channel.transport
+        for each in (*own, pd.kv.SocketTransport(), pd.aio.AsyncPairing(setup.pairing)):
             with pytest.raises(pd.ConfigError, match=rf"{type(each).__name__} belongs to its process, and cannot be"):
                 copied(each)
     asked = request("a")
     assert copied(asked)
     assert repr(copy.deepcopy(model_of())) == repr(model_of())
+
+
+def test_a_transport_that_the_system_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def ends() -> None:
+        pd.KVChannel(pool_of(model_of()), pd.kv.ShmTransport())
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for owner, name, told in (
+        (selectors, "DefaultSelector", "cannot serve shm://.*Too many open files"),
+        (socket, "socket", "cannot make a socket: .*Too many open files"),
+        (tempfile, "mkdtemp", "cannot make a folder for a socket: .*set TMPDIR to a folder that you may write"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(pd.ConfigError, match=told):
+                ends()
+        assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing, "Pipe", full)
+        with pytest.raises(pd.TransferError, match=r"a process for the decode engine cannot be started: .*Too many"):
+            pd.remote.spawn("decode", "a checkpoint")
 
 
 def test_a_policy_that_returns_no_choice_is_told() -> None:

@@ -6,6 +6,7 @@ from tests.planted.mutant import Mutant
 
 SETTINGS = "test_host_settings.py"
 MISUSE = "test_misuse.py"
+MODES = "test_modes.py"
 TOKENS = f"{SETTINGS}::test_what_the_host_has_set_changes_no_token"
 
 MUTANTS = [
@@ -47,14 +48,14 @@ MUTANTS = [
     ),
     Mutant(
         "another thread's precision is given back in the middle of a step",
-        "while self._num_inside <= 0 and self._undo:",
+        "while self.is_empty and self._undo:",
         "while self._undo:",
         f"{SETTINGS}::test_settings_are_given_back_when_the_last_step_has_ended",
     ),
     Mutant(
         "a step computes with tensors that hold nothing",
-        "is not Tensor:\n        raise ConfigError(",
-        "is None:\n        raise ConfigError(",
+        "    if kind is not None:\n        raise ConfigError(",
+        "    if False:\n        raise ConfigError(",
         f"{SETTINGS}::test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost",
     ),
     Mutant(
@@ -95,8 +96,8 @@ MUTANTS = [
     ),
     Mutant(
         "a copy shares sockets and memory",
-        "        if not self.is_shared_by_fork:\n            return super().__reduce_ex__(protocol)",
-        "        if True:\n            return super().__reduce_ex__(protocol)",
+        "super().__reduce_ex__(protocol) if self.is_shared_by_fork else object",
+        "object",
         f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied",
     ),
     Mutant(
@@ -161,5 +162,110 @@ MUTANTS = [
         "            self._back.release()\n            is_last = self._killed\n",
         "sim/test_ranks.py::test_a_rank_may_be_stopped_before_its_thread_has_noticed_that_its_work_is_done",
         "tests/sim/ranks.py",
+    ),
+    Mutant(
+        "what an alarm raises in a step counts as a policy's word, and events are lost",
+        "        except OfPolicy as error:\n            failed = error.error\n",
+        "        except Exception as error:\n            failed = error\n",
+        "test_interrupts.py::test_an_alarm_in_a_step_reaches_the_host_and_costs_no_port",
+        "pairing/pairing.py",
+    ),
+    Mutant(
+        "half of what was sent before an alarm keeps its prompt for ever",
+        "        except BaseException:\n            self._in_doubt = True\n            raise",
+        "        except BaseException:\n            raise",
+        "test_interrupts.py::test_an_alarm_while_bytes_are_sent_leaves_no_prompt_behind",
+        "kv/channel/channel.py",
+    ),
+    Mutant(
+        "a policy that raises costs the events of other requests",
+        "                except OfPolicy as error:\n                    failed = error\n",
+        "                except OfPolicy:\n                    came.clear()\n                    raise\n",
+        "test_interrupts.py::test_what_a_policy_raises_about_one_request_costs_no_event_of_another",
+        "pairing/broker.py",
+    ),
+    Mutant(
+        "products are cut for threads that do not come",
+        "    check_threads(num_threads)\n    _PROCESS",
+        "    _PROCESS",
+        "test_openmp.py::test_threads_that_openmp_may_not_give_are_refused[limit]",
+    ),
+    Mutant(
+        "a limit of OpenMP that is as high as it must be is refused",
+        '(limit := runtime.omp_get_thread_limit())}": limit < num_threads',
+        '(limit := runtime.omp_get_thread_limit())}": limit <= num_threads',
+        "test_openmp.py::test_what_openmp_gives_is_used",
+    ),
+    Mutant(
+        "OpenMP may give as few threads as it likes",
+        '"OMP_DYNAMIC is set": runtime.omp_get_dynamic(),',
+        '"OMP_DYNAMIC is set": False,',
+        "test_openmp.py::test_the_runtime_of_torch_is_asked",
+    ),
+    Mutant(
+        "a transform's tensors without memory are computed with",
+        '        return None if made.data_ptr() else "shadow"\n',
+        "        return None\n",
+        f"{MODES}::test_transforms_in_which_tensors_have_no_memory_are_refused[functionalize]",
+    ),
+    Mutant(
+        "Python ends while a thread is inside torch",
+        "while not _EXACT.is_empty and",
+        "while False and",
+        f"{MODES}::test_the_end_of_python_waits_for_steps_and_lets_none_begin",
+    ),
+    Mutant(
+        "a step begins while Python ends",
+        "    _EXACT.door.acquire()\n",
+        "",
+        f"{MODES}::test_the_end_of_python_waits_for_steps_and_lets_none_begin",
+    ),
+    Mutant(
+        "a forked child counts its parent's steps",
+        "        os.register_at_fork(after_in_child=self._begin_as_child)\n",
+        "",
+        f"{MODES}::test_a_forked_child_waits_for_no_thread_of_its_parent",
+    ),
+    Mutant(
+        "a forked child keeps what its parent set for a step",
+        "new_lock(), new_lock(), 0\n        while self._undo:\n            self._undo.pop()()\n",
+        "new_lock(), new_lock(), 0\n        self._undo.clear()\n",
+        f"{MODES}::test_a_forked_child_waits_for_no_thread_of_its_parent",
+    ),
+    Mutant(
+        "a temporary folder outlives its process",
+        "    if os.getpid() == pid:\n        shutil.rmtree(path, ignore_errors=True)\n",
+        "    if os.getpid() == pid:\n",
+        "test_scratch.py::test_it_is_gone_with_its_owner",
+    ),
+    Mutant(
+        "a folder that cannot be locked is left",
+        "        except OSError:\n            self.path.rmdir()\n            raise",
+        "        except OSError:\n            raise",
+        "test_scratch.py::test_where_no_file_can_be_opened_nothing_is_left",
+    ),
+    Mutant(
+        "a transport that has no thread leaves its listener",
+        '            listener.close()\n            raise ConfigError(f"cannot serve',
+        '            raise ConfigError(f"cannot serve',
+        f"{MISUSE}::test_a_transport_that_the_system_refuses_leaves_nothing",
+    ),
+    Mutant(
+        "a transport is copied",
+        "class StreamTransport(NotCopied):",
+        "class StreamTransport:",
+        f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied[deepcopy]",
+    ),
+    Mutant(
+        "a host of asyncio is copied",
+        "class AsyncPairing(NotCopied):",
+        "class AsyncPairing:",
+        f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied[copy]",
+    ),
+    Mutant(
+        "whoever closes a host in another loop waits for one that is gone",
+        "        elif asyncio.get_running_loop() is not self._loop:",
+        "        elif False:",
+        "test_aio.py::test_a_host_may_be_closed_in_another_loop_than_its_own",
     ),
 ]

@@ -10,6 +10,7 @@ records.
     malloc.py    keeps memory that a step has freed for the next one
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory
     modes.py     the modes in which we compute, whatever those of the host are
+    openmp.py    the OpenMP runtime that torch has loaded, and whether it gives the threads that torch counts on
     recording.py  the calls of a CPU's step, recorded once and made again
     silence.py   how long a peer was silent, as far as this process was awake; one table of times
     scratch.py   temporary folders, and the removal of those whose process was killed

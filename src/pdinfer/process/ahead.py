@@ -9,8 +9,9 @@ from pathlib import Path
 import attrs
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.process.compiled import NativeLibrary, build, keep, loaded_openmp, stem_of
+from pdinfer.process.compiled import NativeLibrary, build, keep, stem_of
 from pdinfer.process.compiler import COMPILERS, FOR_THIS_CPU, CompilationError, Compiler
+from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
 
 _AVX2 = ("-march=haswell",)

@@ -32,6 +32,7 @@ import attrs
 from pdinfer.errors import BackendUnavailable
 from pdinfer.process import compiler
 from pdinfer.process.compiler import INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
+from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
 
 _log = logging.getLogger("pdinfer")
@@ -162,15 +163,6 @@ def stem_of(library: NativeLibrary, openmp: str | None, cc: Compiler | None = No
     fits = digest(*library.text(), " ".join(compiler.FLAGS), runtime, " ".join(INSTRUCTION_SETS))
     made = f"-{bits_of(cc.sets):x}-{cc.version}" if cc else ""
     return f"{library.name}-{fits}{made}"
-
-
-def loaded_openmp() -> str | None:
-    """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2]):
-            return path
-    return None
 
 
 def cache_path(environment: Mapping[str, str]) -> Path | None:

@@ -97,7 +97,7 @@ class Compiler:
         if path is None:
             return None
         flags = (*cpu, *FLAGS)
-        done = _run([path, *flags, "-v", "-dM", "-E", "-x", "c", os.devnull], Path.cwd())
+        done = _run([path, *flags, "-v", "-dM", "-E", "-x", "c", os.devnull], Path("/"))
         macros = set(re.findall(r"^#define (\w+)", done.stdout.decode(errors="replace"), re.MULTILINE))
         told = [line for line in done.stderr.splitlines() if b" version " in line]
         sets = frozenset(name for macro, name in INSTRUCTION_SETS.items() if macro in macros)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self, SupportsIndex
 
 from pdinfer.errors import ConfigError, Forked
+from pdinfer.process.openmp import check_threads
 
 _WHAT_TO_DO = (
     'start processes with multiprocessing\'s "spawn" (or "forkserver"), or make everything anew in the child; '
@@ -22,7 +23,17 @@ _WHAT_TO_DO = (
 )
 
 
-class OfOneProcess:
+class NotCopied:
+    """Base of objects that `copy` and `pickle` refuse: a copy would share sockets, memory and threads."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        raise ConfigError(
+            f"a {type(self).__name__} belongs to its process, and cannot be copied or pickled; make another one where "
+            "it is needed"
+        )
+
+
+class OfOneProcess(NotCopied):
     """Base of objects that a forked child may not use. The methods named in `ends` do nothing there. An object with a
     `close` is a context manager."""
 
@@ -35,20 +46,14 @@ class OfOneProcess:
 
     @property
     def is_shared_by_fork(self) -> bool:
-        """Whether a copy of it in a child would share anything with this one."""
+        """Whether a copy of it in a child, or here, would share anything with this one."""
         return True
 
     def close(self) -> None:
         """End it."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Refuse a copy, by `copy` or `pickle`, that would share anything with this one."""
-        if not self.is_shared_by_fork:
-            return super().__reduce_ex__(protocol)
-        raise ConfigError(
-            f"a {type(self).__name__} belongs to its process, and cannot be copied or pickled; make another one where "
-            "it is needed"
-        )
+        return super().__reduce_ex__(protocol) if self.is_shared_by_fork else object.__reduce_ex__(self, protocol)
 
     def __enter__(self) -> Self:
         return self
@@ -93,12 +98,13 @@ _PROCESS = _Process()
 def begin_to_compute(num_threads: int) -> None:
     """Announce that tensors are about to be computed with so many threads. Raise Forked in a child whose parent has
     computed: OpenMP believes that the parent's threads are waiting, the child has none of them, and it would wait for
-    them for ever."""
+    them for ever. Raise ConfigError as `check_threads` does."""
     if num_threads > 1 and _PROCESS.parent_computed:
         raise Forked(
             f"{num_threads} threads were to compute in a forked child of a process that has computed; torch would wait "
             f"for ever for threads that a fork does not copy: call torch.set_num_threads(1) first, or {_WHAT_TO_DO}"
         )
+    check_threads(num_threads)
     _PROCESS.computes = True
 
 

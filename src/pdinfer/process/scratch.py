@@ -1,4 +1,5 @@
-"""Temporary folders. Each is removed by its process or, when that was killed, by the next process that makes one."""
+"""Temporary folders. Each is removed by its process, at its end if not before, or, when that was killed, by the next
+process that makes one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import weakref
 from pathlib import Path
 
 PREFIX = "pdinfer-"
@@ -26,32 +28,32 @@ class ScratchFolder:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._pid = os.getpid()
-        self._lock: int | None = None
         nameless = self.path / "lock"
         try:
-            self._lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                nameless.rename(self.path / LOCK)  # locked before anyone looks for it
+            lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
-            self.close()
+            self.path.rmdir()
             raise
+        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            nameless.rename(self.path / LOCK)  # locked before anyone looks for it
 
     def close(self) -> None:
         """Remove the folder. A second call does nothing."""
-        if os.getpid() != self._pid:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._remove()
 
     def __enter__(self) -> ScratchFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove(path: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def remove_abandoned(parent: Path) -> None:

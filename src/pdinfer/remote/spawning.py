@@ -159,7 +159,8 @@ def spawn(
     a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed or this process has ended.
 
     Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
-    TransferError, with the last that the process wrote, when it ends or falls silent before it is ready.
+    TransferError when it cannot be started, and, with the last that it wrote, when it ends or falls silent before it is
+    ready.
     """
     config = config or RemoteConfig()
     order = Order(
@@ -181,7 +182,7 @@ def spawn(
     )
     warming_up = telling(progress is True, f"warming up {role}", "steps")
     with telling(progress, f"loading {role}", "bytes") as loads, warming_up as warms:
-        child = _Child(role)
+        child = _started(role)
         try:
             child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
             port = SpawnedPrefill if role == "prefill" else SpawnedDecode
@@ -210,6 +211,13 @@ def _fields(what: str, config: object, kind: type[attrs.AttrsInstance]) -> dict[
     if not isinstance(config, kind):
         raise ConfigError(f"{what} must be a {kind.__name__}, got {clip(config)}")
     return {name: plain(what, value) for name, value in attrs.asdict(config, recurse=False).items()}
+
+
+def _started(role: str) -> _Child:
+    try:
+        return _Child(role)
+    except OSError as error:
+        raise TransferError(f"a process for the {role} engine cannot be started: {error}") from error
 
 
 class _Child:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -27,6 +29,11 @@ def in_child(work: Callable[[], object], *, killed: bool = True) -> None:
     check_ended(fork(work_and_end), code=-signal.SIGKILL if killed else 0)
 
 
+def kept(parent: Path, folders: list[ScratchFolder] = []) -> ScratchFolder:  # noqa: B006 - kept until the process ends
+    folders.append(ScratchFolder(parent))
+    return folders[-1]
+
+
 def test_it_is_there_until_it_is_closed(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
         assert folder.path.stat().st_mode & 0o777 == 0o700
@@ -38,7 +45,7 @@ def test_it_is_there_until_it_is_closed(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    in_child(lambda: (ScratchFolder(tmp_path).path / "file").write_text("content"))
+    in_child(lambda: (kept(tmp_path).path / "file").write_text("content"))
     assert len(list(tmp_path.iterdir())) == 1
     with ScratchFolder(tmp_path) as folder:
         assert list(tmp_path.iterdir()) == [folder.path]
@@ -52,9 +59,29 @@ def test_a_forked_child_leaves_what_is_its_parents(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_it_is_gone_with_its_owner(tmp_path: Path) -> None:
+    """At the end of Python, too, where what refers to nothing any more is asked alike."""
+    folder = ScratchFolder(tmp_path)
+    assert folder._remove.atexit
+    del folder
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_no_file_can_be_opened_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="Too many open files"):
+            ScratchFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_be_known_to_be_abandoned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders without a lock, folders of others, and links to folders stay."""
-    in_child(lambda: ScratchFolder(tmp_path))
+    in_child(lambda: kept(tmp_path))
     (abandoned,) = tmp_path.iterdir()
     elsewhere = tmp_path / "elsewhere"
     abandoned.rename(elsewhere)
@@ -88,7 +115,8 @@ def test_without_locks_it_is_made_and_removed_all_the_same(tmp_path: Path, monke
 @pytest.mark.skipif(not CAN_SHARE, reason="needs Linux")
 def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
-    in_child(lambda: listen_shm(None))
+    listeners: list[object] = []
+    in_child(lambda: listeners.append(listen_shm(None)))
     (left,) = tmp_path.iterdir()
     assert (left / "kv.sock").is_socket()
     listener = listen_shm(None)
@@ -100,7 +128,7 @@ def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkey
 
 def test_many_processes_may_clean_up_at_once(tmp_path: Path) -> None:
     for _ in range(5):
-        in_child(lambda: ScratchFolder(tmp_path))
+        in_child(lambda: kept(tmp_path))
     for cleaner in [fork(lambda: ScratchFolder(tmp_path).close()) for _ in range(4)]:
         check_ended(cleaner)
     ScratchFolder(tmp_path).close()

@@ -21,6 +21,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed, total_bytes
+from pdinfer.process.forked import NotCopied
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"
@@ -180,7 +181,7 @@ class _End:
             self._run(last)
 
 
-class LoopbackTransport:
+class LoopbackTransport(NotCopied):
     """Moves frames and bytes between engines of one process, found through `hub`.
 
     A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A

@@ -40,6 +40,7 @@ from pdinfer.kv.transports.one_sided.ring import (
     SignalMemory,
 )
 from pdinfer.kv.transports.one_sided.writer import Control, RingWriter
+from pdinfer.process.forked import NotCopied
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 4 << 20
@@ -72,7 +73,7 @@ class _Registered:
     make_block: MakeBlock
 
 
-class RingTransport:
+class RingTransport(NotCopied):
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
     `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has

@@ -84,7 +84,12 @@ def listen_shm(path: str | None) -> Listener:
     """Listen at `path`, or in a private folder that is removed with the listener."""
     if path is not None:
         return listen_unix(path, scheme=SCHEME)
-    folder = ScratchFolder()
+    try:
+        folder = ScratchFolder()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder for a socket: {error}; give a path, or set TMPDIR to a folder that you may write"
+        ) from error
     try:
         return listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
     except ConfigError:

@@ -105,7 +105,10 @@ def listen_unix(path: str, *, scheme: str = UNIX, folder: ScratchFolder | None =
     """Listen on a socket file that only this user can open. Raise ConfigError when `path` exists or cannot be made. A
     socket file that a dead process left is replaced. A `folder` that was made for the file is removed with it."""
     path = os.path.abspath(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot make a socket: {error}") from error
     try:
         if _is_stale(path):
             os.unlink(path)

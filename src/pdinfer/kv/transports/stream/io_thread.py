@@ -47,9 +47,9 @@ class IOThread:
         self._listens_at = -math.inf
         self._turns = Turns(clock)
         self._unfinished: set[StreamConnection] = set()
+        self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._awake)
         self._next_tick = clock() + TICK_S
         self._thread = threading.Thread(target=self._run, name="pdinfer-kv-io", daemon=True)

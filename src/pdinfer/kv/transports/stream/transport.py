@@ -29,6 +29,7 @@ from pdinfer.kv.transports.stream.door import Door, Strangers
 from pdinfer.kv.transports.stream.endpoints import Addresses, Listener, dial
 from pdinfer.kv.transports.stream.io_thread import IOThread
 from pdinfer.kv.transports.stream.payloads import Payloads
+from pdinfer.process.forked import NotCopied
 
 
 @attrs.frozen
@@ -40,7 +41,7 @@ class _Registered:
     io: IOThread
 
 
-class StreamTransport:
+class StreamTransport(NotCopied):
     """Frames and writes over stream sockets.
 
     `listen` opens the socket that peers find, `schemes` are the endpoints that can be dialled, and `payloads` makes the
@@ -85,7 +86,11 @@ class StreamTransport:
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         listener, door = self._listen(), Door(self._strangers)
-        io = IOThread(listener, receiver, self._clock)
+        try:
+            io = IOThread(listener, receiver, self._clock)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot serve {listener.endpoint}: {error}") from error
         self._owned = _Registered(memory, receiver, io)
         self._pid = os.getpid()
         acceptor = Acceptor(listener, door, io, receiver, self._clock, connect=self._connection)
