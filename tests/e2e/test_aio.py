@@ -525,17 +525,6 @@ def test_a_host_whose_loop_has_ended_closes_its_pairing() -> None:
     gc.collect()
 
 
-def test_a_host_may_be_closed_in_another_loop_than_its_own() -> None:
-    pairing: Any = Scripted()
-
-    async def close(host: aio.AsyncPairing) -> None:
-        async with asyncio.timeout(FAR_S):
-            await host.close()
-
-    asyncio.run(close(asyncio.run(pd.aio.AsyncPairing(pairing).__aenter__())))
-    assert pairing.is_closed
-
-
 def test_streams_are_read_in_the_loop_that_was_entered() -> None:
     async def main() -> None:
         pairing: Any = Scripted()

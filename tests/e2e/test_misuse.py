@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import gc
@@ -18,6 +19,7 @@ import pytest
 
 import pdinfer as pd
 from tests.e2e.setups import join, local, model_of, pool_of, request, tokens_of
+from tests.forks import FAR_S
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -109,6 +111,16 @@ def test_a_transport_that_the_system_refuses_leaves_nothing(monkeypatch: pytest.
         patch.setattr(multiprocessing, "Pipe", full)
         with pytest.raises(pd.TransferError, match=r"a process for the decode engine cannot be started: .*Too many"):
             pd.remote.spawn("decode", "a checkpoint")
+
+
+def test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own() -> None:
+    async def close(host: pd.aio.AsyncPairing) -> None:
+        async with asyncio.timeout(FAR_S):
+            await host.close()
+
+    with local() as setup:
+        asyncio.run(close(asyncio.run(pd.aio.AsyncPairing(setup.pairing).__aenter__())))
+        assert "closed" in repr(setup.pairing)
 
 
 def test_a_policy_that_returns_no_choice_is_told() -> None:

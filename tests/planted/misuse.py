@@ -266,6 +266,6 @@ MUTANTS = [
         "whoever closes a host in another loop waits for one that is gone",
         "        elif asyncio.get_running_loop() is not self._loop:",
         "        elif False:",
-        "test_aio.py::test_a_host_may_be_closed_in_another_loop_than_its_own",
+        f"{MISUSE}::test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own",
     ),
 ]

@@ -159,8 +159,7 @@ def spawn(
     a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed or this process has ended.
 
     Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
-    TransferError when it cannot be started, and, with the last that it wrote, when it ends or falls silent before it is
-    ready.
+    TransferError, with the last that the process wrote, when it cannot start, ends or falls silent before it is ready.
     """
     config = config or RemoteConfig()
     order = Order(
