@@ -52,8 +52,8 @@ class ScratchFolder:
 
 def _remove(path: Path, lock: int, pid: int) -> None:
     if os.getpid() == pid:
+        os.close(lock)  # first: the removal needs a descriptor, and there may be no other
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 def remove_abandoned(parent: Path) -> None:
