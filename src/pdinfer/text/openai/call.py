@@ -118,8 +118,9 @@ class Call:
         """Take the next event, and yield what to send to the client: for a stream the chunks of this event, else the
         whole answer behind the last event. Raises the event's error, or TransferError when the request was cancelled or
         late; nothing more is to be sent then."""
-        if event.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-            raise event.error or TransferError(f"the request ended early: {event.finish_reason}")
+        reason = event.finish_reason
+        if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise event.error or TransferError(f"the request ended early: {reason.value}")
         choice = self._choices[event.request_id]
         if self.streams:
             yield self._chunk([choice.chunk(event)])

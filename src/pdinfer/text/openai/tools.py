@@ -22,6 +22,13 @@ from pdinfer.text.openai.body import ChatBody
 Tool = dict[str, Any]
 MODES = ("none", "auto", "required")
 NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+OTHERS = frozenset(
+    {
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "dependentSchemas"),
+        *("$ref", "allOf", "anyOf", "oneOf", "if"),
+    }
+)
+"""What a schema says of properties beside those that it lists."""
 
 
 @attrs.frozen
@@ -91,8 +98,11 @@ def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> str:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
+    """Return the schema of the arguments. A function takes those that it lists: clients leave `additionalProperties`
+    out, which in a schema of anything else would allow others."""
     parameters: dict[str, Any] = tool["function"].get("parameters") or {"type": "object", "properties": {}}
-    return parameters
+    is_whole = "properties" in parameters and not OTHERS & parameters.keys()
+    return {**parameters, "additionalProperties": False} if is_whole else parameters
 
 
 def _any_of(tools: Sequence[Tool]) -> dict[str, Any]:

@@ -125,5 +125,5 @@ def test_errors_have_the_status_that_clients_act_on(tokenizer: pd.text.Tokenizer
     name = call.requests[0].request_id
     assert name is not None
     end = pd.TokenEvent(request_id=name, token=None, index=0, finish_reason=pd.FinishReason.CANCELLED)
-    with pytest.raises(pd.TransferError, match="ended early"):
+    with pytest.raises(pd.TransferError, match="ended early: cancelled"):
         next(call.push(end))

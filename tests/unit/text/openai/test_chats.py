@@ -173,7 +173,8 @@ def test_a_history_of_calls_is_rendered_as_the_model_wrote_it(speaker: pd.text.T
 
 def test_a_forced_call_is_an_answer_of_its_schema(speaker: pd.text.Tokenizer) -> None:
     call = parse(speaker, tools=TOOLS, tool_choice="required", chat_template_kwargs={"thinking": True})
-    assert json.loads(call.requests[0].sampling.logits_processor_argument) == TOOLS[0]["function"]["parameters"]
+    schema = {**TOOLS[0]["function"]["parameters"], "additionalProperties": False}
+    assert json.loads(call.requests[0].sampling.logits_processor_argument) == schema
     (answer,) = said(call, speaker, 'Hm.</think>{"city":"Oslo"}')
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)

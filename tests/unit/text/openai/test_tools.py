@@ -42,12 +42,27 @@ def test_tools_are_told_unless_none_may_be_called() -> None:
 def test_a_choice_becomes_the_schema_of_the_tool_or_of_any() -> None:
     asked = [tool("look"), tool("add", ADD)]
     named = tools_of(tools=asked, tool_choice={"type": "function", "function": {"name": "add"}})
-    assert (named.named, named.schema, named.are_parsed) == ("add", ADD, False)
+    assert (named.named, named.schema, named.are_parsed) == ("add", {**ADD, "additionalProperties": False}, False)
     assert tools_of(tools=asked[:1], tool_choice="required").named == "look"
     schema = tools_of(tools=asked, tool_choice="required").schema
     assert schema is not None
     assert [call["properties"]["name"] for call in schema["anyOf"]] == [{"const": "look"}, {"const": "add"}]
     assert schema["$defs"]["1"]["properties"]["a"] == {"$ref": "#/$defs/1/$defs/N"}
+
+
+@pytest.mark.parametrize(
+    ("says", "is_closed"),
+    [
+        ({"properties": {}}, True),
+        ({}, False),
+        ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
+        ({"properties": {}, "allOf": [{"properties": {"b": {}}}]}, False),
+    ],
+    ids=["lists them", "lists none", "has others", "is one of several"],
+)
+def test_a_forced_call_has_the_arguments_that_the_tool_lists(says: dict[str, Any], is_closed: bool) -> None:
+    schema = tools_of(tools=[tool("look", {"type": "object", **says})], tool_choice="required").schema
+    assert schema == {"type": "object", **says, **({"additionalProperties": False} if is_closed else {})}
 
 
 @pytest.mark.parametrize(
