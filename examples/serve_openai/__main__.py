@@ -18,7 +18,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     try:
         import uvicorn
-        from guards import Protocol
+        from guards import Protocol, must_be_free
         from selftest import selftest
         from server import DRAIN_S, make_app
 
@@ -27,8 +27,9 @@ if __name__ == "__main__":
         sys.exit(f"the example cannot import all that it needs ({missing}): pip install 'pdinfer[text,serve]'")
     if options.selftest:
         sys.exit(selftest())
+    must_be_free(options.host, options.port)
     config = pd.PairingConfig(port_wait_s=60, max_queued_requests=options.max_queued)
-    app = make_app(options.checkpoint, options.prefills, options.decodes, config)
+    app = make_app(options.checkpoint.absolute(), options.prefills, options.decodes, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which uvicorn raises again when it has drained
     uvicorn.run(
         app, host=options.host, port=options.port, timeout_graceful_shutdown=int(DRAIN_S), http=Protocol, ws="none"

@@ -1,12 +1,17 @@
 """What keeps clients that mean no good, or have gone, from costing anything: bounds on time and bytes, one origin."""
 
 import asyncio
-from collections.abc import Coroutine
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -16,16 +21,54 @@ READ_S = 30.0
 
 
 class Protocol(H11Protocol):
-    """uvicorn's own, which waits for ever for the headers of a first request."""
+    """uvicorn's own, which waits for ever for headers, and for what is left of a body that nobody reads any more."""
+
+    deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Give the client until its headers must be there."""
         super().connection_made(transport)
-        self.loop.call_later(READ_S, self._close_if_silent)
+        self.set_deadline()
 
-    def _close_if_silent(self) -> None:
-        if not hasattr(self.cycle, "scope"):  # a request that has begun
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.set_deadline()
+
+    def set_deadline(self) -> None:
+        """Give the client READ_S from its first byte until there is a request to be answered."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.deadline is not None:
+                self.deadline.cancel()
+            self.deadline = None
+        elif self.deadline is None:
+            self.deadline = self.loop.call_later(READ_S, self.transport.close)
+
+
+def must_be_free(host: str, port: int) -> None:
+    """Exit where nobody can listen: uvicorn would say it when the engines have loaded the model."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        sys.exit(f"the server cannot listen: {error}")
+
+
+def before_uvicorn(end: Callable[[], Awaitable[None]]) -> None:
+    """Have SIGTERM end the streams before uvicorn hears of it. It would take no more connections, so that no probe sees
+    a host that drains, and break off the streams that last longer than it waits."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        return
+    loop, uvicorn_ends, ending = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM), set()
+
+    async def end_both() -> None:
+        try:
+            await end()
+        finally:
+            uvicorn_ends(signal.SIGTERM, None)  # type: ignore[operator, misc]
+
+    def told(*_: object) -> None:
+        signal.signal(signal.SIGTERM, uvicorn_ends)  # for who tells it twice
+        loop.call_soon_threadsafe(lambda: ending.add(loop.create_task(end_both())))
+
+    signal.signal(signal.SIGTERM, told)
 
 
 async def body_of(http: Request, most: int) -> bytes:
@@ -60,5 +103,17 @@ async def keep_out(http: Request, go_on: Any) -> Any:
     """Refuse what a page of another site sends."""
     origin = http.headers.get("origin")
     if origin and urlsplit(origin).netloc != http.headers.get("host"):
-        return JSONResponse({"error": {"message": f"calls from {origin} are not served here"}}, 403)
+        return refusal(403, f"calls from {origin} are not served here")
     return await go_on(http)
+
+
+async def not_served(http: Request, error: HTTPException) -> JSONResponse:
+    """Say which calls are served, to who asks for others, such as /v1/responses."""
+    said = f"{http.method} {http.url.path} is not served here; POST /v1/chat/completions and /v1/completions are"
+    return refusal(error.status_code, said, error.headers)
+
+
+def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)

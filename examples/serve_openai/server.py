@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-from guards import body_of, keep_out, unless_gone
+from guards import before_uvicorn, body_of, keep_out, not_served, unless_gone
 
 import pdinfer as pd
 from pdinfer.text.openai import Call, error_answer, max_bytes
@@ -83,17 +83,25 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
         sides = [[port for port in engines.ports if port.role == role] for role in ("prefill", "decode")]
         async with pd.aio.AsyncPairing(pd.Pairing(*sides, config=config), on_events=metrics.read) as host:
             watching = asyncio.create_task(engines.watch(host))
-            yield
-            await host.drain(DRAIN_S)
-            engines.is_closing = True
-            await watching
 
-    app = FastAPI(lifespan=lifespan)
+            async def end() -> None:
+                await host.drain(DRAIN_S)
+                engines.is_closing = True
+                await watching
+                await host.close()  # what has not ended by now ends with an error
+
+            before_uvicorn(end)
+            yield
+            await end()
+
+    app = FastAPI(lifespan=lifespan, exception_handlers={404: not_served, 405: not_served})
     app.middleware("http")(keep_out)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def serve(http: Request) -> Response:
+        if engines.is_closing or host.health().state.value == "draining":
+            raise pd.TransferError("the server is ending; ask another one")
         limit = host.pairing.max_tokens
         parse = partial(Call.parse_async, model=checkpoint.name, has_schemas=bool(processors), limit=limit)
         call = await parse(await body_of(http, max_bytes(limit)), tokenizer, is_chat="chat" in http.url.path)
@@ -111,20 +119,23 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
         return JSONResponse(body, status, headers)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": checkpoint.name, "object": "model", "owned_by": "pdinfer"}]}
+    @app.get("/v1/models/" + checkpoint.name)
+    def models(http: Request) -> dict[str, Any]:
+        told: dict[str, Any] = {"created": int(checkpoint.stat().st_mtime), "max_model_len": host.pairing.max_tokens}
+        told |= {"id": checkpoint.name, "object": "model", "owned_by": "pdinfer", "root": str(checkpoint)}
+        return {"object": "list", "data": [told]} if http.url.path == "/v1/models" else told
 
     @app.get("/metrics")
     async def scrape() -> Response:
         return Response(metrics.render(host.pairing), media_type=pd.metrics.CONTENT_TYPE)
 
-    @app.get("/health")
-    @app.get("/ready")
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def health(http: Request) -> Response:
         state, used = host.health(), [port for port in engines.ports if port in host.pairing.ports]
         told: dict[str, Any] = {"state": state.state.value, "reasons": state.reasons, "unfinished": host.num_unfinished}
         told["engines"] = [(port.role, port.process.pid) for port in used]
-        is_live = state.state.value != "down"
+        is_live = state.state.value != "down" or len(used) < len(engines.ports)  # lost ones are replaced
         return JSONResponse(told, 200 if state.takes_requests or (is_live and "health" in http.url.path) else 503)
 
     @app.get("/")

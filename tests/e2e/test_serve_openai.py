@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,17 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
 import pdinfer as pd
+from pdinfer.pairing.health import Health, HealthState
 from tests.backends import ROOT, child_environment
 from tests.e2e.setups import TIMEOUT_S, wait_until
 from tests.e2e.test_spawn import is_there
+from tests.forks import FAR_S
 
 EXAMPLE = ROOT / "examples" / "serve_openai"
 TINY = ROOT / "examples" / "tiny"
@@ -156,6 +160,100 @@ def test_the_client_of_openai_is_answered() -> None:
             shown = answer.read().decode()
         assert f'pdinfer_requests_ended_total{{reason="cancelled"}} {ended[pd.FinishReason.CANCELLED]}' in shown
         assert "pdinfer_requests_refused_total" in shown
+
+
+def test_probes_and_models_and_what_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
+    with served_here(pd.PairingConfig()) as (client, pairing):
+        root = str(client.base_url).removesuffix("v1/")
+
+        def status(path: str, method: str = "GET") -> int:
+            try:
+                with urlopen(Request(root + path, method=method)) as answer:
+                    return int(answer.status)
+            except HTTPError as error:
+                return error.code
+
+        (listed,) = client.models.list()
+        assert listed == client.models.retrieve("tiny")
+        assert (listed.id, listed.created > 0, listed.max_model_len) == ("tiny", True, 4096)
+        for call in (lambda: client.responses.create(model="tiny", input="a"), lambda: client.models.retrieve("b")):
+            with pytest.raises(openai.NotFoundError, match="is not served here; POST /v1/chat/completions"):
+                call()
+        assert (status("v1/completions"), status("health", "HEAD"), status("ready", "HEAD")) == (405, 200, 200)
+
+        told = {}
+        for state in HealthState:
+            monkeypatch.setattr(pairing, "health", lambda state=state: Health(state, ("why",)))
+            told[state.value] = status("health"), status("ready")
+        assert told == {"ready": (200, 200), "degraded": (200, 200), "draining": (200, 503), "down": (503, 503)}
+        monkeypatch.setattr(pairing, "health", lambda: Health(HealthState.DRAINING))
+        with pytest.raises(openai.InternalServerError, match="ask another one"):
+            client.completions.create(model="tiny", prompt="a")
+
+
+def test_headers_must_come_in_time_those_of_later_requests_too() -> None:
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    guards = load("guards")
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def served() -> None:
+        closed = asyncio.Event()
+        unused = {name: lambda *_: None for name in ("get_extra_info", "write", "pause_reading", "resume_reading")}
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        config.load()
+        protocol = guards.Protocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
+        protocol.connection_made(SimpleNamespace(close=closed.set, is_closing=closed.is_set, **unused))
+        guards.READ_S, first = 0.0, protocol.deadline
+        assert first is not None
+        for request in (b"GET / HTTP/1.1\r\n", b"Host: a\r\n"):
+            protocol.data_received(request)
+            assert protocol.deadline is first  # however they drip
+        protocol.data_received(b"\r\n")
+        assert first.cancelled()
+        await asyncio.gather(*protocol.tasks)
+        protocol.data_received(b"GET / ")
+        assert protocol.deadline is not None
+        await asyncio.wait_for(closed.wait(), FAR_S)
+
+    asyncio.run(served())
+
+
+def test_streams_end_before_uvicorn_hears_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards, order, handlers = load("guards"), [], {}
+    asked = SimpleNamespace(
+        SIGTERM=signal.SIGTERM,
+        getsignal=lambda _: lambda *_: order.append("uvicorn"),
+        signal=handlers.__setitem__,
+    )
+    monkeypatch.setattr(guards, "signal", asked)
+    monkeypatch.setattr(guards, "threading", SimpleNamespace(current_thread=lambda: 0, main_thread=lambda: 0))
+
+    async def end() -> None:
+        await asyncio.sleep(0)
+        order.append("streams")
+
+    async def told() -> None:
+        guards.before_uvicorn(end)
+        handlers[signal.SIGTERM]()
+        handlers[signal.SIGTERM]()  # a second one is for uvicorn
+        assert order == ["uvicorn"]
+        while len(order) < 3:  # noqa: ASYNC110 - turns of the loop
+            await asyncio.sleep(0)
+
+    asyncio.run(told())
+    assert order == ["uvicorn", "streams", "uvicorn"]
+
+
+def test_a_port_that_is_taken_is_told_before_engines_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="in use"):
+        load("guards").must_be_free(*taken.getsockname())
 
 
 def test_the_example_is_short() -> None:

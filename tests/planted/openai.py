@@ -8,6 +8,7 @@ _CHATS = "openai/test_chats.py::"
 _MESSAGES = "openai/test_messages.py::"
 _TOOLS = "openai/test_tools.py::"
 _NAMES = "openai/test_logprobs.py::"
+_SERVED = "e2e/test_serve_openai.py::"
 
 MUTANTS = [
     Mutant(
@@ -231,5 +232,52 @@ MUTANTS = [
         'return len(tenant).to_bytes(2) + tenant + salt if tenant or salt else b""',
         "return tenant + salt",
         _CHATS + "test_a_client_cannot_say_the_salt_of_another_tenant",
+    ),
+    Mutant(
+        "a forced call has arguments that its tool does not list",
+        'return {**parameters, "additionalProperties": False} if is_whole else parameters',
+        "return parameters",
+        _TOOLS + "test_a_forced_call_has_the_arguments_that_the_tool_lists",
+    ),
+    Mutant(
+        "one of several schemas of the arguments excludes the others",
+        'is_whole = "properties" in parameters and not OTHERS & parameters.keys()',
+        'is_whole = "properties" in parameters',
+        _TOOLS + "test_a_forced_call_has_the_arguments_that_the_tool_lists",
+    ),
+    Mutant(
+        "headers of a second request may take for ever",
+        "        super().data_received(data)\n        self.set_deadline()\n",
+        "        super().data_received(data)\n        if self.cycle is not None:\n            self.deadline = self.deadline and self.deadline.cancel()\n",
+        _SERVED + "test_headers_must_come_in_time_those_of_later_requests_too",
+        where="examples/",
+    ),
+    Mutant(
+        "each byte of the headers gives them more time",
+        "        elif self.deadline is None:\n",
+        "        else:\n",
+        _SERVED + "test_headers_must_come_in_time_those_of_later_requests_too",
+        where="examples/",
+    ),
+    Mutant(
+        "uvicorn breaks off the streams that it should wait for",
+        "            await end()\n        finally:\n",
+        "            uvicorn_ends(signal.SIGTERM, None)\n            await end()\n        finally:\n",
+        _SERVED + "test_streams_end_before_uvicorn_hears_that_it_is_to_end",
+        where="examples/",
+    ),
+    Mutant(
+        "a server that drains takes new calls",
+        'if engines.is_closing or host.health().state.value == "draining":',
+        "if engines.is_closing:",
+        _SERVED + "test_probes_and_models_and_what_is_not_served",
+        where="examples/",
+    ),
+    Mutant(
+        "calls that are not served are told in a form of FastAPI's own",
+        "exception_handlers={404: not_served, 405: not_served}",
+        "exception_handlers={405: not_served}",
+        _SERVED + "test_probes_and_models_and_what_is_not_served",
+        where="examples/",
     ),
 ]
