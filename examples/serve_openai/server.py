@@ -102,7 +102,7 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
     async def serve(http: Request) -> Response:
         if engines.is_closing or host.health().state.value == "draining":
             raise pd.TransferError("the server is ending; ask another one")
-        limit = host.pairing.max_tokens
+        limit = host.pairing.max_tokens or tokenizer.max_tokens or 0  # while an engine is replaced
         parse = partial(Call.parse_async, model=checkpoint.name, has_schemas=bool(processors), limit=limit)
         call = await parse(await body_of(http, max_bytes(limit)), tokenizer, is_chat="chat" in http.url.path)
         made = chunks(host, call)

@@ -280,4 +280,16 @@ MUTANTS = [
         _SERVED + "test_probes_and_models_and_what_is_not_served",
         where="examples/",
     ),
+    Mutant(
+        "a prompt that leaves no room for its answer is told by the engines alone",
+        "if len(prompt.tokens) + num_new > limit:",
+        "if len(prompt.tokens) >= limit:",
+        _CHATS + "test_what_is_too_long_is_told_so_that_clients_shorten_it",
+    ),
+    Mutant(
+        "clients do not know that a chat is too long",
+        'code = "context_length_exceeded" if isinstance(error, TooLong) else error.code.lower()',
+        "code = error.code.lower()",
+        _CHATS + "test_what_is_too_long_is_told_so_that_clients_shorten_it",
+    ),
 ]

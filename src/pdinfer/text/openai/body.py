@@ -16,7 +16,13 @@ MAX_CHOICES = 64
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prediction", "spaces_between_special_tokens", "request_id"),
+        *(
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "prediction",
+            "spaces_between_special_tokens",
+            "request_id",
+        ),
     }
 )
 """Fields that change no token of an answer here: who asks, what the provider keeps, and how it may be quicker."""
@@ -27,6 +33,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "functions": ((), "it became tools"),
     "function_call": ((), "it became tool_choice"),
     "web_search_options": ((), "nothing is looked up"),
+    "moderation": ((), "nobody judges what is asked and answered; a gateway may"),
     "verbosity": (("medium",), "no model that is served here knows it; ask in a message"),
     "suffix": (("",), "text is continued at its end only"),
     "best_of": ((0, 1), "ask for n answers and choose among them"),

@@ -18,7 +18,7 @@ from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody
 from pdinfer.text.openai.choice import Choice, Completion, Speech, Turn
 from pdinfer.text.openai.logprobs import TokenNames
 from pdinfer.text.openai.options import most_tokens, sampling_of
-from pdinfer.text.openai.prompts import prompts_of
+from pdinfer.text.openai.prompts import TooLong, prompts_of
 from pdinfer.text.openai.tools import Tools
 from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
@@ -85,9 +85,11 @@ class Call:
         names = None if sampling.logprobs is None else TokenNames(tokenizer)
         requests: list[Request] = []
         choices: list[Choice] = []
-        for prompt in prompts_of(body, tokenizer, tools, limit=limit):
+        is_open = isinstance(body, ChatBody) and most_tokens(body) is None
+        num_new = 1 if is_open else sampling.max_new_tokens
+        for prompt in prompts_of(body, tokenizer, tools, limit=limit, num_new=num_new):
             drawn, expected = sampling, None
-            if isinstance(body, ChatBody) and most_tokens(body) is None:
+            if is_open:
                 drawn = attrs.evolve(sampling, max_new_tokens=limit - len(prompt.tokens))
                 expected = SamplingParams().max_new_tokens
             for number in range(body.n or 1):
@@ -158,7 +160,7 @@ class Call:
 def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> CompletionBody | ChatBody:
     """Return the body, which is not too long, of a call of this model."""
     if len(data) > max_bytes(limit):
-        raise RequestError(
+        raise TooLong(
             f"the body of the call has {len(data)} bytes; at most {max_bytes(limit)} are read, as prompt and answer "
             f"have {limit} tokens: shorten it"
         )
@@ -187,5 +189,6 @@ def error_answer(error: PDInferError) -> tuple[int, dict[str, str], dict[str, An
     it should ask later, 503 for what it cannot help."""
     status = {"REQUEST": 400, "CONFIG": 400, "OVERLOADED": 429}.get(error.code, 503)
     wait_s = getattr(error, "retry_after_s", None) or 1.0
-    body = {"message": str(error), "type": _KINDS[status], "param": None, "code": error.code.lower()}
+    code = "context_length_exceeded" if isinstance(error, TooLong) else error.code.lower()
+    body = {"message": str(error), "type": _KINDS[status], "param": None, "code": code}
     return status, {"Retry-After": str(math.ceil(wait_s))} if status != 400 else {}, {"error": body}

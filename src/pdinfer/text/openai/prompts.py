@@ -18,6 +18,10 @@ from pdinfer.text.tokenizer import Tokenizer
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+class TooLong(RequestError):
+    """More tokens than a prompt and its answer may have. Some clients shorten the chat then, and ask again."""
+
+
 @attrs.frozen
 class Prompt:
     """The tokens of a prompt, and the text of one that was a text."""
@@ -26,15 +30,17 @@ class Prompt:
     text: str = ""
 
 
-def prompts_of(body: CompletionBody | ChatBody, tokenizer: Tokenizer, tools: Tools, *, limit: int) -> Iterator[Prompt]:
-    """Yield the prompts of a call, each below `limit` tokens. Raise RequestError for one that is longer, for what is no
-    prompt, and for what the template would not show."""
+def prompts_of(
+    body: CompletionBody | ChatBody, tokenizer: Tokenizer, tools: Tools, *, limit: int, num_new: int
+) -> Iterator[Prompt]:
+    """Yield the prompts of a call, each of which leaves `num_new` of `limit` tokens. Raise TooLong for one that does
+    not, and RequestError for what is no prompt, and for what the template would not show."""
     made = iter((_chat(body, tokenizer, tools),)) if isinstance(body, ChatBody) else _completions(body, tokenizer)
     for prompt in made:
-        if len(prompt.tokens) >= limit:
-            raise RequestError(
-                f"the prompt has {len(prompt.tokens)} tokens, and {limit} are all that a prompt and its answer may "
-                "have: shorten it"
+        if len(prompt.tokens) + num_new > limit:
+            raise TooLong(
+                f"the prompt has {len(prompt.tokens)} tokens, and its answer may have {num_new}; {limit} are all that "
+                "fit: shorten it, or ask for fewer"
             )
         yield prompt
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.text.openai import Call, max_bytes
+from pdinfer.text.openai import Call, error_answer, max_bytes
 from tests.backends import ROOT
 from tests.unit.text.dialects.folders import DEEPSEEK, THOUGHT, TOOLS
 
@@ -237,8 +237,16 @@ def test_a_chat_may_run_to_the_end_of_what_fits_and_is_not_charged_for_that(spea
     body = json.dumps({"prompt": "a"})
     (request,) = Call.parse(body, speaker, is_chat=False, model="m", limit=1000).requests
     assert (request.sampling.max_new_tokens, request.expected_new_tokens) == (128, None)
-    with pytest.raises(pd.RequestError, match=r"the prompt has \d+ tokens, and 5 are all"):
-        parse(speaker, limit=5)
+
+
+def test_what_is_too_long_is_told_so_that_clients_shorten_it(speaker: pd.text.Tokenizer) -> None:
+    num = len(parse(speaker).requests[0].prompt)
+    assert parse(speaker, limit=num + 1).requests
+    assert parse(speaker, limit=num + 7, max_tokens=7).requests
+    for options in ({"limit": num}, {"limit": num + 6, "max_tokens": 7}, {"limit": num, "user": "u" * max_bytes(num)}):
+        with pytest.raises(pd.RequestError, match="shorten it") as caught:
+            parse(speaker, **options)
+        assert error_answer(caught.value)[2]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_client_cannot_say_the_salt_of_another_tenant(speaker: pd.text.Tokenizer) -> None:
@@ -282,10 +290,11 @@ def test_templates_get_what_clients_mean_for_them(tmp_path: Path) -> None:
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
         {"prediction": {"type": "content", "content": "a"}, "prompt_cache_key": "k", "modalities": ["text"]},
+        {"prompt_cache_options": {"mode": "explicit"}},
         {"best_of": 1, "length_penalty": 1.0, "use_beam_search": False, "functions": None, "verbosity": "medium"},
         {"stream_options": {"include_usage": False, "include_obfuscation": False}, "skip_special_tokens": True},
     ],
-    ids=["who", "hints", "idle", "stream"],
+    ids=["who", "hints", "cache", "idle", "stream"],
 )
 def test_what_changes_no_answer_is_taken(speaker: pd.text.Tokenizer, harmless: dict[str, Any]) -> None:
     assert parse(speaker, **harmless, seed=1).requests[0].sampling == parse(speaker, seed=1).requests[0].sampling
@@ -303,6 +312,7 @@ def test_what_changes_no_answer_is_taken(speaker: pd.text.Tokenizer, harmless: d
         ({"guided_json": {}}, "use response_format"),
         ({"include_stop_str_in_output": True}, "a stop string is not shown"),
         ({"web_search_options": {}}, "nothing is looked up"),
+        ({"moderation": {"model": "m"}}, "nobody judges"),
         ({"echo": True}, "unknown field `echo`"),
     ],
 )
