@@ -15,7 +15,7 @@ parser.add_argument("--max-queued", type=int, default=1024, help="requests beyon
 parser.add_argument("--selftest", action="store_true", help="start it, ask it, kill a prefill, and tell what happened")
 
 if __name__ == "__main__":
-    options = parser.parse_args()
+    args = parser.parse_args()
     try:
         import uvicorn
         from guards import Protocol, must_be_free
@@ -25,12 +25,10 @@ if __name__ == "__main__":
         import pdinfer as pd
     except ImportError as missing:
         sys.exit(f"the example cannot import all that it needs ({missing}): pip install 'pdinfer[text,serve]'")
-    if options.selftest:
+    if args.selftest:
         sys.exit(selftest())
-    must_be_free(options.host, options.port)
-    config = pd.PairingConfig(port_wait_s=60, max_queued_requests=options.max_queued)
-    app = make_app(options.checkpoint.absolute(), options.prefills, options.decodes, config)
+    must_be_free(args.host, args.port)
+    config = pd.PairingConfig(port_wait_s=60, max_queued_requests=args.max_queued)
+    app = make_app(args.checkpoint.absolute(), args.prefills, args.decodes, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which uvicorn raises again when it has drained
-    uvicorn.run(
-        app, host=options.host, port=options.port, timeout_graceful_shutdown=int(DRAIN_S), http=Protocol, ws="none"
-    )
+    uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=int(DRAIN_S), http=Protocol, ws="none")

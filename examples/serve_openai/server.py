@@ -16,7 +16,6 @@ from guards import before_uvicorn, body_of, keep_out, not_served, unless_gone
 import pdinfer as pd
 from pdinfer.text.openai import Call, error_answer, max_bytes
 
-Port = pd.remote.SpawnedPrefill | pd.remote.SpawnedDecode
 DRAIN_S = 30.0
 log = logging.getLogger("serve_openai")
 
@@ -30,8 +29,8 @@ class Engines:
         self.ports: list[Any] = []
         self.is_closing = False
 
-    async def start(self, role: str) -> Port:
-        port: Port = await asyncio.to_thread(self.spawn, role, **self.config)
+    async def start(self, role: str) -> Any:
+        port = await asyncio.to_thread(self.spawn, role, **self.config)
         self.ports.append(port)
         return port
 
@@ -40,7 +39,7 @@ class Engines:
             lost = [port for port in self.ports if port not in host.pairing.ports]
             await asyncio.gather(asyncio.sleep(0.2), *(self.replace(port, host) for port in lost))
 
-    async def replace(self, lost: Port, host: pd.aio.AsyncPairing) -> None:
+    async def replace(self, lost: Any, host: pd.aio.AsyncPairing) -> None:
         log.warning("the %s of process %d is lost; another one is started", lost.role, lost.process.pid)
         lost.process.kill()  # one that stands still obeys nothing else
         try:
@@ -131,12 +130,14 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     @app.api_route("/ready", methods=["GET", "HEAD"])
-    async def health(http: Request) -> Response:
-        state, used = host.health(), [port for port in engines.ports if port in host.pairing.ports]
-        told: dict[str, Any] = {"state": state.state.value, "reasons": state.reasons, "unfinished": host.num_unfinished}
-        told["engines"] = [(port.role, port.process.pid) for port in used]
-        is_live = state.state.value != "down" or len(used) < len(engines.ports)  # lost ones are replaced
-        return JSONResponse(told, 200 if state.takes_requests or (is_live and "health" in http.url.path) else 503)
+    async def probe(http: Request) -> Response:
+        health, ports = host.health(), host.pairing.ports
+        lost = [f"another {port.role} is started" for port in engines.ports if port not in ports]
+        state = "degraded" if lost and health.takes_requests else health.state.value
+        used = [(port.role, port.process.pid) for port in engines.ports if port in ports]
+        told = {"state": state, "reasons": [*health.reasons, *lost], "unfinished": host.num_unfinished, "engines": used}
+        is_live = "health" in http.url.path and (lost or state != "down")
+        return JSONResponse(told, 200 if health.takes_requests or is_live else 503)
 
     @app.get("/")
     async def page() -> Response:

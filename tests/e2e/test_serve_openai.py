@@ -66,12 +66,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
-    """A client of the example, whose engines are in this process, and its Pairing."""
+def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing, Any]]:
+    """A client of the example, whose engines are in this process, its Pairing, and its Engines."""
     import openai
     import uvicorn
 
-    server, pairings = load("server"), []
+    server, pairings, started = load("server"), [], []
     local = pd.Pairing.local(
         TINY, cache=pd.CacheConfig(page_size=16, num_pages=512), logits_processors=pd.text.schema_processors(TINY)
     )
@@ -80,6 +80,7 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
         local.remove(engine, drain_s=0.0)
 
     async def start(self: Any, role: str) -> Any:
+        started.append(self)
         engines[role].process = SimpleNamespace(pid=0)  # type: ignore[attr-defined]
         self.ports.append(engines[role])
         return engines[role]
@@ -97,7 +98,7 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
     try:
         wait_until(lambda: running.started or not thread.is_alive())
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-            yield client, pairings[0]
+            yield client, pairings[0], started[0]
     finally:
         running.should_exit = True
         thread.join(TIMEOUT_S)
@@ -114,7 +115,7 @@ def refused(call: Callable[[], object]) -> Any:
 
 
 def test_the_client_of_openai_is_answered() -> None:
-    with served_here(pd.PairingConfig(max_queued_requests=8)) as (client, pairing):
+    with served_here(pd.PairingConfig(max_queued_requests=8)) as (client, pairing, _):
         ask = client.completions.create
         done = ask(model="tiny", prompt="calc 47+38=", temperature=0, max_tokens=20, stop=[";", "\n"], logprobs=2)
         assert (done.choices[0].text, done.choices[0].finish_reason) == ("85", "stop")
@@ -165,7 +166,7 @@ def test_the_client_of_openai_is_answered() -> None:
 def test_probes_and_models_and_what_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     import openai
 
-    with served_here(pd.PairingConfig()) as (client, pairing):
+    with served_here(pd.PairingConfig()) as (client, pairing, engines):
         root = str(client.base_url).removesuffix("v1/")
 
         def status(path: str, method: str = "GET") -> int:
@@ -188,6 +189,18 @@ def test_probes_and_models_and_what_is_not_served(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(pairing, "health", lambda state=state: Health(state, ("why",)))
             told[state.value] = status("health"), status("ready")
         assert told == {"ready": (200, 200), "degraded": (200, 200), "draining": (200, 503), "down": (503, 503)}
+
+        async def leave(*_: Any) -> None:
+            """Replace nothing."""
+
+        type(engines).replace = leave
+        engines.ports.append(SimpleNamespace(role="prefill", process=SimpleNamespace(pid=1)))
+        assert (status("health"), status("ready")) == (200, 503)  # down, and another engine is on its way
+        monkeypatch.undo()
+        with urlopen(root + "ready") as answer:
+            shown = json.loads(answer.read())
+        assert (shown["state"], shown["reasons"]) == ("degraded", ["another prefill is started"])
+        engines.ports.pop()
         monkeypatch.setattr(pairing, "health", lambda: Health(HealthState.DRAINING))
         with pytest.raises(openai.InternalServerError, match="ask another one"):
             client.completions.create(model="tiny", prompt="a")

@@ -292,4 +292,18 @@ MUTANTS = [
         "code = error.code.lower()",
         _CHATS + "test_what_is_too_long_is_told_so_that_clients_shorten_it",
     ),
+    Mutant(
+        "a server that starts another engine is dead",
+        '(lost or state != "down")',
+        'state != "down"',
+        _SERVED + "test_probes_and_models_and_what_is_not_served",
+        where="examples/",
+    ),
+    Mutant(
+        "a server with one engine less is as ready as before",
+        'state = "degraded" if lost and health.takes_requests else health.state.value',
+        "state = health.state.value",
+        _SERVED + "test_probes_and_models_and_what_is_not_served",
+        where="examples/",
+    ),
 ]
