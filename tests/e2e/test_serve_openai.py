@@ -201,6 +201,9 @@ def test_probes_and_models_and_what_is_not_served(monkeypatch: pytest.MonkeyPatc
             shown = json.loads(answer.read())
         assert (shown["state"], shown["reasons"]) == ("degraded", ["another prefill is started"])
         engines.ports.pop()
+        monkeypatch.setattr(type(pairing), "max_tokens", property(lambda _: 0))  # as while an engine is replaced
+        with pytest.raises(openai.BadRequestError, match="4096 are all that fit"):
+            client.completions.create(model="tiny", prompt="a" * 70_000)
         monkeypatch.setattr(pairing, "health", lambda: Health(HealthState.DRAINING))
         with pytest.raises(openai.InternalServerError, match="ask another one"):
             client.completions.create(model="tiny", prompt="a")

@@ -306,4 +306,11 @@ MUTANTS = [
         _SERVED + "test_probes_and_models_and_what_is_not_served",
         where="examples/",
     ),
+    Mutant(
+        "bodies have to be short while an engine is replaced",
+        "limit = host.pairing.max_tokens or tokenizer.max_tokens or 0",
+        "limit = host.pairing.max_tokens",
+        _SERVED + "test_probes_and_models_and_what_is_not_served",
+        where="examples/",
+    ),
 ]
