@@ -313,4 +313,10 @@ MUTANTS = [
         _SERVED + "test_probes_and_models_and_what_is_not_served",
         where="examples/",
     ),
+    Mutant(
+        "an empty content ends a reasoning",
+        "if not told and self._is_content:",
+        "if not told:",
+        _CHATS + "test_a_stream_has_the_same_in_pieces_one_chunk_for_each_token",
+    ),
 ]

@@ -97,10 +97,13 @@ class Turn(Choice):
         self._speech = speech
         self._message = Message()
         self._has_calls = False
+        self._is_content = True  # what was told last
 
     def _added(self, event: TokenEvent, *, is_first: bool) -> Part:
-        message = self._read(event, Message())
-        return {"delta": {**({"role": "assistant"} if is_first else {}), **message.chunk()}}
+        told = self._read(event, Message()).chunk()
+        if not told and self._is_content:  # elsewhere a content, though empty, would end a reasoning or a call for some
+            told = {"content": ""}
+        return {"delta": {**({"role": "assistant"} if is_first else {}), **told}}
 
     def _keep(self, event: TokenEvent) -> None:
         self._read(event, self._message)
@@ -114,6 +117,7 @@ class Turn(Choice):
     def _read(self, event: TokenEvent, message: Message) -> Message:
         for delta in self._speech.push(event):
             message.add(delta)
+            self._is_content = bool(delta.content)
         self._has_calls |= bool(message.calls)
         return message
 
@@ -185,11 +189,11 @@ class Message:
 
     def chunk(self) -> Part:
         """Return what a delta has beside the role."""
-        content, reasoned = "".join(self._content), self._reasoned()
+        content = "".join(self._content)
         calls = [{"index": index, **_call(deltas)} for index, deltas in sorted(self.calls.items())]
         return {
-            **({"content": content} if content or not (reasoned or calls) else {}),
-            **reasoned,
+            **({"content": content} if content else {}),
+            **self._reasoned(),
             **({"tool_calls": calls} if calls else {}),
         }
 

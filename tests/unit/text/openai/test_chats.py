@@ -103,13 +103,16 @@ def test_thoughts_content_and_calls_are_told_apart(speaker: pd.text.Tokenizer) -
 
 def test_a_stream_has_the_same_in_pieces_one_chunk_for_each_token(speaker: pd.text.Tokenizer) -> None:
     call = parse(speaker, tools=TOOLS, stream=True, chat_template_kwargs={"thinking": True})
-    text = f"Where?</think>{CALLED}"
+    text = f"Where, 😀?</think>{CALLED}"
     chunks = list(said(call, speaker, text))
     assert len(chunks) == len(speaker.encode(text, add_special_tokens=False))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Where?"
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Where, 😀?"
     assert "".join(delta.get("content", "") for delta in deltas) == "Look."
+    first, last = ([name in delta for delta in deltas].index(True) for name in ("content", "tool_calls"))
+    assert {} in deltas[1:first]  # parts of the character; a content, though empty, would end the reasoning for some
+    assert [delta for delta in deltas[last:] if "content" in delta] == []
     pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
     for index, city in enumerate(("Oslo", "Rom")):
         of_call = [piece for piece in pieces if piece["index"] == index]
