@@ -121,7 +121,7 @@ def make_app(checkpoint: Path, num_prefills: int, num_decodes: int, config: pd.P
     @app.get("/v1/models/" + checkpoint.name)
     def models(http: Request) -> dict[str, Any]:
         told: dict[str, Any] = {"created": int(checkpoint.stat().st_mtime), "max_model_len": host.pairing.max_tokens}
-        told |= {"id": checkpoint.name, "object": "model", "owned_by": "pdinfer", "root": str(checkpoint)}
+        told |= {"id": checkpoint.name, "object": "model", "owned_by": "pdinfer", "root": checkpoint.name}
         return {"object": "list", "data": [told]} if http.url.path == "/v1/models" else told
 
     @app.get("/metrics")

@@ -16,13 +16,8 @@ MAX_CHOICES = 64
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *(
-            "prompt_cache_retention",
-            "prompt_cache_options",
-            "prediction",
-            "spaces_between_special_tokens",
-            "request_id",
-        ),
+        *("prompt_cache_retention", "prompt_cache_options", "prediction", "request_id"),
+        "spaces_between_special_tokens",
     }
 )
 """Fields that change no token of an answer here: who asks, what the provider keeps, and how it may be quicker."""
