@@ -23,6 +23,7 @@ from pdinfer.layers import Linear
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations
 from pdinfer.model.load_plan import read_all
 from pdinfer.parallel.groups import ALONE, InTouch
+from pdinfer.progress import nobody
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.rounding import error_of_products, gamma
 
@@ -70,7 +71,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
         weights = StoredWeights.survey(files)
         source = Destinations(CPU, torch.float32, weights, frozenset(FORMAT_OF_SCHEME) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
-        read_all(weights, source, None, InTouch(ALONE, CPU))
+        read_all(weights, source, nobody, InTouch(ALONE, CPU))
     return linear
 
 
