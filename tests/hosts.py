@@ -69,17 +69,33 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Seed the generators that all share. Nothing of ours draws from them."""
-    before = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    random.seed(0)
-    expected = torch.random.get_rng_state(), random.getstate()
-    yield
-    assert torch.equal(torch.random.get_rng_state(), expected[0])
-    assert random.getstate() == expected[1]
-    torch.random.set_rng_state(before)
+class _Seeded:
+    """Seeds the generators that all share, while any thread is inside. Nothing of ours draws from them."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside = threading.Lock(), 0
+        self._before = self._seeded = torch.random.get_rng_state(), random.getstate()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1:
+                self._before = torch.random.get_rng_state(), random.getstate()
+                torch.manual_seed(0)
+                random.seed(0)
+                self._seeded = torch.random.get_rng_state(), random.getstate()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                states = torch.random.get_rng_state(), random.getstate()
+                torch.random.set_rng_state(self._before[0])
+                assert torch.equal(states[0], self._seeded[0])
+                assert states[1] == self._seeded[1]
+
+
+_SEEDED = _Seeded()
 
 
 @contextlib.contextmanager
@@ -133,7 +149,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "flush-to-zero": lambda: _set(torch.set_flush_denormal, True, False),
     "numpy-raises": lambda: np.errstate(all="raise"),
     "warnings-are-errors": _warnings_are_errors,
-    "seeded": _seeded,
+    "seeded": lambda: _SEEDED,
     "locale-and-umask": _process,
     "a-dispatch-mode": _Passes,
     "other-threads": lambda: _set(torch.set_num_threads, 3, torch.get_num_threads()),
