@@ -41,7 +41,9 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 def precision(value: str) -> Iterator[None]:
     """Round products of float32, by torch's word for all of them, or "each" backend by its own."""
     places = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
-    before = [place.fp32_precision for place in places]
+    before, of_all = [place.fp32_precision for place in places], "highest"
+    with contextlib.suppress(RuntimeError):  # backends that differ have no word for all of them
+        of_all = torch.get_float32_matmul_precision()
     if value == "each":
         for place, own in zip(places, ("bf16", "tf32"), strict=True):
             place.fp32_precision = own
@@ -51,7 +53,7 @@ def precision(value: str) -> Iterator[None]:
         yield
     finally:
         if value != "each":
-            torch.set_float32_matmul_precision("highest")
+            torch.set_float32_matmul_precision(of_all)
         for place, old in zip(places, before, strict=True):
             place.fp32_precision = old
 
@@ -85,10 +87,10 @@ class _Seeded:
                 random.seed(0)
                 self._seeded = torch.random.get_rng_state(), random.getstate()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         with self._lock:
             self._num_inside -= 1
-            if self._num_inside == 0:
+            if self._num_inside == 0 and failed is None:  # a mode in which tensors hold nothing may be what failed
                 states = torch.random.get_rng_state(), random.getstate()
                 torch.random.set_rng_state(self._before[0])
                 assert torch.equal(states[0], self._seeded[0])
