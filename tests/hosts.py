@@ -23,14 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdinfer.engine.engine import Engine
 from pdinfer.model.model import Model
 
+_SETTING = threading.Lock()
+_INSIDE: dict[tuple[object, object], tuple[int, object]] = {}
+"""How many threads have set a value that is the process's, and what it was before the first of them."""
+
 
 @contextlib.contextmanager
 def _set(setter: Callable[[Any], object], value: object, before: object) -> Iterator[None]:
-    setter(value)
+    with _SETTING:
+        count, first = _INSIDE.get((setter, value), (0, before))
+        _INSIDE[setter, value] = count + 1, first
+        setter(value)
     try:
         yield
     finally:
-        setter(before)
+        with _SETTING:
+            count, first = _INSIDE.pop((setter, value))
+            if count > 1:
+                _INSIDE[setter, value] = count - 1, first
+            else:
+                setter(first)
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ def check_draws(exact: pd.Model, request: pd.Request, stream: Sequence[pd.TokenE
     ]
     drawn = [one.token for one in sample(logits_TV, draws)]
     rows = torch.arange(len(tokens))
-    leaning_TV = logits_TV.index_put((rows, torch.tensor(tokens)), torch.tensor(within), accumulate=True)
+    leaning_TV = logits_TV.index_put((rows, torch.tensor(tokens)), logits_TV.new_tensor(within), accumulate=True)
     assert [one.token for one in sample(leaning_TV, draws)] == tokens, (request.request_id, drawn)
     exact_T = logits_TV.log_softmax(-1)[rows, tokens]
     torch.testing.assert_close(
