@@ -43,8 +43,8 @@ def _metadata(
     assert topk is None or (num_heads_q is not None and is_fp8_kvcache)
     assert num_q_tokens_per_head_k > 0
     assert num_heads_k == 1
-    plan = torch.tensor([-1 if topk is None else topk, num_q_tokens_per_head_k], dtype=torch.int32)
-    return plan.repeat(NUM_PARTS, 4), torch.zeros(len(cache_seqlens) + 1, dtype=torch.int32)
+    plan = cache_seqlens.new_tensor([-1 if topk is None else topk, num_q_tokens_per_head_k])
+    return plan.repeat(NUM_PARTS, 4), cache_seqlens.new_zeros(len(cache_seqlens) + 1)
 
 
 def _with_kvcache(
@@ -91,7 +91,7 @@ def _with_kvcache(
     assert not is_fp8_kvcache
     assert k_cache.dtype == torch.bfloat16
     assert k_cache.shape[3] == 576
-    out, lse = torch.empty_like(q[..., :512]), torch.empty(batch, num_heads, num_queries)
+    out, lse = torch.empty_like(q[..., :512]), q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     for row, length in enumerate(cache_seqlens.tolist()):
         pages = block_table[row, : math.ceil(length / 64)]
         rows = k_cache[pages, :, 0].flatten(0, 1)[:length].float()
@@ -114,7 +114,7 @@ def _sparse(q: Tensor, k_cache: Tensor, indices: Tensor, scale: float) -> tuple[
     assert indices.shape[2] % 64 == 0
     assert indices.shape[2] > 0
     slots = k_cache.flatten(0, 1)[:, 0]
-    out, lse = torch.empty_like(q[..., :512]), torch.empty(batch, num_heads, num_queries)
+    out, lse = torch.empty_like(q[..., :512]), q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     for row in range(batch):
         for query in range(num_queries):
             chosen = indices[row, query].long()

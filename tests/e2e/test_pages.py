@@ -22,7 +22,7 @@ def latents(pool: pd.PagePool, pages: tuple[int, ...], num_tokens: int) -> Tenso
     """[layers, tokens, width] of a sequence, gathered token by token from its pages."""
     size = pool.layout.page_size
     where = [(pages[token // size], token % size) for token in range(num_tokens)]
-    rows, offsets = torch.tensor(where).T
+    rows, offsets = torch.tensor(where, device="cpu").T
     return torch.stack([pool.memory.pages("latent", layer)[rows, offsets] for layer in pool.layout.layers])
 
 
