@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 import pdinfer as pd
 from tests.backends import ROOT
+from tests.unit.text.tokenizers_of import tiny_folder
 
 pytest.importorskip("tokenizers", reason="text needs the package tokenizers")
 
@@ -115,14 +115,8 @@ def test_processors_can_be_named_to_other_processes() -> None:
 
 
 def folder_of(path: Path, eos: list[int], added: Sequence[str] = ()) -> str:
-    """A copy of the tiny model's folder with these ends and added tokens, whose ids are 259 and so on."""
-    shutil.copytree(TINY, path)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    tokenizer["added_tokens"] += [{"id": 259 + at, "content": text, **flags} for at, text in enumerate(added)]
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    return str(path)
+    """A copy of the tiny model's folder with these ends and added tokens."""
+    return str(tiny_folder(path, None, added, eos_token_id=eos))
 
 
 def allowed(processor: Any, prompt: str, output: Sequence[int], size: int = 264) -> list[int]:

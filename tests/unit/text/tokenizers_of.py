@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,3 +62,17 @@ def pieces_of(names: Sequence[str], decoder: dict[str, Any]) -> tuple[Tokenizer,
     """A tokenizer as SentencePiece's with these tokens, such as "▁a" and "<0xE2>", and the tokens in order."""
     vocab = {name: index for index, name in enumerate(dict.fromkeys(names))}
     return _made(vocab, decoder, byte_fallback=True), [vocab[name] for name in names]
+
+
+def tiny_folder(path: Path, template: str | None = None, added: Sequence[str] = (), **generation: Any) -> Path:
+    """A copy of the tiny model's folder with these added tokens, whose ids are 259 and so on, and with the template and
+    the generation_config.json that are given."""
+    shutil.copytree(EXAMPLES / "tiny", path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"] += [{"id": 259 + at, "content": text, **flags} for at, text in enumerate(added)]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path

@@ -13,12 +13,12 @@
 
 A new dialect is a row in families.py. Where each comes from: docs/decisions/0059-what-models-say.md.
 
-May import: text.tokenizer, the ground.
+May import: text.chat, text.tokenizer, the ground.
 """
 
 from __future__ import annotations
 
-from pdinfer.text.dialects.dialect import Dialect, dialect_of
+from pdinfer.text.dialects.dialect import Dialect, dialect_of, shows_tools
 from pdinfer.text.dialects.parser import CallDelta, Delta, Parser
 
-__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of"]
+__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of", "shows_tools"]

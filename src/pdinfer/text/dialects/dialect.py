@@ -15,6 +15,7 @@ from pdinfer.text.dialects.grammar import END_OF_THOUGHT, THINK, Family, Place, 
 from pdinfer.text.dialects.parser import Parser
 
 if TYPE_CHECKING:
+    from pdinfer.text.chat import ChatTemplate
     from pdinfer.text.tokenizer import Tokenizer
 
 
@@ -91,15 +92,13 @@ def dialect_of(tokenizer: Tokenizer) -> Dialect | None:
             words = {marker for _, markers in steps[True].values() for marker in markers}
             words |= {family.calls.name, family.calls.key} if family.calls else set()
             markers = frozenset(token for token in added if any(token in word for word in words))
-            shows_tools = _shows_tools(tokenizer)
-            why_not = family.why_not or ("" if shows_tools or family.tools_text else NOT_SHOWN)
-            return Dialect(family.name, markers, is_known(THINK), why_not, shows_tools, family, steps)
+            template = tokenizer.templates.get("tool_use") or tokenizer.chat_template
+            has_tools = template is None or shows_tools(template)
+            why_not = family.why_not or ("" if has_tools or family.tools_text else NOT_SHOWN)
+            return Dialect(family.name, markers, is_known(THINK), why_not, has_tools, family, steps)
     return None
 
 
-def _shows_tools(tokenizer: Tokenizer) -> bool:
-    """Return whether the template for chats with tools reads `tools`. One that there is not is not asked."""
-    template = tokenizer.templates.get("tool_use") or tokenizer.chat_template
-    if template is None:
-        return True
+def shows_tools(template: ChatTemplate) -> bool:
+    """Return whether a template reads `tools`, in more than a comment."""
     return bool(re.search(r"\btools\b", re.sub(r"\{#.*?#\}", "", template.source, flags=re.DOTALL)))

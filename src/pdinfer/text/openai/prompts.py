@@ -9,7 +9,7 @@ import attrs
 
 from pdinfer.errors import RequestError
 from pdinfer.text.chat import ChatTemplate
-from pdinfer.text.dialects import dialect_of
+from pdinfer.text.dialects import dialect_of, shows_tools
 from pdinfer.text.openai.body import MAX_CHOICES, ChatBody, CompletionBody
 from pdinfer.text.openai.messages import normalized, told_by_system
 from pdinfer.text.openai.tools import Tools
@@ -86,7 +86,7 @@ def _tools_text(tokenizer: Tokenizer, template: ChatTemplate, tools: Tools) -> s
     tools that the model would not get to know, or whose calls nobody could read."""
     dialect = dialect_of(tokenizer)
     text = None if dialect is None else dialect.tools_text(tools.told)
-    if text is None and "tools" not in template.source:
+    if text is None and not shows_tools(template):
         raise RequestError(
             "tools are not served with this checkpoint: its chat template does not show them to the model; the host "
             "may put a chat_template.jinja that reads `tools` into the folder of the tokenizer"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pdinfer as pd
 from pdinfer.text.openai import Call, error_answer, max_bytes
 from tests.backends import ROOT
 from tests.unit.text.dialects.folders import DEEPSEEK, THOUGHT, TOOLS
+from tests.unit.text.tokenizers_of import tiny_folder
 
 pytest.importorskip("tokenizers", reason="text needs the package tokenizers")
 pytest.importorskip("jinja2", reason="chats need the package jinja2")
@@ -32,23 +32,11 @@ V3_1 = (
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 
 
-def folder_of(path: Path, template: str, added: Sequence[str] = (), **generation: Any) -> Path:
-    """A copy of the tiny model's folder with these added tokens, the template, and defaults."""
-    shutil.copytree(TINY, path)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    tokenizer["added_tokens"] += [{"id": 259 + at, "content": text, **flags} for at, text in enumerate(added)]
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "chat_template.jinja").write_text(template)
-    (path / "generation_config.json").write_text(json.dumps(generation))
-    return path
-
-
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> pd.text.Tokenizer:
     """The tokenizer of a checkpoint that speaks as DeepSeek-V3.1."""
     markers = [*THOUGHT, *DEEPSEEK[:2], "<｜tool▁sep｜>"]
-    return pd.text.Tokenizer.load(folder_of(tmp_path_factory.mktemp("v31") / "m", V3_1, markers))
+    return pd.text.Tokenizer.load(tiny_folder(tmp_path_factory.mktemp("v31") / "m", V3_1, markers))
 
 
 def parse(tokenizer: pd.text.Tokenizer, messages: Any = ASKED, **more: Any) -> Call:
@@ -152,11 +140,11 @@ def test_a_template_without_tools_tells_them_in_the_makers_words_or_they_are_ref
     )
     assert prompt.endswith("chain them directly without separators or spaces<｜User｜>Hi<｜Assistant｜></think>")
     assert speaker.decode(parse(speaker, tools=TOOLS).requests[0].prompt).startswith("## Tools")
-    other = pd.text.Tokenizer.load(folder_of(tmp_path / "m", "{{ messages[0].content }}"))
+    other = pd.text.Tokenizer.load(tiny_folder(tmp_path / "m", "{{ messages[0].content }}"))
     for more in ({}, {"tool_choice": "required"}):
         with pytest.raises(pd.RequestError, match="does not show them"):
             parse(other, tools=TOOLS, **more)
-    shows = pd.text.Tokenizer.load(folder_of(tmp_path / "s", "{{ tools }}{{ messages[0].content }}"))
+    shows = pd.text.Tokenizer.load(tiny_folder(tmp_path / "s", "{{ tools }}{{ messages[0].content }}"))
     assert parse(shows, tools=TOOLS, tool_choice="required").requests
     with pytest.raises(pd.RequestError, match="of no family that is known; tool_choice can force one"):
         parse(shows, tools=TOOLS)
@@ -193,7 +181,7 @@ def test_a_forced_call_is_an_answer_of_its_schema(speaker: pd.text.Tokenizer) ->
 def test_real_engines_make_the_call_that_is_forced(tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="a forced call is made with llguidance here")
     template = "{{ bos_token }}{{ tools | length if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    folder = folder_of(tmp_path / "m", template)
+    folder = tiny_folder(tmp_path / "m", template)
     tokenizer = pd.text.Tokenizer.load(folder)
     number = {
         "type": "object",
@@ -218,7 +206,7 @@ def test_real_engines_make_the_call_that_is_forced(tmp_path: Path) -> None:
 def test_the_folder_says_how_tokens_are_drawn_and_the_client_may_say_otherwise(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}"
     tokenizer = pd.text.Tokenizer.load(
-        folder_of(tmp_path / "m", template, temperature=0.6, top_p=0.95, eos_token_id=[258])
+        tiny_folder(tmp_path / "m", template, temperature=0.6, top_p=0.95, eos_token_id=[258])
     )
     drawn = parse(tokenizer, temperature=None).requests[0].sampling
     assert (drawn.temperature, drawn.top_p) == (0.6, 0.95)
@@ -273,7 +261,7 @@ def test_a_body_that_no_prompt_could_fill_is_not_read(
 def test_templates_get_what_clients_mean_for_them(tmp_path: Path) -> None:
     template = "{{ reasoning_effort }},{{ thinking }},{{ enable_thinking }},{{ documents | length }},"
     template += "{{ add_generation_prompt }}"
-    tokenizer = pd.text.Tokenizer.load(folder_of(tmp_path / "m", template))
+    tokenizer = pd.text.Tokenizer.load(tiny_folder(tmp_path / "m", template))
 
     def rendered(**more: Any) -> str:
         return tokenizer.decode(parse(tokenizer, documents=[{"text": "a"}], **more).requests[0].prompt)
@@ -283,7 +271,7 @@ def test_templates_get_what_clients_mean_for_them(tmp_path: Path) -> None:
     assert rendered(chat_template_kwargs={"thinking": "x"}) == ",x,,1,True"
     with pytest.raises(pd.RequestError, match="reasoning_effort must be one of"):
         rendered(reasoning_effort="much")
-    other = pd.text.Tokenizer.load(folder_of(tmp_path / "o", "{{ messages[0].content }}"))
+    other = pd.text.Tokenizer.load(tiny_folder(tmp_path / "o", "{{ messages[0].content }}"))
     with pytest.raises(pd.RequestError, match="does not show documents"):
         parse(other, documents=[{"text": "a"}])
 
