@@ -16,6 +16,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.engine import sequence
+from pdinfer.engine.engine import Engine
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker
@@ -174,6 +175,102 @@ def test_ctrl_c_itself() -> None:
                     pass
                 timer.join()
                 check_goes_on(setup, str(number), events)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def handler_of_sigint(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is handler, "a step left its own handler behind"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def signals_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, times: int = 1) -> list[str]:
+    """Let the next call of a method begin with so many Ctrl-C, and return a list that names it if it went on."""
+    plain = getattr(owner, name)
+    went_on: list[str] = []
+
+    def call(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, plain)
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        went_on.append(name)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return went_on
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(broker.Broker, "_tell"), (HandoffSender, "_write_to"), (Engine, "_begin")]
+)
+@pytest.mark.parametrize("kind", ["shared", "loopback"])
+def test_ctrl_c_waits_for_the_end_of_a_step_and_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch, kind: str, owner: Any, name: str
+) -> None:
+    if (kind, owner) == ("shared", HandoffSender):
+        return  # where pages are shared nothing is sent
+    with over(kind) as setup, handler_of_sigint(signal.default_int_handler):
+        setup.pairing.submit(request("a"))
+        signals_once(monkeypatch, owner, name)
+        events: list[pd.TokenEvent] = []
+        with pytest.raises(KeyboardInterrupt):
+            events.extend(itertools.chain.from_iterable(setup.pairing.step() for _ in range(1000)))
+        events += collect(setup.pairing)
+        assert tokens_of(by_request(events)["a"]) == list(reference("v3", PROMPT, 5).tokens)
+        assert setup.pairing.stats.num_retries == 0
+        setup.check_idle()
+
+
+def test_ctrl_c_in_a_step_of_an_engine_that_a_host_steps_keeps_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local() as setup, handler_of_sigint(signal.default_int_handler):
+        decode = setup.decodes[0]
+        decode.submit(request("a"), writers=(setup.prefills[0].address,))
+        signals_once(monkeypatch, pd.KVChannel, "poll")
+        with pytest.raises(KeyboardInterrupt):
+            decode.step()
+        (granted,) = decode.step()
+        assert isinstance(granted, pd.Granted)
+        decode.cancel("a")
+        wait_until(lambda: not decode.step() and not decode.num_unfinished)
+
+
+def test_a_second_ctrl_c_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with over("loopback") as setup, handler_of_sigint(signal.default_int_handler):
+        setup.pairing.submit(request("hit"))
+        went_on = signals_once(monkeypatch, HandoffSender, "_write_to", times=2)
+        with pytest.raises(KeyboardInterrupt):
+            collect(setup.pairing)
+        assert not went_on
+        setup.pairing.submit(request("next"))
+        streams = by_request(collect(setup.pairing))
+        assert streams["hit"][-1].finish_reason is not None
+        assert tokens_of(streams["next"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()
+
+
+def test_a_handler_of_the_host_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[int] = []
+    with over("loopback") as setup, handler_of_sigint(lambda number, _: came.append(number)):
+        setup.pairing.submit(request("a"))
+        signals_once(monkeypatch, broker.Broker, "_tell", times=3)
+        events = collect(setup.pairing)
+        assert came == [signal.SIGINT] * 3
+        assert tokens_of(by_request(events)["a"]) == list(reference("v3", PROMPT, 5).tokens)
+
+
+def test_a_handler_that_is_set_in_a_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with local() as setup:
+            monkeypatch.setattr(setup.decodes[0], "_step", lambda: signal.signal(signal.SIGINT, mine))
+            setup.decodes[0].step()
+            assert signal.getsignal(signal.SIGINT) is mine
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -9,7 +9,40 @@ MISUSE = "test_misuse.py"
 MODES = "test_modes.py"
 TOKENS = f"{SETTINGS}::test_what_the_host_has_set_changes_no_token"
 
+INTERRUPTS = "test_interrupts.py"
+WAITS = f"{INTERRUPTS}::test_ctrl_c_waits_for_the_end_of_a_step_and_costs_no_request"
+
 MUTANTS = [
+    Mutant(
+        "Ctrl-C breaks a step off in the middle",
+        "            and _signal.getsignal(SIGINT) is _signal.default_int_handler",
+        "            and False",
+        f"{WAITS}[shared-Broker-_tell]",
+    ),
+    Mutant(
+        "Ctrl-C in a step is forgotten",
+        "        self._came = True\n",
+        "        pass\n",
+        f"{WAITS}[shared-Broker-_tell]",
+    ),
+    Mutant(
+        "a second Ctrl-C waits, too",
+        "        if self._came:\n            _signal",
+        "        if False:\n            _signal",
+        f"{INTERRUPTS}::test_a_second_ctrl_c_ends_the_step",
+    ),
+    Mutant(
+        "a step takes away the handler that was set in it",
+        "        if _signal.getsignal(SIGINT) == self._note:",
+        "        if True:",
+        f"{INTERRUPTS}::test_a_handler_that_is_set_in_a_step_stays",
+    ),
+    Mutant(
+        "an engine that is interrupted at the end of its step recovers from it",
+        "        self._num_changes += had_work or self.num_unfinished > 0\n        self._unfinished_call = False\n",
+        "        self._num_changes += had_work or self.num_unfinished > 0\n",
+        f"{INTERRUPTS}::test_ctrl_c_in_a_step_of_an_engine_that_a_host_steps_keeps_its_events",
+    ),
     Mutant(
         "pages that were made in inference mode can be written in it alone",
         "        if torch.is_inference_mode_enabled():\n            stack.enter_context(torch.inference_mode(False))\n",

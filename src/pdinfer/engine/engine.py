@@ -34,7 +34,7 @@ from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
-from pdinfer.process.locks import let_go
+from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
@@ -302,7 +302,18 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other
-        ranks if there are any. Raise RankLost when one of them does not come."""
+        ranks if there are any. Raise RankLost when one of them does not come. Ctrl-C waits for its end (`HeldBack`)."""
+        events: list[Event] = []
+        try:
+            with HeldBack():
+                self._change()
+            events, self._events = self._events, []
+            return events
+        except BaseException:  # the caller did not get them
+            self._events = events + self._events
+            raise
+
+    def _change(self) -> None:
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
@@ -314,23 +325,15 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
                     self.close()
         except PDInferError:
             raise
-        except Exception as error:  # noqa: BLE001 - a step that fails must not stop the engine
+        except BaseException as error:
             let_go()
+            if not isinstance(error, Exception):
+                raise
             self.ranks.propagate(error)
             _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
             self._recover(PDInferError(f"a step of the {self.role} engine failed: {cause(error)}"))
-        except BaseException:
-            let_go()
-            raise
         self._num_changes += had_work or self.num_unfinished > 0
-        events: list[Event] = []
-        try:
-            self._unfinished_call = False
-            events, self._events = self._events, []
-            return events
-        except BaseException:  # the caller did not get them
-            self._events = events + self._events
-            raise
+        self._unfinished_call = False
 
     @abstractmethod
     def _step(self) -> None:

@@ -38,7 +38,7 @@ from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import interruptible, let_go, open_lock
+from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
@@ -239,7 +239,8 @@ class Pairing(OfOneProcess):
     @interruptible
     def step(self) -> list[TokenEvent]:
         """Send waiting requests on, step every port, and return the events since the last step. Raise ConfigError, and
-        change nothing, in a mode of torch that makes tensors without memory."""
+        change nothing, in a mode of torch that makes tensors without memory. Ctrl-C waits for the end of the step: the
+        next one goes on, and returns the events of this one, too."""
         events: list[TokenEvent] = []
         try:
             with self._stepping:
@@ -425,7 +426,7 @@ class Pairing(OfOneProcess):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        with self._stepping:
+        with HeldBack(), self._stepping:
             self._stepper = threading.current_thread()
             if not self._closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port

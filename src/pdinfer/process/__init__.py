@@ -6,7 +6,7 @@ records.
     compiler.py  the C compiler: its version, the instruction sets that it may use, and what its failures mean
     forked.py    what belongs to one process; a forked child may neither use nor end it
     huge_pages.py  huge pages for what is read from end to end
-    locks.py     locks that an interrupt cannot keep closed for ever
+    locks.py     Ctrl-C waits for the end of a step, and no lock stays closed after any other interrupt
     malloc.py    keeps memory that a step has freed for the next one
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory
     modes.py     the modes in which we compute, whatever those of the host are
