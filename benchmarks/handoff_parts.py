@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 
 from kv_channel import Shape
 
+import pdinfer as pd
 from pdinfer import kv
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
@@ -51,12 +52,12 @@ CASES = ("channel", "inbox")
 BARE = ("bare", "bare, handed on")
 
 
-def pool() -> kv.PagePool:
+def pool() -> pd.PagePool:
     """Return pages of 4 KiB."""
-    return kv.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
+    return pd.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
 
 
-class Marked(kv.KVChannel):
+class Marked(pd.KVChannel):
     """A channel that notes when its transport calls it."""
 
     at: dict[str, float]
@@ -166,10 +167,10 @@ class Writer:
 
     def __init__(self, connection: Connection, digest: bool) -> None:
         self.connection = connection
-        self.channels: dict[str, tuple[kv.KVChannel, int]] = {}
+        self.channels: dict[str, tuple[pd.KVChannel, int]] = {}
         self.bare: dict[str, socket.socket] = {}
         for case in CASES:
-            channel = kv.KVChannel(pool(), kv.ShmTransport(digest=digest))
+            channel = pd.KVChannel(pool(), kv.ShmTransport(digest=digest))
             channel.connect(self.ask("open", case))  # type: ignore[arg-type]
             connection.send(channel.address)
             self.channels[case] = channel, channel.pool.own(1)[0]  # type: ignore[attr-defined]

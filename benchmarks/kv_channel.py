@@ -36,6 +36,7 @@ import attrs
 import numpy as np
 import torch
 
+import pdinfer as pd
 from pdinfer import kv
 from pdinfer.config import CacheConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
@@ -103,7 +104,7 @@ class Host:
     """The parts that both processes have: a pool, and which of its pages move, one list of spans per layer."""
 
     def __init__(self, seed: int) -> None:
-        self.pool = kv.PagePool(Shape(layers=LAYERS, width=576), CacheConfig(page_size=64, num_pages=POOL_PAGES))
+        self.pool = pd.PagePool(Shape(layers=LAYERS, width=576), CacheConfig(page_size=64, num_pages=POOL_PAGES))
         assert isinstance(self.pool.memory, kv.PageMemory)
         self.memory = self.pool.memory
         chance = random.Random(seed)
@@ -364,8 +365,8 @@ class Decode:
     """The receiving end of single pages of 4 KiB."""
 
     def __init__(self, transport: kv.Transport) -> None:
-        self.pool = kv.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
-        self.channel = kv.KVChannel(self.pool, transport)
+        self.pool = pd.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
+        self.channel = pd.KVChannel(self.pool, transport)
 
     def serve(self, connection: Connection) -> None:
         """Grant a page, say when its hand-off came out of `poll`, and take the page back; end with None."""
@@ -397,8 +398,8 @@ class Decode:
 
 def latencies(sender: Sender, name: str) -> list[float]:
     """Return the seconds from `push` to `poll`. The clock is CLOCK_MONOTONIC, the same in both processes."""
-    pool = kv.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
-    with kv.KVChannel(pool, transport_of(name, f"{sender.folder}/latency-sender")) as channel:
+    pool = pd.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
+    with pd.KVChannel(pool, transport_of(name, f"{sender.folder}/latency-sender")) as channel:
         channel.connect(sender.ask("latency", name))  # type: ignore[arg-type]
         sender.connection.send(channel.address)
         (page,) = pool.own(1)

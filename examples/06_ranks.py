@@ -28,7 +28,7 @@ import pdinfer as pd
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 KEY = b"06_ranks"  # anyone who knows it may serve, or be asked: choose your own
-EXPERTS = pd.ExpertConfig(num_redundant_experts=2, expert_distribution_recorder_mode="stat")
+EXPERTS = pd.moe.ExpertConfig(num_redundant_experts=2, expert_distribution_recorder_mode="stat")
 ENGINE = pd.EngineConfig(eplb_rebalance_num_iterations=10, rebalance_bytes_per_step=1 << 20)
 
 

@@ -25,7 +25,7 @@ _PUBLIC = [getattr(pdinfer, name) for name in pdinfer.__all__]
 
 
 def surface() -> list[str]:
-    """Return one line per name, sorted, each with the path by which hosts call it: `pd.kv.PagePool.grant(self,
+    """Return one line per name, sorted, each with the path by which hosts call it: `pd.PagePool.grant(self,
     count)`."""
     return sorted(set(_members("pd", pdinfer)))
 
@@ -50,7 +50,7 @@ def _described(name: str, value: object) -> Iterator[str]:
         bases = ", ".join(base.__name__ for base in value.__bases__ if base in _PUBLIC or issubclass(base, Exception))
         yield f"{name}: class({bases}) {_signature(value)}"
         for member in sorted(dir(value)):
-            if not member.startswith("_") and not _is_foreign(value, member):
+            if not member.startswith("_") and not _is_foreign(value, member) and not _is_of_a_base(value, member):
                 yield _member(f"{name}.{member}", inspect.getattr_static(value, member))
     elif callable(value):
         yield f"{name}{_signature(value)}"
@@ -62,6 +62,12 @@ def _is_foreign(cls: type, member: str) -> bool:
     """Return whether a class has the member from outside, as exceptions and enums do."""
     owner = next((base for base in cls.__mro__ if member in vars(base)), None)
     return owner is None or not owner.__module__.startswith("pdinfer")
+
+
+def _is_of_a_base(cls: type, member: str) -> bool:
+    """Return whether a class has the member from a public base, which lists it."""
+    owner = next(base for base in cls.__mro__ if member in vars(base))
+    return owner is not cls and owner in _PUBLIC
 
 
 def _member(name: str, value: object) -> str:

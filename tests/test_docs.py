@@ -23,7 +23,7 @@ PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
 READING = (ROOT / "docs" / "reading.md").read_text("utf-8")
 PAGES = {path: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 OWNERS = (
-    *(pd.CacheConfig, pd.EngineConfig, pd.ExpertConfig, pd.PairingConfig, pd.RemoteConfig, pd.Topology),
+    *(pd.CacheConfig, pd.EngineConfig, pd.moe.ExpertConfig, pd.PairingConfig, pd.remote.RemoteConfig, pd.Topology),
     *(pd.kv.SocketTransport, pd.kv.MooncakeTransport, pd.SamplingParams, pd.load_model),
 )
 

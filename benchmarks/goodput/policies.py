@@ -22,7 +22,7 @@ from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
 PAGE_SIZE = 256
-SLO = pd.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
+SLO = pd.bench.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +35,7 @@ class Setting:
     rates: tuple[float, float]
     prefill_tokens_s: float = 14_000.0
     sequence_s: float = 1e-4
-    slo: pd.SLO = SLO
+    slo: pd.bench.SLO = SLO
     changes: tuple[Change, ...] = ()
     factors: Mapping[str, float] = attrs.field(factory=dict)
 
@@ -97,7 +97,7 @@ SETTINGS = {
         rates=(2.0, 10.0),
         prefill_tokens_s=6000.0,
         sequence_s=3e-4,
-        slo=pd.SLO(ttft_s=1.0, tpot_s=0.04),
+        slo=pd.bench.SLO(ttft_s=1.0, tpot_s=0.04),
         factors={"best": 1.0},
     ),
 }

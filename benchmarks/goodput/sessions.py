@@ -18,7 +18,7 @@ import pdinfer as pd
 from pdinfer import bench
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny"
-SLO = pd.SLO(ttft_s=0.5)
+SLO = pd.bench.SLO(ttft_s=0.5)
 NUM_SESSIONS, NUM_TURNS, BLOCK_TOKENS = 24, 5, 50
 OUTPUT_TOKENS = 16
 ROUNDS = 5

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Iterator[Line | st
         for batch in options.batches:
             times = serve(pairing, batch, requests(config, batch, options))
             yield line_of(model, times, batch, options)
-        yield pd.explain_graphs(decode)
+        yield str(decode.graphs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

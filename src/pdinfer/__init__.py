@@ -44,194 +44,23 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import typing
+import re
+from pathlib import Path
 
-if typing.TYPE_CHECKING:
-    from pdinfer import adapters, aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
-    from pdinfer.bench.slo import SLO
-    from pdinfer.checkpoint.quantize import quantize_checkpoint
-    from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
-    from pdinfer.diagnosis.doctor import doctor
-    from pdinfer.engine.decode import DecodeEngine
-    from pdinfer.engine.prefill import PrefillEngine
-    from pdinfer.errors import (
-        BackendUnavailable,
-        CheckpointError,
-        ConfigError,
-        Forked,
-        LayoutMismatch,
-        Overloaded,
-        PDInferError,
-        RankLost,
-        RequestError,
-        TransferError,
-    )
-    from pdinfer.execution.graphs import explain_graphs
-    from pdinfer.execution.sampling import LogitsProcessor
-    from pdinfer.kernels.ops import Ops
-    from pdinfer.kernels.resolve import explain_backends
-    from pdinfer.kv.channel.channel import KVChannel
-    from pdinfer.kv.pool import PagePool
-    from pdinfer.model.load import load_model
-    from pdinfer.model.model import Model
-    from pdinfer.moe.balance.deepseek import rebalance_experts
-    from pdinfer.moe.placement.placement import ExpertPlacement
-    from pdinfer.pairing import policy
-    from pdinfer.pairing.pairing import Pairing
-    from pdinfer.parallel.topology import Topology
-    from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
-    from pdinfer.stop import StopMatcher
-    from pdinfer.trace import join_traces
-    from pdinfer.types import (
-        Event,
-        FinishReason,
-        Granted,
-        Handoff,
-        HandoffStatus,
-        PageGrant,
-        PeerAddress,
-        Refused,
-        Request,
-        SamplingParams,
-        Timeline,
-        TokenEvent,
-        Usage,
-    )
-    from pdinfer.values import asdict
 
-    __version__: str
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, from the stub. A module is imported when a name of it is first used, so
+    that `import pdinfer` costs nothing and a program pays only for the parts that it uses."""
+    homes: dict[str, str] = {}
+    home = ""
+    for line in Path(__file__).with_suffix(".pyi").read_text("utf-8").splitlines():
+        home = line.split()[1] if line.startswith("from ") else home
+        homes |= dict.fromkeys(re.findall(r"(\w+) as \1\b", line), home)
+    return homes
 
-__all__ = [  # noqa: RUF022 - in plain order
-    "BackendUnavailable",
-    "CacheConfig",
-    "CheckpointError",
-    "ConfigError",
-    "DecodeEngine",
-    "DecodeLoad",
-    "EngineConfig",
-    "Event",
-    "ExpertConfig",
-    "ExpertPlacement",
-    "FinishReason",
-    "Forked",
-    "Granted",
-    "Handoff",
-    "HandoffStatus",
-    "KVChannel",
-    "LayoutMismatch",
-    "LogitsProcessor",
-    "Model",
-    "ModelConfig",
-    "Ops",
-    "Overloaded",
-    "PDInferError",
-    "PageGrant",
-    "PagePool",
-    "Pairing",
-    "PairingConfig",
-    "PairingStats",
-    "PeerAddress",
-    "PrefillEngine",
-    "PrefillLoad",
-    "RankLost",
-    "Refused",
-    "RemoteConfig",
-    "Request",
-    "RequestError",
-    "SLO",
-    "SamplingParams",
-    "StopMatcher",
-    "Timeline",
-    "TokenEvent",
-    "Topology",
-    "TransferError",
-    "Usage",
-    "adapters",
-    "aio",
-    "asdict",
-    "bench",
-    "doctor",
-    "explain_backends",
-    "explain_graphs",
-    "join_traces",
-    "kernels",
-    "kv",
-    "load_model",
-    "metrics",
-    "moe",
-    "planning",
-    "policy",
-    "quantize_checkpoint",
-    "rebalance_experts",
-    "remote",
-    "testing",
-    "text",
-]
 
-_HOMES: dict[str, tuple[str, ...]] = {
-    "pdinfer.bench.slo": ("SLO",),
-    "pdinfer.checkpoint.quantize": ("quantize_checkpoint",),
-    "pdinfer.config": (
-        "CacheConfig",
-        "EngineConfig",
-        "ExpertConfig",
-        "ModelConfig",
-        "PairingConfig",
-        "RemoteConfig",
-    ),
-    "pdinfer.diagnosis.doctor": ("doctor",),
-    "pdinfer.engine.decode": ("DecodeEngine",),
-    "pdinfer.engine.prefill": ("PrefillEngine",),
-    "pdinfer.errors": (
-        "BackendUnavailable",
-        "CheckpointError",
-        "ConfigError",
-        "Forked",
-        "LayoutMismatch",
-        "Overloaded",
-        "PDInferError",
-        "RankLost",
-        "RequestError",
-        "TransferError",
-    ),
-    "pdinfer.execution.graphs": ("explain_graphs",),
-    "pdinfer.execution.sampling": ("LogitsProcessor",),
-    "pdinfer.kernels.ops": ("Ops",),
-    "pdinfer.kernels.resolve": ("explain_backends",),
-    "pdinfer.kv.channel.channel": ("KVChannel",),
-    "pdinfer.kv.pool": ("PagePool",),
-    "pdinfer.model.load": ("load_model",),
-    "pdinfer.model.model": ("Model",),
-    "pdinfer.moe.balance.deepseek": ("rebalance_experts",),
-    "pdinfer.moe.placement.placement": ("ExpertPlacement",),
-    "pdinfer.pairing.pairing": ("Pairing",),
-    "pdinfer.parallel.topology": ("Topology",),
-    "pdinfer.stats": (
-        "DecodeLoad",
-        "PairingStats",
-        "PrefillLoad",
-    ),
-    "pdinfer.stop": ("StopMatcher",),
-    "pdinfer.trace": ("join_traces",),
-    "pdinfer.types": (
-        "Event",
-        "FinishReason",
-        "Granted",
-        "Handoff",
-        "HandoffStatus",
-        "PageGrant",
-        "PeerAddress",
-        "Refused",
-        "Request",
-        "SamplingParams",
-        "Timeline",
-        "TokenEvent",
-        "Usage",
-    ),
-    "pdinfer.values": ("asdict",),
-}
-"""Where each name lives. Its module is imported when the name is first used, so that `import pdinfer` costs nothing and
-a program pays only for the parts that it uses."""
+_HOMES = _homes()
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - type checkers read the stub
 
 
 def _version() -> str:
@@ -244,25 +73,22 @@ def _version() -> str:
         return "0+checkout"
 
 
-if not typing.TYPE_CHECKING:  # or a type checker would believe in every name
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        home = vars(importlib.import_module(_HOMES[name]))
+        value = home[name] if name in home else importlib.import_module(f"{_HOMES[name]}.{name}")
+    elif name == "__version__":
+        value = _version()
+    elif not name.startswith("_") and importlib.util.find_spec(f"pdinfer.{name}") is not None:
+        return importlib.import_module(f"pdinfer.{name}")
+    else:
+        raise AttributeError(f"module 'pdinfer' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-    def __getattr__(name: str) -> object:
-        home = next((home for home, names in _HOMES.items() if name in names), None)
-        if home is not None:
-            value = getattr(importlib.import_module(home), name)
-        elif name == "policy":
-            value = importlib.import_module("pdinfer.pairing.policy")
-        elif name == "__version__":
-            value = _version()
-        elif not name.startswith("_") and importlib.util.find_spec(f"pdinfer.{name}") is not None:
-            return importlib.import_module(f"pdinfer.{name}")
-        else:
-            raise AttributeError(f"module 'pdinfer' has no attribute {name!r}")
-        globals()[name] = value
-        return value
 
-    def __dir__() -> list[str]:
-        return [*__all__, "__version__"]
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 logging.getLogger("pdinfer").addHandler(logging.NullHandler())

@@ -17,7 +17,7 @@ class Inbox(OfOneProcess, Generic[T]):
     """Items that any thread puts in and that the stepping thread takes out. `listen` lets an owner of several boxes
     sleep once for all of them."""
 
-    ends = frozenset({"put", "wake"})  # garbage collection calls them: see `leader`
+    _ends = frozenset({"put", "wake"})  # garbage collection calls them: see `leader`
 
     def __init__(self) -> None:
         self._changed = threading.Condition(new_lock())

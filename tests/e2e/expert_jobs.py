@@ -36,7 +36,7 @@ def expert_logits(
         dtype=torch.float32,
         weights=weights,
         topology=of_rank,
-        experts=pd.ExpertConfig(**(experts or {})),
+        experts=pd.moe.ExpertConfig(**(experts or {})),
         placement=placed(placement, of_rank.ep_size),
         mtp=next_token is not None,
     )
@@ -52,7 +52,7 @@ def expert_logits(
 def recorded(folder: str, prompts: Sequence[Sequence[int]], mode: str) -> list[list[int]]:
     """What this rank's prompt made routers choose, by layer and logical expert."""
     of_rank = pd.Topology.from_env()
-    options = pd.ExpertConfig(
+    options = pd.moe.ExpertConfig(
         num_redundant_experts=of_rank.world_size if of_rank.world_size > 1 else 0,
         ep_dispatch_algorithm="dynamic",
         expert_distribution_recorder_mode=mode,
@@ -79,7 +79,7 @@ def num_experts(stack: Weight) -> int:
 def load_with(folder: str, tables: Sequence[Sequence[Sequence[int]] | None], num_redundant: Sequence[int]) -> None:
     """Rank r asks for the r-th of these."""
     of_rank = pd.Topology.from_env()
-    options = pd.ExpertConfig(num_redundant_experts=num_redundant[of_rank.rank])
+    options = pd.moe.ExpertConfig(num_redundant_experts=num_redundant[of_rank.rank])
     pd.load_model(folder, topology=of_rank, experts=options, placement=placed(tables[of_rank.rank], of_rank.ep_size))
 
 

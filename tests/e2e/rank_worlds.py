@@ -139,7 +139,7 @@ def make_engine(
     device: str = "cpu",
     num_pages: int = 128,
     page_size: int = 4,
-    experts: pd.ExpertConfig | None = None,
+    experts: pd.moe.ExpertConfig | None = None,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
     """This rank's engine, in float32."""

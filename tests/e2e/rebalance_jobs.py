@@ -59,7 +59,7 @@ def serve_rank(
         topology,
         Path(folder) / f"{role}{rank}",
         role,
-        experts=pd.ExpertConfig(
+        experts=pd.moe.ExpertConfig(
             num_redundant_experts=config["redundant"],
             ep_dispatch_algorithm="dynamic",
             expert_distribution_recorder_mode="stat",
@@ -151,7 +151,7 @@ def placement_of(engine: Engine) -> Any:
 def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
     """Make a decode engine of this rank, without requests."""
     topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
-    experts = pd.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
+    experts = pd.moe.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
     channel_at = Path(folder) / f"idle{topology.rank}"
     engine = make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
     assert isinstance(engine, pd.DecodeEngine)

@@ -11,7 +11,7 @@ from pdinfer import bench
 from pdinfer.testing import random_model
 from tests.unit.bench.schema import problems
 
-SLO = pd.SLO(ttft_s=60.0, tpot_s=60.0)
+SLO = pd.bench.SLO(ttft_s=60.0, tpot_s=60.0)
 
 
 def pairing(model: pd.Model) -> pd.Pairing:

@@ -155,7 +155,7 @@ def test_a_placement_that_does_not_fit_is_refused_before_ranks_meet(
         )
     topology = pd.Topology(world_size=sizes, dp_size=sizes, ep_size=sizes)
     with pytest.raises(ConfigError, match=told):
-        pd.load_model(folders["float"], topology=topology, experts=pd.ExpertConfig(**experts), placement=table)
+        pd.load_model(folders["float"], topology=topology, experts=pd.moe.ExpertConfig(**experts), placement=table)
 
 
 def test_a_model_without_experts_has_nothing_to_place(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_model_without_experts_has_nothing_to_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "local", "all_to_all"])
 def test_one_rank_holds_each_expert_once_whatever_its_placement_says(backend: str) -> None:
-    options = pd.ExpertConfig(num_redundant_experts=3, moe_a2a_backend=backend)
+    options = pd.moe.ExpertConfig(num_redundant_experts=3, moe_a2a_backend=backend)
     model = pd.testing.random_model(tiny_config(), experts=options)
     assert expert_jobs.num_experts(model.moe_layers()[0].experts.down) == EXPERTS
     dispatcher, no_ids_TK = model.experts.dispatcher, torch.zeros(0, 3, dtype=torch.int64)
@@ -194,7 +194,9 @@ def test_what_routers_choose_is_counted_by_logical_expert(ranks: Ranks, folders:
 
 
 def test_engines_close_a_step_of_the_recorder_with_each_of_theirs() -> None:
-    model = pd.testing.random_model(tiny_config(), experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    model = pd.testing.random_model(
+        tiny_config(), experts=pd.moe.ExpertConfig(expert_distribution_recorder_mode="stat")
+    )
     sampling = pd.SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
     with pd.Pairing.local(model) as pairing:
         tokens = [event.token for event in pairing.generate([pd.Request(prompt=(3, 1, 4, 1, 5), sampling=sampling)])]

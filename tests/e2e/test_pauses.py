@@ -37,7 +37,7 @@ from tests.e2e.worker import Order, Workers, work
 from tests.forks import context
 
 LENGTH = 60
-QUICK = pd.RemoteConfig(silent_s=1.0)
+QUICK = pd.remote.RemoteConfig(silent_s=1.0)
 """Silence that is found within less than two seconds."""
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
 
 
 def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
-    config = pd.RemoteConfig(silent_s=1.0)
+    config = pd.remote.RemoteConfig(silent_s=1.0)
     with local() as setup:
         decode = setup.decodes[0]
         ours, theirs = Pipe()
@@ -195,7 +195,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
 
 @pytest.mark.parametrize("is_served", [True, False])
 def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
-    config = pd.RemoteConfig(return_s=0.5)
+    config = pd.remote.RemoteConfig(return_s=0.5)
     with local() as setup, Listener() as listener:
         thread = threading.Thread(
             target=pd.remote.serve, args=(setup.decodes[0], listener), kwargs={"config": config}, daemon=True
@@ -227,7 +227,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
         threads, ports = [], []
         for engine in setup.engines:
             ours, theirs = Pipe()
-            limits = pd.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
+            limits = pd.remote.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
             threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
             threads[-1].start()
             ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
@@ -281,7 +281,7 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
 def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Workers, tmp_path: Path, end: str) -> None:
     hung = tmp_path / "hung"
     (worker,) = workers.take(1)
-    client = worker.serve("decode", hung_while=hung, remote=pd.RemoteConfig(exit_s=0.5))
+    client = worker.serve("decode", hung_while=hung, remote=pd.remote.RemoteConfig(exit_s=0.5))
     hung.touch()
     wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
     assert worker.process.is_alive()
@@ -306,7 +306,7 @@ def host(control: Connection, folder: Path, *, holds_gil: bool) -> None:
     assert ours.recv() == "ready"
     mine, there = Pipe()
     hung = folder / "hung"
-    limits = pd.RemoteConfig(exit_s=0.5)
+    limits = pd.remote.RemoteConfig(exit_s=0.5)
     ours.send((Order(role="decode", folder=folder, hung_while=hung, holds_gil=holds_gil, remote=limits), there))
     client = pd.remote.DecodeClient(mine)
     hung.touch()

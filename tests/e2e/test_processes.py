@@ -38,7 +38,7 @@ from tests.e2e.setups import (
 from tests.e2e.worker import Worker, Workers, left_of_five
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
-PATIENT = pd.RemoteConfig(silent_s=3600.0)
+PATIENT = pd.remote.RemoteConfig(silent_s=3600.0)
 """For a client to which silence is no loss: what ends in spite of it was not found out that way."""
 
 

@@ -49,7 +49,7 @@ def ready_of(engine: Engine) -> messages.Ready:
     )
 
 
-def serving(engine: Engine, config: pd.RemoteConfig | None = None) -> tuple[Connection, threading.Thread]:
+def serving(engine: Engine, config: pd.remote.RemoteConfig | None = None) -> tuple[Connection, threading.Thread]:
     ours, theirs = Pipe()
     thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": config}, daemon=True)
     thread.start()
@@ -119,7 +119,7 @@ def test_a_connection_that_ends_before_anything_was_said() -> None:
 def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return() -> None:
     """Its host was stopped, or its machine is gone. Before its first message it may still be loading."""
     with local() as setup:
-        ours, thread = serving(setup.prefills[0], pd.RemoteConfig(silent_s=1.0, return_s=0.0))
+        ours, thread = serving(setup.prefills[0], pd.remote.RemoteConfig(silent_s=1.0, return_s=0.0))
         thread.join(1.5)
         assert thread.is_alive()
         started = time.monotonic()
@@ -271,7 +271,7 @@ def test_a_client_of_a_process_that_stands_still_never_waits(silent_s: float) ->
         ours, theirs = Pipe()
         engine = setup.prefills[0]
         theirs.send_bytes(messages.encode(ready_of(engine)))
-        client = pd.remote.PrefillClient(ours, config=pd.RemoteConfig(silent_s=silent_s))
+        client = pd.remote.PrefillClient(ours, config=pd.remote.RemoteConfig(silent_s=silent_s))
         seen = watch(setup.decodes[0])
         hang(engine)
         setup.pairing.submit(request())

@@ -171,7 +171,7 @@ pd.remote.spawn("prefill", {str(TINY)!r}, progress=die)
 
 @pytest.mark.full
 def test_an_engine_that_stands_still_is_killed_when_its_port_is_closed(scratch: Path) -> None:
-    port = pd.remote.spawn("prefill", TINY, cache=PAGES, config=pd.RemoteConfig(exit_s=0.5))
+    port = pd.remote.spawn("prefill", TINY, cache=PAGES, config=pd.remote.RemoteConfig(exit_s=0.5))
     os.kill(port.process.pid, signal.SIGSTOP)
     port.close()
     wait_until(lambda: port.process.poll() == -signal.SIGKILL)

@@ -75,7 +75,7 @@ class Order:
     slow_while: Path | None = None
     hung_while: Path | None = None
     holds_gil: bool = False
-    remote: pd.RemoteConfig | None = None
+    remote: pd.remote.RemoteConfig | None = None
     has_processor: bool = False
     is_cuttable: bool = False
     listen: Path | None = None
@@ -178,7 +178,7 @@ class Worker:
         self.connection: Connection
 
     def serve(
-        self, role: str, *, client_config: pd.RemoteConfig | None = None, listen: Path | None = None, **more: Any
+        self, role: str, *, client_config: pd.remote.RemoteConfig | None = None, listen: Path | None = None, **more: Any
     ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
         """Starts an engine in the process and returns its client; `listen` and `more` go into the `Order`."""
         if not self.ready:

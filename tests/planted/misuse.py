@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     Mutant(
         "a copy shares sockets and memory",
-        "super().__reduce_ex__(protocol) if self.is_shared_by_fork else object",
+        "super().__reduce_ex__(protocol) if self._is_shared_by_fork else object",
         "object",
         f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied",
     ),

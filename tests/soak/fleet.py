@@ -28,7 +28,7 @@ from tests.soak.timetable import MORTAL, SEATS, Fault
 CACHE = pd.CacheConfig(page_size=4, num_pages=64)
 """Pages for three of the longest requests, so that some wait for pages and some are retracted."""
 ENGINE = pd.EngineConfig(chunked_prefill_size=16, max_running_requests=4)
-REMOTE = pd.RemoteConfig(hung_s=2.0)
+REMOTE = pd.remote.RemoteConfig(hung_s=2.0)
 PAIRING = pd.PairingConfig(port_wait_s=20.0)
 JOIN_S = 90.0
 """The seconds after which a new process takes part, on a machine with other work to do."""

@@ -95,7 +95,7 @@ def use(pairing: pd.Pairing, request: pd.Request) -> None:
 
 
 def by_turns(
-    shape: pd.policy.RequestShape, prefills: Sequence[pd.PrefillLoad], decodes: Sequence[pd.DecodeLoad]
+    shape: pd.policy.RequestShape, prefills: Sequence[pd.policy.PrefillLoad], decodes: Sequence[pd.policy.DecodeLoad]
 ) -> pd.policy.Choice | None:
     """Choose ports."""
     return pd.policy.Choice(

@@ -7,7 +7,7 @@ from typing import assert_never, assert_type
 import pdinfer as pd
 
 
-def told(event: pd.Event) -> str:
+def told(event: pd.remote.Event) -> str:
     """Tell an engine's event; `assert_never` is reached by none."""
     match event:
         case pd.Granted(grant=grant, request=request):
@@ -23,7 +23,7 @@ def told(event: pd.Event) -> str:
             assert_never(event)
 
 
-def forgotten(event: pd.Event) -> str:
+def forgotten(event: pd.remote.Event) -> str:
     """Forget one kind of event, which is an error."""
     if isinstance(event, pd.Granted):
         return event.request.request_id or ""
@@ -55,9 +55,9 @@ def unnamed(reason: pd.FinishReason) -> bool:
 def received(handoff: pd.Handoff) -> bool:
     """Tell whether a hand-off has landed."""
     match handoff.status:
-        case pd.HandoffStatus.LANDED:
+        case pd.kv.HandoffStatus.LANDED:
             return True
-        case pd.HandoffStatus.ABORTED:
+        case pd.kv.HandoffStatus.ABORTED:
             return False
         case _:
             assert_never(handoff.status)
@@ -75,8 +75,8 @@ def served(pairing: pd.Pairing, request: pd.Request) -> list[int]:
         assert_type(event.error, pd.PDInferError | None)
         event.usage.output_tokens  # type: ignore[union-attr]  # noqa: B018
         if event.usage is not None:
-            assert_type(event.usage, pd.Usage)
-            assert_type(event.usage.timeline, pd.Timeline | None)
+            assert_type(event.usage, pd.metrics.Usage)
+            assert_type(event.usage.timeline, pd.metrics.Timeline | None)
             assert_type(event.usage.ttft_s, float | None)
     return tokens
 
@@ -84,14 +84,14 @@ def served(pairing: pd.Pairing, request: pd.Request) -> list[int]:
 def stepped(pairing: pd.Pairing, prefill: pd.PrefillEngine, decode: pd.DecodeEngine) -> None:
     """Step each of them."""
     assert_type(pairing.step(), list[pd.TokenEvent])
-    assert_type(prefill.step(), list[pd.Event])
-    assert_type(decode.step(), list[pd.Event])
-    assert_type(prefill.load(), pd.PrefillLoad)
-    assert_type(decode.load(), pd.DecodeLoad)
+    assert_type(prefill.step(), list[pd.remote.Event])
+    assert_type(decode.step(), list[pd.remote.Event])
+    assert_type(prefill.load(), pd.policy.PrefillLoad)
+    assert_type(decode.load(), pd.policy.DecodeLoad)
     assert_type(decode.load().tokens_per_s, float)
-    assert_type(pairing.stats, pd.PairingStats)
+    assert_type(pairing.stats, pd.metrics.PairingStats)
     decode.load().num_queued_tokens  # type: ignore[attr-defined]  # noqa: B018
-    pd.asdict(pairing.stats)["num_retries"] += 1
+    pd.metrics.asdict(pairing.stats)["num_retries"] += 1
 
 
 def overloaded(error: pd.PDInferError) -> float | None:

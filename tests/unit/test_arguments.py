@@ -29,14 +29,14 @@ WRONG: dict[str, Any] = {
     "mapping": {"a": object()},
     "class": kv.SocketTransport,
     "model": MODEL,
-    "config": pd.RemoteConfig(),
+    "config": pd.remote.RemoteConfig(),
     "tensor": torch.zeros(2),
     "function": lambda: None,
 }
 Call = Callable[[Any], object]
 
 
-def ends() -> kv.KVChannel:
+def ends() -> pd.KVChannel:
     return pd.KVChannel.loopback(pool_of(MODEL))[0]
 
 
@@ -146,7 +146,7 @@ MADE = [
     row("PrefillClient", lambda value: remote.PrefillClient(value, timeout_s=0.1), "class function"),
     row("DecodeClient(config)", lambda value: remote.DecodeClient(lambda: None, config=value), "none config"),  # type: ignore[arg-type, return-value]
     row("serve(engine)", lambda value: remote.serve(value, None)),
-    row("SLO", lambda value: pd.SLO(ttft_s=value), "none int float"),
+    row("SLO", lambda value: pd.bench.SLO(ttft_s=value), "none int float"),
     row("Topology", lambda value: pd.Topology(tp_size=value)),
     row("OpSpec", lambda value: kernels.OpSpec(device="cpu", weight_formats=value)),
     row("resolve_ops", kernels.resolve_ops),
@@ -156,7 +156,6 @@ MADE = [
 
 CALLED = [
     row("explain_backends", pd.explain_backends, "model"),
-    row("explain_graphs", pd.explain_graphs),
     row("ModelConfig.from_checkpoint", pd.ModelConfig.from_checkpoint),
     row("ModelConfig.from_dict", pd.ModelConfig.from_dict),
     row("quantize_checkpoint", lambda value: pd.quantize_checkpoint(value, "nowhere")),

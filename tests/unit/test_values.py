@@ -208,7 +208,7 @@ def test_a_table_of_stats_has_what_its_text_has(untouched: None) -> None:
     title, *rows = cells(stats)
     assert title == ["PairingStats"]
     assert repr(stats) == f"PairingStats({', '.join('='.join(row) for row in rows)})"
-    load = pd.PrefillLoad(
+    load = pd.policy.PrefillLoad(
         address=ADDRESS,
         num_free_pages=1,
         num_total_pages=2,
@@ -312,14 +312,14 @@ def test_deeply_nested_and_long_values_stay_short() -> None:
 
 def plain(value: Any) -> Any:
     """Return what a reader of the JSON gets; NaN is no JSON."""
-    return json.loads(json.dumps(pd.asdict(value), allow_nan=False))
+    return json.loads(json.dumps(pd.metrics.asdict(value), allow_nan=False))
 
 
 def test_every_value_that_is_reached_is_told_as_json_takes_it(roots: list[object]) -> None:
     told = 0
     for value in reached(*roots[4:]).values():
         if attrs.has(type(value)) or isinstance(value, msgspec.Struct):
-            assert plain(value) == pd.asdict(value)
+            assert plain(value) == pd.metrics.asdict(value)
             told += 1
     assert told > 50
 

@@ -1,7 +1,7 @@
 """Measures a deployment with figures that can be checked: loads, records of requests, summaries.
 
     from pdinfer import bench
-    print(bench.run(pairing, bench.open_loop(4.0, 200, prompt_tokens=512, output_tokens=64), slo=pd.SLO(ttft_s=1.0)))
+    print(bench.run(pairing, bench.open_loop(4.0, 200, prompt_tokens=512, output_tokens=64), slo=bench.SLO(ttft_s=1.0)))
 
     plots/                 columns of plots, drawn when asked
     compare.py             two summaries beside each other, if that makes sense

@@ -111,7 +111,7 @@ class EngineConfig:
 
     On a GPU `warm_up` captures decode steps of `graph_batch_sizes` sequences, and a step runs as the next larger one.
     None captures 1, 2, 4, … up to 256 and `max_running_requests`; () captures none. On a CPU steps of so many sequences
-    are recorded when they come for the second time; None records any number up to 64. See `explain_graphs`.
+    are recorded when they come for the second time; None records any number up to 64. `print(decode.graphs)` says so.
 
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; afterwards the thread
     that steps has its own number again. None leaves the number to the host. With `keep_freed_memory` the process's

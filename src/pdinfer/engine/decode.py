@@ -98,7 +98,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     @property
     def graphs(self) -> DecodeGraphs:
-        """The captured steps of this engine, see `explain_graphs`."""
+        """The captured steps of this engine. As text: their sizes and bytes, and why steps ran otherwise."""
         return graphs_of(self._model_runner)
 
     @typed

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checks import typed
 from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
 from pdinfer.process.recording import Recording
@@ -178,7 +176,7 @@ class DecodeGraphs:
         """Count a step that does not run captured."""
         self.num_steps[reason] += 1
 
-    def explain(self) -> str:
+    def __str__(self) -> str:
         """Return sentences on what was captured, its bytes, and why steps ran without a graph."""
         if self.refusal is not None:
             return f"no decode step is captured: {self.refusal}"
@@ -190,16 +188,3 @@ class DecodeGraphs:
         lines.append(f"steps that ran captured: {self.num_steps['']}")
         lines += [f"steps that did not: {count}, {reason}" for reason, count in self.num_steps.items() if reason]
         return "\n".join(lines)
-
-
-class HasGraphs(Protocol):
-    """A decode engine."""
-
-    @property
-    def graphs(self) -> DecodeGraphs: ...
-
-
-@typed
-def explain_graphs(engine: HasGraphs) -> str:
-    """Return sentences on the captured steps of a decode engine: their sizes and bytes, and why steps ran otherwise."""
-    return engine.graphs.explain()

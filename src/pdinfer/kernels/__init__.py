@@ -31,8 +31,7 @@ May import: process, the ground.
 from __future__ import annotations
 
 from pdinfer.kernels.activations import FP8Rows, Rounded
-from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.resolve import OpChoice, ResolvedOps, explain_backends, resolve_ops
+from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 
 __all__ = [
@@ -40,9 +39,7 @@ __all__ = [
     "FP8Rows",
     "OpChoice",
     "OpSpec",
-    "Ops",
     "ResolvedOps",
     "Rounded",
-    "explain_backends",
     "resolve_ops",
 ]

@@ -21,11 +21,9 @@ May import: config, process, the ground.
 
 from __future__ import annotations
 
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.events import KVEvents
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory, Pages
-from pdinfer.kv.pool import PagePool
 from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
@@ -35,11 +33,12 @@ from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.stats import ChannelStats
+from pdinfer.types import HandoffStatus
 
 __all__ = [
     "AxisOrder",
     "ChannelStats",
-    "KVChannel",
+    "HandoffStatus",
     "KVComponent",
     "KVEvents",
     "KVLayout",
@@ -51,7 +50,6 @@ __all__ = [
     "MooncakeEngine",
     "MooncakeTransport",
     "PageMemory",
-    "PagePool",
     "PageShape",
     "Pages",
     "Receiver",

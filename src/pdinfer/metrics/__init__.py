@@ -17,5 +17,22 @@ from __future__ import annotations
 from pdinfer.metrics.names import BUCKETS_S, METRICS, Metric
 from pdinfer.metrics.recorder import CONTENT_TYPE, Recorder
 from pdinfer.metrics.spans import STAGES, Spans
+from pdinfer.stats import PairingStats
+from pdinfer.trace import join_traces
+from pdinfer.types import Timeline, Usage
+from pdinfer.values import asdict
 
-__all__ = ["BUCKETS_S", "CONTENT_TYPE", "METRICS", "STAGES", "Metric", "Recorder", "Spans"]
+__all__ = [
+    "BUCKETS_S",
+    "CONTENT_TYPE",
+    "METRICS",
+    "STAGES",
+    "Metric",
+    "PairingStats",
+    "Recorder",
+    "Spans",
+    "Timeline",
+    "Usage",
+    "asdict",
+    "join_traces",
+]

@@ -14,13 +14,13 @@ May import: checkpoint, config, kernels, layers, parallel, process, the ground.
 
 from __future__ import annotations
 
-from pdinfer.moe.balance.deepseek import rebalance_experts
+from pdinfer.config import ExpertConfig
 from pdinfer.moe.balance.solver import solve_placement
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
 from pdinfer.moe.placement.difference import ExpertMove, MigrationPlan, plan_migration
 from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
-from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
+from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, dispatch_table
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
     "DispatchRule",
     "DispatchTable",
     "Dispatched",
+    "ExpertConfig",
     "ExpertLoadRecorder",
     "ExpertLocation",
     "ExpertMove",
-    "ExpertPlacement",
     "LocalDispatcher",
     "Masked",
     "MigrationPlan",
@@ -41,7 +41,6 @@ __all__ = [
     "dispatch_table",
     "plan_migration",
     "read_expert_location",
-    "rebalance_experts",
     "solve_placement",
     "write_counts",
     "write_placement",

@@ -53,7 +53,7 @@ class Pairing(OfOneProcess):
     connects the ports as `add` does, and raises ConfigError when a side is empty.
     """
 
-    ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
+    _ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
 
     @typed
     def __init__(

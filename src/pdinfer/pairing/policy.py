@@ -32,8 +32,10 @@ Policy = Callable[[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]], C
 __all__ = [
     "CacheAware",
     "Choice",
+    "DecodeLoad",
     "Policy",
     "PowerOfTwo",
+    "PrefillLoad",
     "RequestShape",
     "TrafficAware",
     "cache_aware",

@@ -91,7 +91,7 @@ class Group(OfOneProcess):
     lookout: Lookout = attrs.field(factory=Lookout)
 
     @property
-    def is_shared_by_fork(self) -> bool:
+    def _is_shared_by_fork(self) -> bool:
         """Whether a forked child would share connections. A rank that is alone has none."""
         return self.process_group is not None
 
@@ -260,9 +260,9 @@ class Groups(OfOneProcess):
     owns_backend: bool = False
 
     @property
-    def is_shared_by_fork(self) -> bool:
+    def _is_shared_by_fork(self) -> bool:
         """Whether a forked child would share connections."""
-        return self.world.is_shared_by_fork
+        return self.world._is_shared_by_fork  # noqa: SLF001
 
     @classmethod
     def single(cls) -> Groups:

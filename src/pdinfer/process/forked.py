@@ -34,10 +34,10 @@ class NotCopied:
 
 
 class OfOneProcess(NotCopied):
-    """Base of objects that a forked child may not use. The methods named in `ends` do nothing there. An object with a
+    """Base of objects that a forked child may not use. The methods named in `_ends` do nothing there. An object with a
     `close` is a context manager."""
 
-    ends: ClassVar[frozenset[str]] = frozenset({"close"})
+    _ends: ClassVar[frozenset[str]] = frozenset({"close"})
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
@@ -45,7 +45,7 @@ class OfOneProcess(NotCopied):
         return made
 
     @property
-    def is_shared_by_fork(self) -> bool:
+    def _is_shared_by_fork(self) -> bool:
         """Whether a copy of it in a child, or here, would share anything with this one."""
         return True
 
@@ -53,7 +53,7 @@ class OfOneProcess(NotCopied):
         """End it."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        return super().__reduce_ex__(protocol) if self.is_shared_by_fork else object.__reduce_ex__(self, protocol)
+        return super().__reduce_ex__(protocol) if self._is_shared_by_fork else object.__reduce_ex__(self, protocol)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +75,7 @@ class _Process:
     def prepare(self) -> None:
         """Make the classes of copies while still in the parent: in a child of a process with other libraries' threads
         and memory, the less is done the better."""
-        shared = [each for each in list(self.has) if each.is_shared_by_fork]
+        shared = [each for each in list(self.has) if each._is_shared_by_fork]  # noqa: SLF001
         refusing = {kind: _refusing(kind) for kind in set(map(type, shared))}
         self._forking.swaps = [(each, refusing[type(each)]) for each in shared]
 
@@ -127,7 +127,7 @@ def _refusing(kind: type[OfOneProcess]) -> type:
     for name, value in {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}.items():
         if name.startswith("__"):
             continue
-        if name in kind.ends:
+        if name in kind._ends:  # noqa: SLF001
             inside[name] = _nothing
         elif isinstance(value, types.FunctionType):
             inside[name] = _refusal(kind.__name__)

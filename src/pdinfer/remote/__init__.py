@@ -16,8 +16,19 @@ May import: config, engine, execution, kv, model, process, the ground.
 
 from __future__ import annotations
 
+from pdinfer.config import RemoteConfig
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.served import serve
 from pdinfer.remote.spawning import SpawnedDecode, SpawnedPrefill, spawn
+from pdinfer.types import Event
 
-__all__ = ["DecodeClient", "PrefillClient", "SpawnedDecode", "SpawnedPrefill", "serve", "spawn"]
+__all__ = [
+    "DecodeClient",
+    "Event",
+    "PrefillClient",
+    "RemoteConfig",
+    "SpawnedDecode",
+    "SpawnedPrefill",
+    "serve",
+    "spawn",
+]

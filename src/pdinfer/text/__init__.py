@@ -24,6 +24,7 @@ May import: config, the ground.
 
 from __future__ import annotations
 
+from pdinfer.stop import StopMatcher
 from pdinfer.text import openai
 from pdinfer.text.chat import ChatTemplate
 from pdinfer.text.detokenizer import Detokenizer
@@ -34,6 +35,7 @@ from pdinfer.text.tokenizer import Tokenizer
 __all__ = [
     "ChatTemplate",
     "Detokenizer",
+    "StopMatcher",
     "StopStrings",
     "TextStream",
     "Tokenizer",

@@ -185,4 +185,4 @@ class Cross:
         self.vllm.check_free_blocks()
         assert (self.engine.num_unfinished, self.engine.pool.num_owned, self.engine.pool.num_granted) == (0, 0, 0)
         load = self.port.load()
-        assert not isinstance(load, pd.DecodeLoad) or load.num_running_requests == 0
+        assert not isinstance(load, pd.policy.DecodeLoad) or load.num_running_requests == 0

@@ -17,7 +17,7 @@ from pdinfer.bench import plots
 from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
-SLO = pd.SLO(ttft_s=0.5, tpot_s=0.1)
+SLO = pd.bench.SLO(ttft_s=0.5, tpot_s=0.1)
 
 
 def record(
@@ -201,7 +201,7 @@ def test_checks_that_failed_stand_on_every_plot_of_a_run() -> None:
 
 
 MAKERS: dict[str, Callable[[Any], plots.Plot]] = {
-    "cdf": lambda runs: plots.latency_cdf(runs, slo=pd.SLO(ttft_per_token_s=0.01)),
+    "cdf": lambda runs: plots.latency_cdf(runs, slo=pd.bench.SLO(ttft_per_token_s=0.01)),
     "prefill": plots.load_per_engine,
     "decode": lambda runs: plots.load_per_engine(runs, "decode"),
     "concurrency": plots.over_concurrency,
@@ -269,7 +269,7 @@ def test_a_time_of_0_is_no_obstacle_to_logarithms() -> None:
 def test_limits_that_depend_on_the_prompt_are_two() -> None:
     pytest.importorskip("matplotlib")
     records = [record(at, prompt_tokens=100 * (at + 1)) for at in range(3)]
-    (panel,) = plots.latency_cdf(records, slo=pd.SLO(ttft_s=0.15, ttft_per_token_s=0.001)).draw().axes
+    (panel,) = plots.latency_cdf(records, slo=pd.bench.SLO(ttft_s=0.15, ttft_per_token_s=0.001)).draw().axes
     assert [line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == "--"] == pytest.approx([0.15, 0.3])
 
 

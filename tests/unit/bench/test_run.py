@@ -11,7 +11,7 @@ from pdinfer import bench
 from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
-SLO = pd.SLO(ttft_s=1.0, tpot_s=0.2)
+SLO = pd.bench.SLO(ttft_s=1.0, tpot_s=0.2)
 
 
 def served(load: bench.Load, **options: object) -> tuple[bench.Summary, OneSlot]:
@@ -155,8 +155,8 @@ def test_an_open_loop_has_the_rate_and_the_spread_that_were_asked_for(cv: float,
             "seed must be an int from 0",
         ),
         (lambda: bench.closed_loop(0, 2, prompt_tokens=1, output_tokens=1), "concurrency"),
-        (pd.SLO, "needs a limit"),
-        (lambda: pd.SLO(ttft_s=-1.0), "ttft_s"),
+        (pd.bench.SLO, "needs a limit"),
+        (lambda: pd.bench.SLO(ttft_s=-1.0), "ttft_s"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(wrong: object, said: str) -> None:
@@ -165,5 +165,5 @@ def test_a_load_that_cannot_be_is_refused(wrong: object, said: str) -> None:
 
 
 def test_an_slo_gives_long_prompts_more_time() -> None:
-    slo = pd.SLO(ttft_s=2.0, ttft_per_token_s=0.001)
+    slo = pd.bench.SLO(ttft_s=2.0, ttft_per_token_s=0.001)
     assert (slo.ttft_limit_s(100), slo.ttft_limit_s(5000)) == (2.0, 5.0)

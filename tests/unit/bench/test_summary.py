@@ -14,7 +14,7 @@ from pdinfer import bench
 from pdinfer.bench.summary import SCHEMA_FILE
 from tests.unit.bench.schema import problems
 
-SLO = pd.SLO(ttft_s=0.5, tpot_s=0.1)
+SLO = pd.bench.SLO(ttft_s=0.5, tpot_s=0.1)
 
 
 def record(number: int, *, ttft_s: float, gap_s: float, count: int = 5, outcome: str = "length") -> bench.Record:
@@ -68,7 +68,7 @@ def test_the_figures_are_those_that_a_person_computes() -> None:
 
 def test_the_limits_of_an_slo_are_each_a_limit() -> None:
     def attained(**limits: float) -> float | None:
-        return bench.summarize(RECORDS[:4], slo=pd.SLO(**limits)).attainment
+        return bench.summarize(RECORDS[:4], slo=pd.bench.SLO(**limits)).attainment
 
     assert attained(ttft_s=0.25) == 0.5
     assert attained(ttft_s=0.15, ttft_per_token_s=0.008) == 0.75

@@ -137,7 +137,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> pd.Model:
     """Return a model that counts which experts are chosen."""
     folder = tmp_path_factory.mktemp("recording")
     write_checkpoint(folder, tiny_config_dict("v3"))
-    return pd.load_model(folder, experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    return pd.load_model(folder, experts=pd.moe.ExpertConfig(expert_distribution_recorder_mode="stat"))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -136,7 +136,7 @@ def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.Monkey
         {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96},
         {"deepep_mode": "elastic", "num_max_dispatch_tokens_per_rank": 4096},
     ):
-        options = pd.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
+        options = pd.moe.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
         choose_dispatcher(Group("ep"), V3, options, OPS, torch.device("cuda"))
     assert asked == [DeepEPConfig.read(path), 96, 4096]
 

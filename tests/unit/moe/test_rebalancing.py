@@ -352,7 +352,7 @@ def test_one_rank_says_the_same_whatever_is_staged() -> None:
 
 
 def test_what_is_recorded_is_told_without_the_warm_up() -> None:
-    model = random_model(experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    model = random_model(experts=pd.moe.ExpertConfig(expert_distribution_recorder_mode="stat"))
     pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16))
     prefill_end, decode_end = pd.KVChannel.loopback(pool, pool)
     with pd.PrefillEngine(model, prefill_end) as prefill, pd.DecodeEngine(model, decode_end) as decode:

@@ -152,7 +152,7 @@ def test_a_child_is_told_everything_over_the_pipe(monkeypatch: pytest.MonkeyPatc
             key=key,
             warm_up=True,
             progress=lambda done, total: progress.append((done, total)),
-            config=pd.RemoteConfig(silent_s=5),
+            config=pd.remote.RemoteConfig(silent_s=5),
         )
     order = orders.decode_order(told.read_bytes())
     assert (order.role, order.checkpoint, order.device, order.dtype) == ("prefill", "a/folder", "cpu", "float32")
@@ -161,7 +161,7 @@ def test_a_child_is_told_everything_over_the_pipe(monkeypatch: pytest.MonkeyPatc
     assert pd.EngineConfig(**orders.frozen(order.engine)) == pd.EngineConfig(
         graph_batch_sizes=(1, 2), trace=str(tmp_path)
     )
-    assert pd.RemoteConfig(**order.remote).silent_s == 5.0
+    assert pd.remote.RemoteConfig(**order.remote).silent_s == 5.0
     assert order.logits_processors["all"].find()("") is not None
     made = order.transport.find()()
     assert isinstance(made, pd.kv.SocketTransport)

@@ -14,7 +14,7 @@ import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.planning import Change
 
-SLO = pd.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
+SLO = pd.bench.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
 NUM_SESSIONS, NUM_TURNS, BLOCK_TOKENS, PAGE_SIZE = 100, 6, 512, 256
 
 

@@ -113,7 +113,7 @@ def test_requests_in_flight_are_rate_times_time() -> None:
 
 
 def test_equal_seeds_give_equal_bytes() -> None:
-    slo = pd.SLO(ttft_s=1.0)
+    slo = pd.bench.SLO(ttft_s=1.0)
     first, second, other = (
         planning.simulate(SETTINGS["scattered"], load(), slo=slo, seed=seed).to_json() for seed in (3, 3, 4)
     )
@@ -315,7 +315,7 @@ def test_bursts_are_the_steps_that_walking_gives() -> None:
 
 
 def test_a_summary_says_that_it_is_simulated() -> None:
-    summary = planning.simulate(cluster(), load(), slo=pd.SLO(ttft_s=1.0, tpot_s=0.05), name="mine")
+    summary = planning.simulate(cluster(), load(), slo=pd.bench.SLO(ttft_s=1.0, tpot_s=0.05), name="mine")
     assert (summary.source, summary.mode, summary.name) == ("simulated", "open_loop", "mine")
     assert summary.environment["cluster"] == "P2D2"
     assert {(use.role, use.name) for use in summary.engines} == {

@@ -51,7 +51,7 @@ def said(call: Call, tokenizer: pd.text.Tokenizer, text: str, reason: str = "sto
     (request,) = call.requests
     for index, token in enumerate(tokens):
         last = index == len(tokens) - 1
-        usage = pd.Usage(prompt_tokens=1, output_tokens=index + 1, cached_tokens=0, queue_s=0.0, ttft_s=0.1)
+        usage = pd.metrics.Usage(prompt_tokens=1, output_tokens=index + 1, cached_tokens=0, queue_s=0.0, ttft_s=0.1)
         yield from call.push(
             pd.TokenEvent(
                 request_id=str(request.request_id),
