@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()[^)#\s]+")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".c": "c", ".md": "markdown"}
 LOOK_UP = ("troubleshooting", "support", "glossary")
-UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results", "claims")
+UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results")
 PROJECT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
@@ -30,6 +30,7 @@ def on_config(config: Any) -> Any:
     config.nav = [
         "index.md",
         "start.md",
+        "features.md",
         {"How to": ["howto/README.md", *groups((DOCS / "howto" / "README.md").read_text("utf-8"))]},
         {"Look up": [f"{name}.md" for name in LOOK_UP]},
         {"Understand": [f"{name}.md" for name in UNDERSTAND]},
