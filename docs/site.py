@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()[^)#\s]+")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".c": "c", ".md": "markdown"}
 LOOK_UP = ("troubleshooting", "support", "glossary")
-UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results", "claims")
+UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results")
 PROJECT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
@@ -29,6 +30,7 @@ def on_config(config: Any) -> Any:
     config.nav = [
         "index.md",
         "start.md",
+        "features.md",
         {"How to": ["howto/README.md", *groups((DOCS / "howto" / "README.md").read_text("utf-8"))]},
         {"Look up": [f"{name}.md" for name in LOOK_UP]},
         {"Understand": [f"{name}.md" for name in UNDERSTAND]},
@@ -45,6 +47,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     made = {"index.md": first_page((ROOT / "README.md").read_text("utf-8"))}
     made |= {page: (ROOT / source).read_text("utf-8") for source, page in PROJECT.items()}
+    unreleased = runpy.run_path(str(ROOT / "changes" / "join.py"))["joined"]()
+    intro, mark, versions = made["changelog.md"].partition("\n## ")
+    made["changelog.md"] = f"{intro.rstrip()}\n\n## Not released yet\n\n{unreleased}{mark}{versions}"
     made |= {f"reference/{name}.md": text for name, text in reference().items()}
     for page in [*DOCS.rglob("*.md"), *(ROOT / source for source in PROJECT)]:
         for source in linked_sources(page):

@@ -43,6 +43,7 @@ COPIED = (
     "benchmarks",
     "README.md",
     "CHANGELOG.md",
+    "changes",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "pyproject.toml",

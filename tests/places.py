@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.planted.mutant import Mutant
 
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
-TEXTS = {".py", ".c", ".h", ".json", ".md", ".jinja"}
+TEXTS = {".py", ".c", ".h", ".json", ".md", ".jinja", ".toml"}
 
 
 class NotFoundOnce(ValueError):

@@ -1,8 +1,9 @@
-"""Every claim of a page is on docs/claims.md, in the page's words, with a test or a results file that exists."""
+"""Every claim of a page is in claims.toml, in the page's words, with a test or a results file that exists."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,45 +20,39 @@ def page(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 
 
-CLAIMS = [
-    tuple(cell.strip() for cell in line.strip("|").split(" | "))
-    for line in page("docs/claims.md").splitlines()
-    if re.match(r"\| (?:\w+/)*[\w.-]+\.md \|", line)
-]
-SAID = {name: [says for where, says, _ in CLAIMS if where == name] for name in {where for where, _, _ in CLAIMS}}
+CLAIMS: dict[str, dict[str, list[str]]] = tomllib.loads(page("tests/claims.toml"))
 
 
 def wrong_claims() -> Iterator[str]:
     """Yield the claims that their page does not make, or that nothing holds."""
-    pages = {name: words(page(name)) for name in SAID}
-    for where, says, held_by in CLAIMS:
-        if words(says) not in pages[where]:
-            yield f"{where} does not say: {says}"
-        proofs = re.findall(r"`([^`]+)`", held_by)
-        if not proofs:
-            yield f"nothing holds: {says}"
-        for proof in proofs:  # tests/test_docs.py checks that the tests which a page names exist
-            if "::" not in proof and not (proof.startswith("benchmarks/results/") and (ROOT / proof).is_file()):
-                yield f"{proof}, which is to hold, is no test and no results file: {says}"
+    for where, claims in CLAIMS.items():
+        text = words(page(where))
+        for says, held_by in claims.items():
+            if words(says) not in text:
+                yield f"{where} does not say: {says}"
+            if not held_by:
+                yield f"nothing holds: {says}"
+            for proof in held_by:  # tests/test_docs.py checks that the tests exist
+                if "::" not in proof and not (proof.startswith("benchmarks/results/") and (ROOT / proof).is_file()):
+                    yield f"{proof}, which is to hold, is no test and no results file: {says}"
 
 
 def unclaimed_points() -> Iterator[str]:
-    """Yield what pages say that is not on the list, where they promise most."""
-    readme, security = page("README.md"), page("SECURITY.md")
-    today = readme[readme.index("## What works today") : readme.index("\nNot yet")]
+    """Yield what pages say that is not in the list, where they promise most."""
+    features, security = page("docs/features.md"), page("SECURITY.md")
     promised = security[security.index("What follows from it") : security.index("Authentication is")]
-    points = [("README.md", row) for row in today.splitlines() if row.startswith("| ") and not row.startswith("| area")]
+    points = [("docs/features.md", row) for row in re.findall(r"^\| .*", features, re.MULTILINE)[1:]]
     points += [("SECURITY.md", row) for row in security.splitlines() if re.match(r"\| .* \| no[,|]? ?\|", row)]
     points += [("SECURITY.md", point) for point in re.split(r"\n- ", promised)[1:]]
     if len(points) <= 20:
         yield f"only {len(points)} points were found"
     for name, point in points:
-        if not any(words(says) in words(point) for says in SAID[name]):
-            yield f"docs/claims.md has nothing on: {point}"
+        if not any(words(says) in words(point) for says in CLAIMS[name]):
+            yield f"tests/claims.toml has nothing on: {point}"
 
 
 def test_claims_are_made_and_held_and_every_row_and_every_point_has_one() -> None:
-    assert len(CLAIMS) > 100
+    assert sum(map(len, CLAIMS.values())) > 100
     found = [*wrong_claims(), *unclaimed_points()]
     assert not found, "\n".join(found)
 

@@ -2,7 +2,7 @@
 nothing else does.
 
     tests/e2e, tests/sim, tests/device, tests/gpu, tests/unit/planning/simulation
-                       the tests that docs/protocol.md, docs/claims.md or a planted bug names
+                       the tests that docs/protocol.md, tests/claims.toml or a planted bug names
     everything else    all tests
 
 A test has the marker `full` as well where its path cannot say it: cases that take long among others that do not.
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BY_PROMISE = ("tests/e2e/", "tests/sim/", "tests/device/", "tests/gpu/", "tests/unit/planning/simulation/")
 NAMED = re.compile(r"\w+\.py::\w+")
-PAGES = ("docs/protocol.md", "docs/claims.md")
+PAGES = ("docs/protocol.md", "tests/claims.toml")
 
 
 @functools.cache

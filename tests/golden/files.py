@@ -44,7 +44,7 @@ def problem(name: str, now: dict[str, object]) -> str | None:
     return (
         f"the bytes of {', '.join(changed)} are not those of tests/golden/{name}, and peers of that version are about: "
         f"undo the change, or raise the version ({constants}), run `python -m tests.golden`, which writes a new file "
-        f"beside this one, commit it, and say so in CHANGELOG.md"
+        f"next to this one, commit it, and say so in changes/"
     )
 
 

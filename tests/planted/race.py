@@ -18,17 +18,17 @@ MUTANTS = [
         where="report.py",
     ),
     Mutant(
-        "the front page shows the peer that is easiest to beat",
+        "a table shows the peer that is easiest to beat",
         "best[key] = min(",
         "best[key] = max(",
         f"{_RESULTS}::test_each_make_of_cpu_has_its_table_and_the_newest_line_of_a_peer_counts",
         where="report.py",
     ),
     Mutant(
-        "the front page leaves out what it is behind in",
+        "a table leaves out what pdinfer is behind in",
         'or line["ratio"] < 1)',
         'or line["ratio"] < 0)',
-        f"{_RESULTS}::test_where_we_are_behind_is_in_the_table_of_the_front_page",
+        f"{_RESULTS}::test_where_we_are_behind_is_in_the_table_of_the_closest_peers",
         where="report.py",
     ),
     Mutant(

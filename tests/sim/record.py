@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/protocol.md")
+PAGES = ("docs/features.md", "docs/protocol.md")
 MARKS = ("<!-- simulation -->", "<!-- /simulation -->")
 
 
