@@ -147,7 +147,7 @@ class Steps:
 
     @property
     def told(self) -> str:
-        return self.runner.resident.graphs.explain()
+        return str(self.runner.resident.graphs)
 
 
 def test_rows_that_have_moved_are_recorded_anew() -> None:
