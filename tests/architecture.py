@@ -77,10 +77,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("admission",),
+        ("intake",),
         ("broker",),
         ("choosing", "queue", "joining"),
-        ("ports", "tracked_request", "policy", "health"),
+        ("ports", "request", "policy", "health"),
         ("port", "found", "losses", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),

@@ -1,9 +1,9 @@
 """Gives each request a prefill and a decode, and copes when one of them is lost.
 
     pairing.py           `Pairing`: what a host calls
-    admission.py         the way in: which request gets a place in the queue
+    intake.py            the way in: which request gets a place in the queue
     broker.py            what happens to its requests
-    tracked_request.py   one request in a Pairing
+    request.py           one request in a Pairing, and its attempts
     stopping.py          where it has to stop
     losses.py            the ports that it has lost, and whether it may go on
     queue.py             which requests wait, and which is next

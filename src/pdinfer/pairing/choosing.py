@@ -15,7 +15,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.pairing.found import FoundTokens
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
 from pdinfer.types import Choice, Link, PeerAddress, RequestShape
 
@@ -36,17 +36,18 @@ class Board:
         sizes: dict[PeerAddress, list[TrackedRequest]] = {}
         backlog: dict[tuple[PeerAddress, PeerAddress], int] = {}
         for tracked in coming:
-            if tracked.prefill is None or tracked.decode is None:
+            attempt = tracked.attempt
+            if attempt.prefill is None or attempt.decode is None:
                 continue
-            if not tracked.forwarded:
-                sizes.setdefault(tracked.prefill, []).append(tracked)
-            pair = tracked.prefill, tracked.decode
-            backlog[pair] = backlog.get(pair, 0) + tracked.link_bytes
+            if not attempt.forwarded:
+                sizes.setdefault(attempt.prefill, []).append(tracked)
+            pair = attempt.prefill, attempt.decode
+            backlog[pair] = backlog.get(pair, 0) + attempt.link_bytes
         for prefill, pending in sizes.items():
             self._queue(
                 prefill,
                 num_tokens=sum(tracked.num_prompt_tokens for tracked in pending),
-                sizes=[tracked.prefill_tokens for tracked in pending],
+                sizes=[tracked.attempt.prefill_tokens for tracked in pending],
             )
         for pair, num_bytes in backlog.items():
             self._load_link(*pair, num_bytes)
@@ -161,7 +162,9 @@ class Chooser:
     def board(self, requests: Mapping[str, TrackedRequest]) -> Board:
         """Return what a policy is shown now. `requests` have not ended."""
         gone = [
-            tracked for tracked in self._coming if tracked.landed or requests.get(tracked.request_id) is not tracked
+            tracked
+            for tracked in self._coming
+            if tracked.attempt.landed or requests.get(tracked.request_id) is not tracked
         ]
         for tracked in gone:
             del self._coming[tracked]
@@ -194,10 +197,17 @@ class Chooser:
             raise OfPolicy(error) from error
 
     def _shape(self, tracked: TrackedRequest) -> RequestShape:
-        return tracked.shape(self._num_choices, FoundTokens(tracked.keys, *self._ports.caching))
+        return RequestShape(
+            ordinal=self._num_choices,
+            num_prompt_tokens=len(tracked.request.prompt),
+            num_output_tokens=tracked.num_tokens,
+            max_new_tokens=tracked.request.sampling.max_new_tokens,
+            priority=tracked.request.priority,
+            found_tokens=FoundTokens(tracked.keys, *self._ports.caching),
+        )
 
     def _note(self, tracked: TrackedRequest, work: tuple[int, int]) -> None:
-        tracked.prefill_tokens, tracked.link_bytes = work
+        tracked.attempt.prefill_tokens, tracked.attempt.link_bytes = work
         self.follow(tracked)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from pdinfer.engine.schedule import PATIENCE_S, forecast_tokens, is_turn_of_oldest
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.types import PeerAddress
 
 MAX_TENANTS = 1024
@@ -106,8 +106,8 @@ class Queue:
             oldest = None
             if is_turn_of_oldest(self._num_turns):
                 if by_age is None:
-                    patient = [tracked for tracked in self._waiting if now - tracked.waiting_since > PATIENCE_S]
-                    by_age = iter(sorted(patient, key=lambda tracked: tracked.waiting_since))
+                    patient = [tracked for tracked in self._waiting if now - tracked.attempt.waiting_since > PATIENCE_S]
+                    by_age = iter(sorted(patient, key=lambda tracked: tracked.attempt.waiting_since))
                 oldest = next(by_age, None)
             turn = next(in_order, None) if oldest is None else oldest
             if turn is None:

@@ -1,9 +1,8 @@
-"""One request in a Pairing: where it was sent, how far it got, and when it has to end."""
+"""One request in a Pairing, and its attempts: where it was sent, how far it got, and when it has to end."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import cached_property
 
 import attrs
@@ -13,7 +12,7 @@ from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.pairing.found import PromptKeys
 from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
-from pdinfer.types import Choice, FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
+from pdinfer.types import Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
 """How often to check whether a port has ended a request whose deadline has passed."""
@@ -27,61 +26,71 @@ STOP_GRACE_S = 1.0
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
 
-class Wish(enum.Enum):
-    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
-    place."""
+@attrs.define(eq=False)
+class Attempt:
+    """One try of a request, from the moment that it waits for a pair. It ends with the request, or when its decode is
+    lost or has no room. What is tried again gets a new one, so whatever is here is forgotten then.
 
-    SERVE = enum.auto()
-    CANCEL = enum.auto()
-    DISPLACE = enum.auto()
+    It waits in the queue, since `waiting_since`, while `decode` is None. When its pair was chosen, its prefill had to
+    compute `prefill_tokens`, and `link_bytes` had to cross the link. `forwarded` says that prefill has the last of its
+    grants; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a grant,
+    when prefill is done with it. `tokens` came in this attempt, the first of them at `runs_from_s`. `give_up_at` is
+    when it stops waiting for a missing port or link, and `stranded_at` since when its decode has no prefill for it."""
+
+    waiting_since: float
+    prefill: PeerAddress | None = None
+    decode: PeerAddress | None = None
+    prefill_tokens: int = 0
+    link_bytes: int = 0
+    num_grants: int = 0
+    forwarded: bool = False
+    landed: bool = False
+    tokens: list[int] = attrs.field(factory=list)
+    runs_from_s: float | None = None
+    give_up_at: float | None = None
+    stranded_at: float | None = None
+
+    def needs(self, address: PeerAddress) -> bool:
+        """Return whether it cannot go on without this port."""
+        return self.decode == address or (self.prefill == address and not self.landed)
+
+    def gives_up(self, now: float, grace_s: float) -> bool:
+        """Return whether it has waited in vain for `grace_s`, counted from the first call."""
+        give_up_at = now + grace_s
+        self.give_up_at = give_up_at if self.give_up_at is None else min(self.give_up_at, give_up_at)
+        return now >= self.give_up_at
 
 
 @attrs.define(eq=False)
 class TrackedRequest:
-    """One unfinished request with its id and seed filled in.
+    """One unfinished request with its id and seed filled in, and the `attempt` to serve it.
 
-    It waits in the queue while `decode` is None; `queued_s` is how long it did. `forwarded` says that prefill has the
-    current attempt; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a
-    grant, when prefill is done with it. `choice` is the last that was made for it. `failure` is why decode was asked to
-    end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `give_up_at` is when it stops
-    waiting for a missing port or link. `stranded_at` is since when its decode has no prefill for it. `displaced` is why
-    it gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are
-    all ports that it has lost. `tokens` are those emitted since `request` was made, `runs_from_s` is when the first of
-    them came, and `streamed_s` is how long lost decodes ran it. When its pair was chosen, its prefill had to compute
-    `prefill_tokens`, and `link_bytes` had to cross the link. `stopping` looks for the end that `Request.stop` asks for.
-    Once it has come, or the matcher has failed, `ending` is the final event: it waits for decode's usage, and later
-    tokens are dropped."""
+    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. `failure` is why decode
+    was asked to end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `displaced` is why it
+    gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are all
+    ports that it has lost. Of the decodes that it left, `num_decodes_lost` had granted it pages, and they ran it for
+    `streamed_s`. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the matcher has
+    failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
 
     request_id: str
     request: Request
     submitted_at: float
     deadline_at: float | None
-    prefill: PeerAddress | None = None
-    decode: PeerAddress | None = None
+    attempt: Attempt
+    num_tokens: int = 0
     choice: Choice | None = None
     queued_s: float = 0.0
-    num_tokens: int = 0
-    num_grants: int = 0
     granted_s: float | None = None
     first_token_s: float | None = None
-    forwarded: bool = False
-    landed: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
     ends_by: float = float("inf")
-    give_up_at: float | None = None
     displaced: PDInferError | None = None
-    waiting_since: float = 0.0
-    stranded_at: float | None = None
     lost: PDInferError | None = None
     losses: Losses = attrs.field(factory=Losses)
     num_decodes_lost: int = 0
     continued: bool = False
-    runs_from_s: float | None = None
     streamed_s: float = 0.0
-    tokens: list[int] = attrs.field(factory=list)
-    prefill_tokens: int = 0
-    link_bytes: int = 0
     stopping: Stopping | None = None
     ending: TokenEvent | None = None
     _keys: PromptKeys | None = None
@@ -102,8 +111,8 @@ class TrackedRequest:
             attrs.evolve(request, request_id=request_id, sampling=sampling, stop=()),
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
+            attempt=Attempt(waiting_since=now),
             num_tokens=len(request.output),
-            waiting_since=now,
             stopping=Stopping(request) if request.stop != () else None,
         )
         if tracked.deadline_at is not None:
@@ -142,10 +151,6 @@ class TrackedRequest:
             self._keys = PromptKeys(self.request)
         return self._keys
 
-    def needs(self, address: PeerAddress) -> bool:
-        """Return whether the request cannot go on without this port."""
-        return self.decode == address or (self.prefill == address and not self.landed)
-
     # -- when it ends -----------------------------------------------------------------------------------------------
 
     def expired(self, now: float) -> bool:
@@ -157,17 +162,17 @@ class TrackedRequest:
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
-        self.give_up_at = None
+        self.attempt.give_up_at = None
 
     def stop_requested(self, now: float) -> None:
         """Note that decode was asked to end it, since `ending` says how it ends."""
         self.cancelled = True
         self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
-        self.give_up_at = None
+        self.attempt.give_up_at = None
 
     def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
         """Return how it ends when its decode has used up its time, else None."""
-        if self.decode is None or now < self.ends_by:
+        if self.attempt.decode is None or now < self.ends_by:
             return None
         if self.cancelled:
             return FinishReason.CANCELLED, None
@@ -175,19 +180,13 @@ class TrackedRequest:
             return FinishReason.FAILED, self.failure
         return FinishReason.DEADLINE, None
 
-    def gives_up(self, now: float, grace_s: float) -> bool:
-        """Return whether it has waited in vain for `grace_s`, counted from the first call."""
-        if self.give_up_at is None:
-            self.give_up_at = now + grace_s
-        self.give_up_at = min(self.give_up_at, now + grace_s)
-        return now >= self.give_up_at
-
     def wakes_at(self, now: float) -> float:
         """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
         own, so look again a little later."""
-        give_up_at = float("inf") if self.give_up_at is None else self.give_up_at
+        attempt = self.attempt
+        give_up_at = float("inf") if attempt.give_up_at is None else attempt.give_up_at
         deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
-        if self.decode is None:
+        if attempt.decode is None:
             return min(deadline_at, give_up_at)
         return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, give_up_at)
 
@@ -196,7 +195,7 @@ class TrackedRequest:
     def was_computed(self, computing: Collection[str] | None) -> bool:
         """Return whether one of its ports computed rows of it. `computing` are the requests of which the port has told
         so; of one that tells nothing, all that were granted pages count."""
-        return self.forwarded if computing is None else self.request_id in computing
+        return self.attempt.forwarded if computing is None else self.request_id in computing
 
     def stays_lost(self, *, may_continue: bool) -> bool:
         """Return whether it cannot go to another decode: it may be what breaks them, or it has given tokens and the
@@ -204,20 +203,22 @@ class TrackedRequest:
         return self.losses.are_too_many or (self.first_token_s is not None and not may_continue)
 
     def leave(self, now: float, lost: PDInferError) -> None:
-        """Forget the decode it had, so that it can wait in the queue. It goes on behind the tokens that the host got,
-        like a request that its host resumes. Tokens depend on seed and position, so it gives the same ones."""
-        self.num_decodes_lost += self.num_grants > 0
+        """Note that it has lost its decode, so that it waits for another one, alone if it may be what breaks them."""
         if self.losses.is_suspect:
             self.request = attrs.evolve(self.request, alone=True)
-        if self.runs_from_s is not None:
+        self.lost = lost
+        self.try_again(now, waiting_since=now)
+
+    def try_again(self, now: float, *, waiting_since: float) -> None:
+        """Begin another attempt. It goes on behind the tokens that the host got, like a request that its host resumes.
+        Tokens depend on seed and position, so it gives the same ones."""
+        attempt = self.attempt
+        self.num_decodes_lost += attempt.num_grants > 0
+        if attempt.runs_from_s is not None:
             self.continued = True
-            self.request = attrs.evolve(self.request, output=(*self.request.output, *self.tokens))
-            self.tokens = []
-            self.streamed_s += now - self.submitted_at - self.runs_from_s
-        self.lost, self.waiting_since = lost, now
-        self.prefill = self.decode = self.give_up_at = self.stranded_at = self.runs_from_s = None
-        self.forwarded = self.landed = False
-        self.num_grants = 0
+            self.request = attrs.evolve(self.request, output=(*self.request.output, *attempt.tokens))
+            self.streamed_s += now - self.submitted_at - attempt.runs_from_s
+        self.attempt = Attempt(waiting_since)  # last: what is interrupted before still has its decode, which ends it
 
     # -- what others see of it --------------------------------------------------------------------------------------
 
@@ -227,40 +228,30 @@ class TrackedRequest:
             return self.request
         return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
-    def shape(self, ordinal: int, found_tokens: Mapping[PeerAddress, int]) -> RequestShape:
-        """Return what a policy may know of it, but for the links."""
-        return RequestShape(
-            ordinal=ordinal,
-            num_prompt_tokens=len(self.request.prompt),
-            num_output_tokens=self.num_tokens,
-            max_new_tokens=self.request.sampling.max_new_tokens,
-            priority=self.request.priority,
-            found_tokens=found_tokens,
-        )
-
     def chosen(self, choice: Choice, now: float) -> None:
         """Note the pair that serves it from now on."""
-        self.choice, self.prefill, self.decode = choice, choice.prefill, choice.decode
+        self.choice, self.attempt.prefill, self.attempt.decode = choice, choice.prefill, choice.decode
         self.queued_s = now - self.submitted_at
 
     def granted(self, now: float) -> None:
-        """Note that decode has granted pages and a new attempt begins."""
-        self.num_grants += 1
+        """Note that decode has granted pages, for the first time in this attempt or anew."""
+        self.attempt.num_grants += 1
         self.granted_s = now - self.submitted_at
-        self.landed = False
+        self.attempt.landed = False
 
     def passed_on(self, event: TokenEvent, now: float) -> TokenEvent | None:
         """Return decode's event as the host sees it, or None for a token that it does not see: the one with which it
         stops, until decode's last event brings its usage, and those that come in between. Raises TransferError for an
         event that cannot come now."""
         self._check(event)
-        self.landed = True
+        attempt = self.attempt
+        attempt.landed = True
         self.num_tokens = event.index + (event.token is not None)
         if event.token is not None:
-            self.tokens.append(event.token)
-        if event.token is not None and self.runs_from_s is None:
-            self.runs_from_s = now - self.submitted_at
-            self.first_token_s = self.runs_from_s if self.first_token_s is None else self.first_token_s
+            attempt.tokens.append(event.token)
+            if attempt.runs_from_s is None:
+                attempt.runs_from_s = now - self.submitted_at
+                self.first_token_s = attempt.runs_from_s if self.first_token_s is None else self.first_token_s
         event = self._counted_from_submit(event)
         if self.ending is None:
             self.ending = self._stopped(event)
@@ -348,11 +339,11 @@ class TrackedRequest:
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
             cached_tokens=0,
-            queue_s=(now - self.submitted_at if self.decode is None else self.queued_s) - self.streamed_s,
+            queue_s=(now - self.submitted_at if self.attempt.decode is None else self.queued_s) - self.streamed_s,
             ttft_s=self.first_token_s,
             timeline=self._timeline(None),
             choice=self.choice,
-            num_retries=max(0, self.num_grants - 1) + self.num_decodes_lost,
+            num_retries=max(0, self.attempt.num_grants - 1) + self.num_decodes_lost,
         )
         if self.ending is not None:
             return self._ended(self.ending, usage)
@@ -369,7 +360,7 @@ class TrackedRequest:
     def _timeline(self, decodes: Timeline | None) -> Timeline:
         """Return decode's timeline counted from the Pairing's submit or, without one, what the Pairing saw itself."""
         if decodes is None:
-            queued_s = None if self.decode is None and self.lost is None else self.queued_s
+            queued_s = None if self.attempt.decode is None and self.lost is None else self.queued_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
         stages = {stage: None if at is None else at + self.queued_s for stage, at in attrs.asdict(decodes).items()}
         if self.continued:
