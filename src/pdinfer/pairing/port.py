@@ -11,7 +11,7 @@ from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits
 
 class Port(Protocol):
     """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
-    the port is lost."""
+    the port is lost. The events that it returns are the Pairing's, which counts their times from its own submit."""
 
     @property
     def role(self) -> str:

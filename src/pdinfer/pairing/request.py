@@ -246,36 +246,29 @@ class TrackedRequest:
         self._check(event)
         attempt = self.attempt
         attempt.landed = True
-        self.num_tokens = event.index + (event.token is not None)
         if event.token is not None:
+            self.num_tokens += 1
             attempt.tokens.append(event.token)
             if attempt.runs_from_s is None:
                 attempt.runs_from_s = now - self.submitted_at
                 self.first_token_s = attempt.runs_from_s if self.first_token_s is None else self.first_token_s
-        event = self._counted_from_submit(event)
-        if self.ending is None:
-            self.ending = self._stopped(event)
+        if event.at_s is not None:  # in place: a second event for each token cost as much as the rest of it here
+            object.__setattr__(event, "at_s", event.at_s + self.queued_s)
+        if event.finish_reason is not None:
+            event = self._last(event)
+        if self.stopping is not None and self.ending is None:
+            self.ending = self._stopped(event, self.stopping)
         if self.ending is None:
             return event
         return None if event.finish_reason is None else self._ended(self.ending, event.usage)
 
-    def _counted_from_submit(self, event: TokenEvent) -> TokenEvent:
-        """Return decode's event as the host counts: from the Pairing's submit, where decode counts from its own."""
+    def _last(self, event: TokenEvent) -> TokenEvent:
+        """Return decode's last event with its usage as the host counts: from the Pairing's submit, where decode counts
+        from its own."""
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
-        at_s = None if event.at_s is None else event.at_s + self.queued_s
-        usage = event.usage
-        if usage is None:
-            return TokenEvent(  # of every token, and `evolve` takes six times as long
-                request_id=event.request_id,
-                token=event.token,
-                index=event.index,
-                logprob=event.logprob,
-                top_logprobs=event.top_logprobs,
-                finish_reason=event.finish_reason,
-                error=event.error,
-                at_s=at_s,
-            )
+        if (usage := event.usage) is None:
+            return event
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.queued_s
         usage = attrs.evolve(
             usage,
@@ -285,14 +278,12 @@ class TrackedRequest:
             choice=self.choice,
             num_retries=usage.num_retries + self.num_decodes_lost,
         )
-        return attrs.evolve(event, usage=usage, at_s=at_s)
+        return attrs.evolve(event, usage=usage)
 
-    def _stopped(self, event: TokenEvent) -> TokenEvent | None:
+    def _stopped(self, event: TokenEvent, stopping: Stopping) -> TokenEvent | None:
         """Return the last event of the request if `Request.stop` ends it with this token, or fails on it."""
-        if self.stopping is None or event.token is None:
-            return None
         try:
-            if not self.stopping.ends_with(event.token):
+            if event.token is None or not stopping.ends_with(event.token):
                 return None
         except RequestError as error:
             return TokenEvent(
