@@ -81,7 +81,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("broker",),
         ("choosing", "queue", "joining"),
         ("ports", "request", "policy", "health"),
-        ("port", "found", "losses", "stopping", "policies"),
+        ("port", "losses", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (

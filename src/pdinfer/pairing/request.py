@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 
 import attrs
 
 from pdinfer.engine.schedule import due_at, forecast_tokens
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.pairing.found import PromptKeys
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
 from pdinfer.types import Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
@@ -24,6 +24,30 @@ STOP_GRACE_S = 1.0
 """The same after `Request.stop` ended a request. Its text is complete, and only decode knows all of its usage."""
 
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
+
+
+@attrs.define(eq=False)
+class PromptKeys:
+    """The keys of the full pages of one prompt, and of the output so far. They are made once for each scheme, and for
+    each set of writers where these matter."""
+
+    request: Request
+    _made: dict[tuple[KeyScheme, tuple[PeerAddress, ...]], list[bytes]] = attrs.field(factory=dict, init=False)
+
+    def of(self, scheme: KeyScheme, writers: tuple[PeerAddress, ...] = ()) -> list[bytes]:
+        """Return the keys that a pool would find, which leaves out the page of the last token: that one runs."""
+        keys = self._made.get((scheme, writers))
+        if keys is None:
+            chain = scheme.chain(self.request.cache_salt, writers)
+            tokens = self.request.tokens
+            chain.extend(tokens)
+            keys = self._made[scheme, writers] = chain.keys[: (len(tokens) - 1) // scheme.page_size]
+        return keys
+
+    def prepare(self, schemes: Iterable[KeyScheme]) -> None:
+        """Make the keys of pages that an engine fills itself."""
+        for scheme in schemes:
+            self.of(scheme)
 
 
 @attrs.define(eq=False)
