@@ -13,20 +13,19 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import le
 
 import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
-from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
-from pdinfer.pairing.queue import AwaitingRelease, Queue
+from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.stats import LostPort, PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
@@ -38,8 +37,6 @@ LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
 DIAL_S = 5.0
 """How often links that are down are dialled anew: the channels may have given up the peer."""
-LINK_WAIT_S = WRITER_GRACE_S
-"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 STRANDED_S = 3.0
 """How long a request waits for a prefill at a decode that none reaches, while another pair could serve it. Links that
 broke are back sooner, or one of their ports is known to be lost."""
@@ -91,12 +88,11 @@ class Broker:
         self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
+        self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
         self._awaiting_release = AwaitingRelease()
         self._progress = Progress()
         self._look_at = self._dial_at = float("-inf")
         self._num_changes = 0
-        self._num_changes_seen = -1
-        self._gives_up = False
         self._stranded = False
         self._num_retries = 0
         self._num_reroutes = 0
@@ -202,7 +198,9 @@ class Broker:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
         requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
         none is overtaken on the ports it does need."""
-        self._end_waiting(now)
+        for tracked, end in self._wait_limits.ends(self.queue, now):
+            self.queue.remove(tracked)
+            self.end(tracked, *end)
         self._awaiting_release.expire(now)
         if not self.queue:
             return
@@ -219,43 +217,6 @@ class Broker:
                 if fitting == list(map(len, rooms)):
                     return
                 held.append(fitting)
-
-    def _end_waiting(self, now: float) -> None:
-        """End the queued requests that have to end. While no port or link is missing, and no deadline is over, only
-        newcomers may have to."""
-        ports = self._ports
-        all_is_well = not (ports.links_down or ports.leaving or self._gives_up) and now < self.queue.next_deadline
-        if all_is_well and ports.num_changes == self._num_changes_seen:
-            waiting = self.queue.take_newcomers()
-        else:
-            waiting, self._gives_up, self._num_changes_seen = self.queue.take_all(), False, ports.num_changes
-        most = ports.most_tokens if waiting else {}
-        for tracked in waiting:
-            end = self._end_queued(tracked, now, most)
-            self._gives_up |= tracked.attempt.give_up_at is not None
-            if end is not None:
-                self.queue.remove(tracked)
-                self.end(tracked, *end)
-
-    def _end_queued(
-        self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]
-    ) -> tuple[FinishReason, PDInferError | None] | None:
-        """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
-        can hold."""
-        if tracked.expired(now):
-            return FinishReason.DEADLINE, None
-        side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
-        if side is not None:
-            reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
-            reason += f"; {tracked.lost}" if tracked.lost is not None else self.lost_ports.last(side)
-            grace_s = self._port_wait_s(side)
-        elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
-            reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
-            grace_s = LINK_WAIT_S
-        else:
-            tracked.attempt.give_up_at = None
-            return None
-        return (FinishReason.FAILED, TransferError(reason)) if tracked.attempt.gives_up(now, grace_s) else None
 
     def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
         choice = self._chooser.pair(tracked, board)
@@ -475,14 +436,10 @@ class Broker:
             is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
             if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
-        elif attempt.gives_up(now, self._port_wait_s("prefill")):
+        elif attempt.gives_up(now, self._wait_limits.port_wait_s("prefill")):
             last = self.lost_ports.last("prefill")
             tracked.cancel_requested(now, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
             self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
-
-    def _port_wait_s(self, side: str) -> float:
-        waits_s = self._config.port_wait_s
-        return self.lost_ports.waits_s(side) if waits_s is None else waits_s
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

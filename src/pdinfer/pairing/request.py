@@ -23,6 +23,8 @@ CANCEL_GRACE_S = 0.05
 STOP_GRACE_S = 1.0
 """The same after `Request.stop` ended a request. Its text is complete, and only decode knows all of its usage."""
 
+End = tuple[FinishReason, PDInferError | None]
+"""How a request ends that no decode ends."""
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
 
@@ -194,7 +196,7 @@ class TrackedRequest:
         self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
         self.attempt.give_up_at = None
 
-    def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
+    def overdue(self, now: float) -> End | None:
         """Return how it ends when its decode has used up its time, else None."""
         if self.attempt.decode is None or now < self.ends_by:
             return None
