@@ -77,11 +77,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("admission",),
+        ("intake",),
         ("broker",),
         ("choosing", "queue", "joining"),
-        ("ports", "tracked_request", "policy", "health"),
-        ("port", "found", "losses", "stopping", "policies"),
+        ("ports", "request", "policy", "health"),
+        ("port", "losses", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (

@@ -175,14 +175,16 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
         for number in range(8):
             fleet.pairing.submit(request(number))
     fleet.step_until(lambda: fleet.is_in(phase, role), f"the phase {phase}")
-    held = {name for name, tracked in fleet.pairing._broker.requests.items() if getattr(tracked, role) == address}
+    held = {
+        name for name, tracked in fleet.pairing._broker.requests.items() if getattr(tracked.attempt, role) == address
+    }
     assert held or phase == "idle"
     strike(victim, signal)
     fleet.hurry()
     if signal != "pause":
         fleet.step_until(lambda: fleet.pairing.stats.num_ports_lost == 1, "the loss")
         if role == "decode":
-            assert all(tracked.decode != address for tracked in fleet.pairing._broker.requests.values())
+            assert all(tracked.attempt.decode != address for tracked in fleet.pairing._broker.requests.values())
     fleet.step_until(lambda: not fleet.pairing.num_unfinished, "the end")
     streams = fleet.streams
     for name, stream in streams.items():  # what the lost port had went to the other one

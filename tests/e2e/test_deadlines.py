@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing.tracked_request import DEADLINE_GRACE_S
+from pdinfer.pairing.request import DEADLINE_GRACE_S
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,

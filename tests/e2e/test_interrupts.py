@@ -19,7 +19,7 @@ from pdinfer.engine import sequence
 from pdinfer.engine.engine import Engine
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.sender import HandoffSender
-from pdinfer.pairing import broker
+from pdinfer.pairing import broker, queue
 from pdinfer.pairing.choosing import OfPolicy
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
@@ -43,7 +43,7 @@ from tests.e2e.setups import (
 def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request waits for nothing of those before it: that would take longer than a test may."""
     monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)
-    monkeypatch.setattr(broker, "LINK_WAIT_S", 3600.0)
+    monkeypatch.setattr(queue, "LINK_WAIT_S", 3600.0)
 
 
 KINDS = ("shared", "loopback", "tcp")

@@ -10,7 +10,8 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.engine import sequence
-from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
+from pdinfer.pairing.broker import LOOK_S
+from pdinfer.pairing.queue import LINK_WAIT_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (

@@ -13,7 +13,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.kv.transports.base import Transfer
-from pdinfer.pairing.tracked_request import CANCEL_GRACE_S
+from pdinfer.pairing.request import CANCEL_GRACE_S
 from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.setups import (

@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing.tracked_request import CANCEL_GRACE_S, DEADLINE_GRACE_S
+from pdinfer.pairing.request import CANCEL_GRACE_S, DEADLINE_GRACE_S
 from pdinfer.process.silence import SESSIONS
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing.broker import LINK_WAIT_S
+from pdinfer.pairing.queue import LINK_WAIT_S
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,

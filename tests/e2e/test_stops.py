@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.pairing.tracked_request import STOP_GRACE_S
+from pdinfer.pairing.request import STOP_GRACE_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (

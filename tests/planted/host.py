@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request whose submit was interrupted keeps its id",
-        "                self._admission.withdraw(tracked, displaced)\n",
+        "                self._withdraw(tracked, displaced)\n",
         "",
         INTERRUPTS + "test_an_id_whose_submit_was_interrupted_is_free",
     ),

@@ -42,8 +42,8 @@ MUTANTS = [
     ),
     Mutant(
         "a prefill that is lost before it began counts",
-        "return self.forwarded if computing is None else self.request_id in computing",
-        "return self.forwarded",
+        "return self.attempt.forwarded if computing is None else self.request_id in computing",
+        "return self.attempt.forwarded",
         f"{WAITING}[prefill] {WAITING}[decode]",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     Mutant(
         "links that break under a request cost it nothing",
-        "                tracked.losses.links.append(tracked.prefill)\n",
+        "                tracked.losses.links.append(attempt.prefill)\n",
         "",
         LOSSES + "test_a_link_that_breaks_under_every_attempt_is_a_failure",
     ),
@@ -136,13 +136,13 @@ MUTANTS = [
     ),
     Mutant(
         "a request waits at a decode that no prefill reaches beside a pair that could serve it",
-        "now >= tracked.stranded_at + STRANDED_S",
+        "now >= attempt.stranded_at + STRANDED_S",
         "False",
         LOSSES + "test_a_request_leaves_a_decode_that_no_prefill_reaches_if_another_pair_can_serve_it",
     ),
     Mutant(
         "a request leaves its decode at the first sign of a broken link",
-        "now >= tracked.stranded_at + STRANDED_S",
+        "now >= attempt.stranded_at + STRANDED_S",
         "True",
         LOSSES + "test_a_request_leaves_a_decode_that_no_prefill_reaches_if_another_pair_can_serve_it",
     ),
@@ -184,8 +184,8 @@ MUTANTS = [
     ),
     Mutant(
         "a stream that went on twice waited while it ran",
-        "self.streamed_s += now - self.submitted_at - self.runs_from_s",
-        "self.streamed_s = now - self.submitted_at - self.runs_from_s",
+        "self.streamed_s += now - self.submitted_at - attempt.runs_from_s",
+        "self.streamed_s = now - self.submitted_at - attempt.runs_from_s",
         "test_moving.py::test_times_of_a_stream_that_went_on_twice_leave_out_what_both_lost_decodes_ran",
     ),
 ]

@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stream goes on behind its prompt",
-        "output=(*self.request.output, *self.tokens))",
+        "output=(*self.request.output, *attempt.tokens))",
         "output=self.request.output)",
         MOVING + "test_streams_go_on_as_if_nothing_had_happened",
     ),
@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "events of any decode are accepted for a request",
-        "if tracked is None or tracked.decode != decode:",
+        "if tracked is None or tracked.attempt.decode != decode:",
         "if tracked is None:",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
@@ -132,8 +132,8 @@ MUTANTS = [
     ),
     Mutant(
         "a removed port joins",
-        "if self._closed or self._joining.get(port.address) is not token:",
-        "if self._closed:",
+        "if self._intake.closed or self._joining.get(port.address) is not token:",
+        "if self._intake.closed:",
         JOINING + "test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later",
     ),
 ]

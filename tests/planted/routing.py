@@ -214,19 +214,19 @@ MUTANTS = [
     ),
     Mutant(
         "promised prompts are forgotten",
-        "            if not tracked.forwarded:\n",
+        "            if not attempt.forwarded:\n",
         "            if False:\n",
         CHOOSING_TESTS,
     ),
     Mutant(
         "a forwarded prompt is counted twice, as promised and as queued",
-        "            if not tracked.forwarded:\n",
+        "            if not attempt.forwarded:\n",
         "            if True:\n",
         CHOOSING_TESTS,
     ),
     Mutant(
         "the link of a request that has landed keeps its backlog",
-        "tracked.landed or requests.get",
+        "tracked.attempt.landed or requests.get",
         "requests.get",
         CHOOSING_TESTS,
     ),

@@ -19,8 +19,8 @@ MUTANTS = [
     ),
     Mutant(
         "a request that has stopped is looked at again",
-        "        if self.ending is None:\n            self.ending = self._stopped(event)\n",
-        "        self.ending = self._stopped(event) or self.ending\n",
+        "        if self.stopping is not None and self.ending is None:\n            self.ending = self._stopped(event, self.stopping)\n",
+        "        if self.stopping is not None:\n            self.ending = self._stopped(event, self.stopping) or self.ending\n",
         STOPS + "test_what_decode_says_behind_a_stop_changes_nothing",
     ),
     Mutant(

@@ -27,7 +27,7 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.testing import Placement, SimNetwork, SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
@@ -357,7 +357,7 @@ def a_stream_that_goes_on_begins_anew(patch: pytest.MonkeyPatch) -> None:
     leave = TrackedRequest.leave
 
     def forget(self: TrackedRequest, now: float, lost: Any) -> None:
-        self.tokens.clear()
+        self.attempt.tokens.clear()
         self.num_tokens = len(self.request.output)
         leave(self, now, lost)
 

@@ -26,7 +26,7 @@ from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.pairing import Pairing
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.parallel.groups import Groups
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -146,7 +146,7 @@ class World:
             random_bytes=self.simulation.random_bytes,
         )
         self._host = Loop(self.simulation, HOST, self._host_turn)
-        self.pairing._inbox.listen(self._host.wake)
+        self.pairing._intake.inbox.listen(self._host.wake)
 
     def _start(self, name: str) -> None:
         """Make an engine: with several ranks, one on each of its nodes, the leader's first."""

@@ -1,20 +1,19 @@
 """Gives each request a prefill and a decode, and copes when one of them is lost.
 
-    pairing.py           `Pairing`: what a host calls
-    admission.py         the way in: which request gets a place in the queue
-    broker.py            what happens to its requests
-    tracked_request.py   one request in a Pairing
-    stopping.py          where it has to stop
-    losses.py            the ports that it has lost, and whether it may go on
-    queue.py             which requests wait, and which is next
-    choosing.py          how a policy is asked for a pair, and what it is shown
-    found.py             how much of a prompt the pages of each port hold
-    port.py              what an engine must offer
-    ports.py             which ports there are, which are linked, which were lost and may come back
-    policy.py            which pair takes a request: pure functions of loads and links
-    policies/            those that come with pdinfer
-    health.py            whether it serves, and with all that it was given
-    joining.py           how a new port is linked beside the running work, and which pairing has it
+    pairing.py    `Pairing`: what a host calls
+    intake.py     the way in: which request gets a place in the queue
+    broker.py     what happens to its requests
+    request.py    one request in a Pairing, and its attempts
+    stopping.py   where it has to stop
+    losses.py     the ports that it has lost, and whether it may go on
+    queue.py      which requests wait, for how long, and which is next
+    choosing.py   how a policy is asked for a pair, and what it is shown: loads, links, and pages that hold the prompt
+    port.py       what an engine must offer
+    ports.py      which ports there are, which are linked, which were lost and may come back
+    policy.py     which pair takes a request: pure functions of loads and links
+    policies/     those that come with pdinfer
+    health.py     whether it serves, and with all that it was given
+    joining.py    how a new port is linked beside the running work, and which pairing has it
 
 May import: config, engine, execution, kv, model, process, the ground.
 """

@@ -13,35 +13,30 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import le
 
 import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
-from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
-from pdinfer.pairing.queue import AwaitingRelease, Queue
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.stats import LostPort, PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 RELEASE_S = 1.0
 """How long a request's id is withheld from its decode after an interrupt ended the request: the decode's answer may
 have been lost."""
-
-
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
 DIAL_S = 5.0
 """How often links that are down are dialled anew: the channels may have given up the peer."""
-LINK_WAIT_S = WRITER_GRACE_S
-"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 STRANDED_S = 3.0
 """How long a request waits for a prefill at a decode that none reaches, while another pair could serve it. Links that
 broke are back sooner, or one of their ports is known to be lost."""
@@ -93,12 +88,11 @@ class Broker:
         self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
+        self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
         self._awaiting_release = AwaitingRelease()
         self._progress = Progress()
         self._look_at = self._dial_at = float("-inf")
         self._num_changes = 0
-        self._num_changes_seen = -1
-        self._gives_up = False
         self._stranded = False
         self._num_retries = 0
         self._num_reroutes = 0
@@ -166,10 +160,10 @@ class Broker:
         lost = TransferError("its pairing was interrupted while the request was under way")
         waiting = []
         for tracked in list(self.requests.values()):
-            if tracked.decode is not None:
-                self._awaiting_release.add(tracked.request_id, tracked.decode, forget_at=now + RELEASE_S)
-                if tracked.decode in self._ports.decodes:
-                    self._ports.decodes[tracked.decode].cancel(tracked.request_id)
+            if (decode := tracked.attempt.decode) is not None:
+                self._awaiting_release.add(tracked.request_id, decode, forget_at=now + RELEASE_S)
+                if decode in self._ports.decodes:
+                    self._ports.decodes[decode].cancel(tracked.request_id)
                 self.end(tracked, FinishReason.FAILED, lost)
             elif tracked.displaced is not None:
                 self.end(tracked, FinishReason.FAILED, tracked.displaced)
@@ -186,12 +180,12 @@ class Broker:
         """End a request that is queued, or ask its decode to end it."""
         if self.requests.get(tracked.request_id) is not tracked:
             return
-        if tracked.decode is None:
+        if (decode := tracked.attempt.decode) is None:
             self.queue.remove(tracked)
             self.end(tracked, FinishReason.CANCELLED)
         else:
             tracked.cancel_requested(self._clock())
-            self._ports.decodes[tracked.decode].cancel(tracked.request_id)
+            self._ports.decodes[decode].cancel(tracked.request_id)
 
     def displace(self, tracked: TrackedRequest) -> None:
         """End a request that gives its place in the queue to one of higher priority, unless it has left the queue."""
@@ -204,7 +198,9 @@ class Broker:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
         requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
         none is overtaken on the ports it does need."""
-        self._end_waiting(now)
+        for tracked, end in self._wait_limits.ends(self.queue, now):
+            self.queue.remove(tracked)
+            self.end(tracked, *end)
         self._awaiting_release.expire(now)
         if not self.queue:
             return
@@ -221,43 +217,6 @@ class Broker:
                 if fitting == list(map(len, rooms)):
                     return
                 held.append(fitting)
-
-    def _end_waiting(self, now: float) -> None:
-        """End the queued requests that have to end. While no port or link is missing, and no deadline is over, only
-        newcomers may have to."""
-        ports = self._ports
-        all_is_well = not (ports.links_down or ports.leaving or self._gives_up) and now < self.queue.next_deadline
-        if all_is_well and ports.num_changes == self._num_changes_seen:
-            waiting = self.queue.take_newcomers()
-        else:
-            waiting, self._gives_up, self._num_changes_seen = self.queue.take_all(), False, ports.num_changes
-        most = ports.most_tokens if waiting else {}
-        for tracked in waiting:
-            end = self._end_queued(tracked, now, most)
-            self._gives_up |= tracked.give_up_at is not None
-            if end is not None:
-                self.queue.remove(tracked)
-                self.end(tracked, *end)
-
-    def _end_queued(
-        self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]
-    ) -> tuple[FinishReason, PDInferError | None] | None:
-        """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
-        can hold."""
-        if tracked.expired(now):
-            return FinishReason.DEADLINE, None
-        side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
-        if side is not None:
-            reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
-            reason += f"; {tracked.lost}" if tracked.lost is not None else self.lost_ports.last(side)
-            grace_s = self._port_wait_s(side)
-        elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
-            reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
-            grace_s = LINK_WAIT_S
-        else:
-            tracked.give_up_at = None
-            return None
-        return (FinishReason.FAILED, TransferError(reason)) if tracked.gives_up(now, grace_s) else None
 
     def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
         choice = self._chooser.pair(tracked, board)
@@ -301,7 +260,7 @@ class Broker:
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
         tracked = self.requests.get(request_id)
-        if tracked is None or tracked.decode != decode:
+        if tracked is None or tracked.attempt.decode != decode:
             self._ignore(event, request_id, decode)
         elif isinstance(event, Granted):
             self._forward(tracked, event)
@@ -343,10 +302,10 @@ class Broker:
         """Make prefill start. Its port may have left since it was chosen."""
         if tracked.failure is not None or tracked.cancelled:
             return  # decode has been asked to end it
-        self._num_retries += tracked.num_grants > 0
+        self._num_retries += tracked.attempt.num_grants > 0
         tracked.granted(self._clock())
         port = self._ports.prefills.get(granted.grant.writers[0])
-        tracked.forwarded = port is not None
+        tracked.attempt.forwarded = port is not None
         if port is not None:
             self._chooser.follow(tracked)
             port.submit(granted.request, granted.grant)
@@ -360,14 +319,14 @@ class Broker:
         elif tracked.cancelled:  # decode did not know it any more when the cancellation came
             self.end(tracked, FinishReason.CANCELLED)
         else:
-            tracked.prefill = tracked.decode = None
+            tracked.try_again(self._clock(), waiting_since=tracked.attempt.waiting_since)
             self.queue.put(tracked)
 
     # -- ports and links that are lost ------------------------------------------------------------------------------
 
     def assigned(self, address: PeerAddress) -> list[TrackedRequest]:
         """Return the unfinished requests that still need this port."""
-        return [tracked for tracked in list(self.requests.values()) if tracked.needs(address)]
+        return [tracked for tracked in list(self.requests.values()) if tracked.attempt.needs(address)]
 
     def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
         """Give up a port that failed: its process is gone, silent or hangs, or the port broke."""
@@ -394,7 +353,7 @@ class Broker:
         requests that other decodes serve by then. Nothing is kept about ports that were removed before."""
         self._awaiting_release.keep(self._ports.decodes)
         for tracked in self.assigned(address):
-            if tracked.decode == address:
+            if tracked.attempt.decode == address:
                 self._awaiting_release.add(tracked.request_id, address)
                 port.cancel(tracked.request_id)
 
@@ -404,20 +363,25 @@ class Broker:
         had = self.assigned(address)
         self._ports.drop(address)
         for tracked in had:
-            if tracked.decode == address:
+            if tracked.attempt.decode == address:
                 self._move(tracked, TransferError(f"its decode is lost: {address}: {error}{tracked.losses}"))
                 continue
-            tracked.prefill = None
+            tracked.attempt.prefill = None
             if tracked.losses.is_suspect:
                 self._take_away(tracked, TransferError(f"its prefill is lost: {address}: {error}{tracked.losses}"))
         self._relink(self._clock())
 
     def _take_away(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Take a request from a decode that lives, as if it were lost. It may go there again once that has let go."""
-        assert tracked.decode is not None
-        self._awaiting_release.add(tracked.request_id, tracked.decode)
-        self._ports.decodes[tracked.decode].cancel(tracked.request_id)
+        self._recall(tracked)
         self._move(tracked, lost)
+
+    def _recall(self, tracked: TrackedRequest) -> None:
+        """Make the decode of a request let go of it, and keep the id reserved there until it has."""
+        decode = tracked.attempt.decode
+        assert decode is not None
+        self._awaiting_release.add(tracked.request_id, decode)
+        self._ports.decodes[decode].cancel(tracked.request_id)
 
     def _move(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Queue a request for another decode after its own is gone, or end it. Events of the old decode are dropped
@@ -437,25 +401,26 @@ class Broker:
         self._num_changes, self._stranded, is_stranded = self._ports.num_changes, True, False  # until it has ended
         board = self._chooser.board(self.requests)
         for tracked in list(self.requests.values()):
-            decode = tracked.decode
+            attempt = tracked.attempt
+            decode = attempt.decode
             if decode is None or tracked.failure is not None:
                 continue
-            if self._ports.linked(tracked.prefill, decode):
-                tracked.give_up_at = tracked.stranded_at = None
+            if self._ports.linked(attempt.prefill, decode):
+                attempt.give_up_at = attempt.stranded_at = None
                 continue
             prefill = self._chooser.prefill(tracked, decode, board)
             if prefill is None:
                 is_stranded = True
                 self._strand(tracked, decode, now)
                 continue
-            if tracked.num_grants and not tracked.landed and tracked.prefill in self._ports.prefills:
-                tracked.losses.links.append(tracked.prefill)
+            if attempt.num_grants and not attempt.landed and attempt.prefill in self._ports.prefills:
+                tracked.losses.links.append(attempt.prefill)
                 if tracked.losses.are_too_many:
                     self._take_away(tracked, TransferError(f"its attempts failed{tracked.losses}"))
                     continue
             self._num_reroutes += 1
-            tracked.prefill, tracked.forwarded = prefill, tracked.landed
-            tracked.give_up_at = tracked.stranded_at = None
+            attempt.prefill, attempt.forwarded = prefill, attempt.landed
+            attempt.give_up_at = attempt.stranded_at = None
             self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
         self._stranded = is_stranded
 
@@ -463,21 +428,18 @@ class Broker:
         """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
         after WRITER_GRACE_S. If it does not, another pair may serve the request. When there is no prefill at all, only
         a port that joins can help."""
+        attempt = tracked.attempt
         prefills, _ = self._ports.fitting(tracked.max_tokens)
-        tracked.stranded_at = now if tracked.stranded_at is None else tracked.stranded_at
-        if tracked.landed or prefills:
-            tracked.give_up_at = None
-            is_late = not tracked.landed and now >= tracked.stranded_at + STRANDED_S
+        attempt.stranded_at = now if attempt.stranded_at is None else attempt.stranded_at
+        if attempt.landed or prefills:
+            attempt.give_up_at = None
+            is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
             if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
-        elif tracked.gives_up(now, self._port_wait_s("prefill")):
+        elif attempt.gives_up(now, self._wait_limits.port_wait_s("prefill")):
             last = self.lost_ports.last("prefill")
             tracked.cancel_requested(now, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
             self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
-
-    def _port_wait_s(self, side: str) -> float:
-        waits_s = self._config.port_wait_s
-        return self.lost_ports.waits_s(side) if waits_s is None else waits_s
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -491,7 +453,5 @@ class Broker:
         late = [tracked for tracked in list(self.requests.values()) if tracked.ends_by <= now]
         for tracked in late:
             if (end := tracked.overdue(now)) is not None:
-                assert tracked.decode is not None
-                self._awaiting_release.add(tracked.request_id, tracked.decode)
-                self._ports.decodes[tracked.decode].cancel(tracked.request_id)
+                self._recall(tracked)
                 self.end(tracked, *end)

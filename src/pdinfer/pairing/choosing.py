@@ -7,17 +7,19 @@ would send a whole burst to one of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Protocol
 
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
-from pdinfer.pairing.found import FoundTokens
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.policy import Policy
-from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.port import CachingPort
+from pdinfer.pairing.ports import CachingPorts, Ports
+from pdinfer.pairing.request import PromptKeys, TrackedRequest
 from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
-from pdinfer.types import Choice, Link, PeerAddress, RequestShape
+from pdinfer.types import Choice, Link, PeerAddress, RequestShape, TokensByPort
 
 
 class Board:
@@ -36,17 +38,18 @@ class Board:
         sizes: dict[PeerAddress, list[TrackedRequest]] = {}
         backlog: dict[tuple[PeerAddress, PeerAddress], int] = {}
         for tracked in coming:
-            if tracked.prefill is None or tracked.decode is None:
+            attempt = tracked.attempt
+            if attempt.prefill is None or attempt.decode is None:
                 continue
-            if not tracked.forwarded:
-                sizes.setdefault(tracked.prefill, []).append(tracked)
-            pair = tracked.prefill, tracked.decode
-            backlog[pair] = backlog.get(pair, 0) + tracked.link_bytes
+            if not attempt.forwarded:
+                sizes.setdefault(attempt.prefill, []).append(tracked)
+            pair = attempt.prefill, attempt.decode
+            backlog[pair] = backlog.get(pair, 0) + attempt.link_bytes
         for prefill, pending in sizes.items():
             self._queue(
                 prefill,
                 num_tokens=sum(tracked.num_prompt_tokens for tracked in pending),
-                sizes=[tracked.prefill_tokens for tracked in pending],
+                sizes=[tracked.attempt.prefill_tokens for tracked in pending],
             )
         for pair, num_bytes in backlog.items():
             self._load_link(*pair, num_bytes)
@@ -136,6 +139,87 @@ class Board:
             )
 
 
+_Side = tuple[list[PeerAddress], list[int]]
+"""The ports of a side, in their order, and how many tokens each of them holds."""
+
+
+class FoundTokens(TokensByPort):
+    """How many tokens of a prompt each port holds, looked up when the first of them is asked for and then kept.
+
+    A decode that keeps pages apart by writer is asked for those of the prefill that holds most of the prompt, which is
+    the one that wrote most of it in the past."""
+
+    def __init__(self, keys: PromptKeys, prefills: CachingPorts, decodes: CachingPorts) -> None:
+        self._keys = keys
+        self._prefills = prefills
+        self._decodes = decodes
+        self._sides: tuple[_Side, _Side] | None = None
+        self._found: dict[PeerAddress, int] = {}
+
+    def __getitem__(self, address: PeerAddress) -> int:
+        return self._all()[address]
+
+    def __iter__(self) -> Iterator[PeerAddress]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
+        """Return what each of these ports holds, 0 for one that does not tell."""
+        for known, counts in self._looked_up():
+            if len(known) == len(addresses) and all(map(is_, known, addresses)):  # takes less than hashing them
+                return counts
+        return [self._found.get(address, 0) for address in addresses]
+
+    def at_pair(self, prefill: PeerAddress, decode: PeerAddress) -> tuple[int, int]:
+        """Return the tokens that a prefill finds, and those that a decode finds when this prefill writes for it."""
+        writers: tuple[PeerAddress, ...] = ()
+        at_prefill = at_decode = 0
+        for scheme, ports in self._prefills.by_scheme.items():
+            if (port := ports.get(prefill)) is not None:
+                writers = port.addresses
+                at_prefill = self._at(prefill, port, scheme, ())
+        for scheme, ports in self._decodes.by_scheme.items():
+            if (port := ports.get(decode)) is not None and (writers or not scheme.by_writer):
+                at_decode = self._at(decode, port, scheme, writers if scheme.by_writer else ())
+        return at_prefill, at_decode
+
+    def _at(self, address: PeerAddress, port: CachingPort, scheme: KeyScheme, writers: tuple[PeerAddress, ...]) -> int:
+        if self._sides is not None and not writers:
+            return self._found[address]
+        return port.count_known(self._keys.of(scheme, writers)) * scheme.page_size
+
+    def _all(self) -> dict[PeerAddress, int]:
+        self._looked_up()
+        return self._found
+
+    def _looked_up(self) -> tuple[_Side, _Side]:
+        if self._sides is not None:
+            return self._sides
+        prefills: _Side = [], []
+        decodes: _Side = [], []
+        most, writers = 0, None
+        for scheme, ports in self._prefills.by_scheme.items():
+            keys = self._keys.of(scheme)
+            for address, port in ports.items():
+                num_tokens = port.count_known(keys) * scheme.page_size
+                prefills[0].append(address)
+                prefills[1].append(num_tokens)
+                if num_tokens > most:
+                    most, writers = num_tokens, port.addresses
+        for scheme, ports in self._decodes.by_scheme.items():
+            if scheme.by_writer and writers is None:
+                continue
+            keys = self._keys.of(scheme, (writers or ()) if scheme.by_writer else ())
+            decodes[0].extend(ports)
+            decodes[1].extend([port.count_known(keys) * scheme.page_size for port in ports.values()])
+        self._sides = prefills, decodes
+        for addresses, counts in self._sides:
+            self._found.update(zip(addresses, counts, strict=True))
+        return self._sides
+
+
 class OfPolicy(Exception):
     """What a policy has raised, or a ConfigError about its answer. Nothing is half done then."""
 
@@ -161,7 +245,9 @@ class Chooser:
     def board(self, requests: Mapping[str, TrackedRequest]) -> Board:
         """Return what a policy is shown now. `requests` have not ended."""
         gone = [
-            tracked for tracked in self._coming if tracked.landed or requests.get(tracked.request_id) is not tracked
+            tracked
+            for tracked in self._coming
+            if tracked.attempt.landed or requests.get(tracked.request_id) is not tracked
         ]
         for tracked in gone:
             del self._coming[tracked]
@@ -194,10 +280,17 @@ class Chooser:
             raise OfPolicy(error) from error
 
     def _shape(self, tracked: TrackedRequest) -> RequestShape:
-        return tracked.shape(self._num_choices, FoundTokens(tracked.keys, *self._ports.caching))
+        return RequestShape(
+            ordinal=self._num_choices,
+            num_prompt_tokens=len(tracked.request.prompt),
+            num_output_tokens=tracked.num_tokens,
+            max_new_tokens=tracked.request.sampling.max_new_tokens,
+            priority=tracked.request.priority,
+            found_tokens=FoundTokens(tracked.keys, *self._ports.caching),
+        )
 
     def _note(self, tracked: TrackedRequest, work: tuple[int, int]) -> None:
-        tracked.prefill_tokens, tracked.link_bytes = work
+        tracked.attempt.prefill_tokens, tracked.attempt.link_bytes = work
         self.follow(tracked)
 
 

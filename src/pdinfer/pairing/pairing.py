@@ -18,25 +18,23 @@ from functools import partial
 
 from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
-from pdinfer.engine.admission import check_request
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
-from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
-from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.health import Health, HealthState, health_of
+from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.joining import beside, claim, link, release
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
+from pdinfer.pairing.request import refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
@@ -70,17 +68,14 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._ports = Ports()
-        self._admitting = threading.RLock()  # held only briefly: `step` needs it too
         self._joining: dict[PeerAddress, object] = {}
-        self._inbox: Inbox[tuple[TrackedRequest, Wish]] = Inbox()
         self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
-        self._admission = Admission(self._broker, self._ports, self._inbox, self._admitting, self.config)
+        self._intake = Intake(self._broker, self._ports, self.config, clock, random_bytes)
         self._stepping = threading.RLock()
         self._stepper: threading.Thread | None = None
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
         self._unfinished_call = False
-        self._closed = False
         for port in prefill if isinstance(prefill, Sequence) else [prefill]:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
@@ -90,7 +85,7 @@ class Pairing(OfOneProcess):
 
     def __repr__(self) -> str:
         prefills, decodes = len(self._ports.prefills), len(self._ports.decodes)
-        closed = ", closed" if self._closed else ""
+        closed = ", closed" if self._intake.closed else ""
         return f"Pairing({prefills} prefill, {decodes} decode, {self.num_unfinished} unfinished requests{closed})"
 
     @classmethod
@@ -151,7 +146,7 @@ class Pairing(OfOneProcess):
 
     def health(self) -> Health:
         """Return whether it serves, and with all that it was given. Never blocks; any thread may call it."""
-        if self._closed:
+        if self._intake.closed:
             return Health(HealthState.DOWN, ("the pairing is closed",))
         return health_of(self.ports, self.stats)
 
@@ -167,32 +162,13 @@ class Pairing(OfOneProcess):
         request takes the place of the youngest one of the lowest priority below its own, which ends FAILED with
         Overloaded.
         """
-        request = check_request(request, self._ports.roomiest_limits())
-        tracked = TrackedRequest.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
-        tracked.keys.prepare(self._ports.key_schemes)
-        with self._admitting:  # only one of two threads gets an id, or the last place in the queue
-            if self._closed:
-                raise RequestError("the pairing is closed")
-            if tracked.request_id in self._broker.requests:
-                raise RequestError(f"request_id {tracked.request_id!r} is in use by a request that has not ended")
-            displaced = self._admission.check(tracked)
-            try:
-                self._broker.requests[tracked.request_id] = tracked
-                if displaced is not None:
-                    self._inbox.put((displaced, Wish.DISPLACE))
-                self._inbox.put((tracked, Wish.SERVE))
-                return tracked.request_id
-            except BaseException:  # the caller never learns that it was taken
-                self._admission.withdraw(tracked, displaced)
-                raise
+        return self._intake.submit(request)
 
     @typed
     @interruptible
     def cancel(self, request_id: str) -> None:
         """End a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
-        tracked = self._broker.requests.get(request_id)  # now, since the id may name another request later
-        if tracked is not None:
-            self._inbox.put((tracked, Wish.CANCEL))
+        self._intake.cancel(request_id)
 
     @typed
     def generate(self, requests: Request | Iterable[Request]) -> Iterator[TokenEvent]:
@@ -211,7 +187,7 @@ class Pairing(OfOneProcess):
         pulled: Request | None = None
         try:
             while more or mine:
-                while more and self._admission.has_room:
+                while more and self._intake.has_room:
                     pulled = pulled or next(source, None)
                     if pulled is None:
                         more = False
@@ -255,16 +231,16 @@ class Pairing(OfOneProcess):
     @interruptible
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
-        if self._undelivered or self._closed:
+        if self._undelivered or self._intake.closed:
             return bool(self._undelivered)
         return self._sleep(timeout_s)
 
     def _sleep(self, timeout_s: float) -> bool:
         """Sleep as `wait` does, but ignore events that the host has not fetched."""
-        if self._closed or any(port.wait(0.0) for port in self._ports.all):
+        if self._intake.closed or any(port.wait(0.0) for port in self._ports.all):
             return True
         left_s = self._broker.wakes_at() - self._clock()
-        return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+        return self._intake.inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     @typed
     @interruptible
@@ -282,11 +258,11 @@ class Pairing(OfOneProcess):
     def close(self) -> None:
         """End unfinished requests with CANCELLED and close the ports, once a step that is under way has ended. One last
         `step` returns the events. Does not wait for ports in other processes. A second call does nothing."""
-        with self._admitting:
-            if self._closed and not self._unfinished_call:
+        with self._intake.lock:
+            if self._intake.closed and not self._unfinished_call:
                 return
-            self._closed = self._unfinished_call = True  # unfinished until the ports are closed
-        self._inbox.wake()
+            self._intake.closed = self._unfinished_call = True  # unfinished until the ports are closed
+        self._intake.inbox.wake()
         with self._stepping, contextlib.ExitStack() as closing:
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
@@ -298,7 +274,7 @@ class Pairing(OfOneProcess):
     def let_go(self) -> None:
         """Open the locks that an interrupted call of this thread still holds. Ports open their own."""
         let_go()
-        open_lock(self._admitting)
+        open_lock(self._intake.lock)
         open_lock(self._stepping)
 
     # -- ports ------------------------------------------------------------------------------------------------------
@@ -326,12 +302,12 @@ class Pairing(OfOneProcess):
         steps until there is none, or what `add` raises. A thread connects the port meanwhile. A port does not join when
         its iterator is closed before it has."""
         token, end = object(), time.monotonic() + self.config.connect_timeout_s
-        joined = beside(partial(self._add, port, token), then=self._inbox.wake)
+        joined = beside(partial(self._add, port, token), then=self._intake.inbox.wake)
         try:
             while not joined.done():
                 yield max(0.0, end - time.monotonic())
         finally:
-            with self._admitting:
+            with self._intake.lock:
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]  # its thread is told
                     release(port)
@@ -340,38 +316,38 @@ class Pairing(OfOneProcess):
     def _add(self, port: PrefillPort | DecodePort, token: object) -> None:
         """Connect a port and use it, unless `token` is not that of its joining any more."""
         try:
-            with self._admitting:
+            with self._intake.lock:
                 if port.address in self._joining or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
                 claim(port, self)
                 self._joining[port.address] = token
             self._join(port, token)
         finally:
-            with self._admitting:
+            with self._intake.lock:
                 if self._joining.get(port.address) is token and port not in self._ports.all:
                     release(port)
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]
             if self.num_unfinished:
-                self._inbox.wake()
+                self._intake.inbox.wake()
 
     def _join(self, port: PrefillPort | DecodePort, token: object) -> None:
         """Link the port to the ports here, then to those that have joined meanwhile, until there are none."""
         met: set[PeerAddress] = set()
         unlinked: dict[PeerAddress, TransferError] = {}
         while True:
-            with self._admitting:
+            with self._intake.lock:
                 others = self._ports.opposite(port)
                 newcomers = [other for other in others if other.address not in met]
-                if self._closed or self._joining.get(port.address) is not token:
-                    what = "pairing was closed" if self._closed else "port was removed"
+                if self._intake.closed or self._joining.get(port.address) is not token:
+                    what = "pairing was closed" if self._intake.closed else "port was removed"
                     raise TransferError(
                         f"the {what} while the port was connected; it stays open, and is yours to close"
                     )
                 if not newcomers:
                     if others and all(other.address in unlinked for other in others):
                         raise unlinked[others[0].address]
-                    port.notify(self._inbox.wake)
+                    port.notify(self._intake.inbox.wake)
                     self._ports.add(port, unlinked)
                     return
             met.update(other.address for other in newcomers)
@@ -403,7 +379,7 @@ class Pairing(OfOneProcess):
         steps until there is none. A removal that is closed before leaves the port in use."""
         address, end = port.address, time.monotonic() + drain_s
         self._broker.lost_ports.away.pop(address, None)
-        with self._admitting:
+        with self._intake.lock:
             self._joining.pop(address, None)  # a thread that is adding it now is told
         self._ports.leaving.add(address)
         try:
@@ -428,24 +404,24 @@ class Pairing(OfOneProcess):
     def _advance(self) -> None:
         with HeldBack(), self._stepping:
             self._stepper = threading.current_thread()
-            if not self._closed:
+            if not self._intake.closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
                 self._change(self._go_on)
 
     def _go_on(self) -> None:
-        self._admission.act()
+        self._intake.act()
         self._broker.advance()
 
     def _change(self, change: Callable[[], None]) -> None:
         """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the
         next change first makes everything consistent."""
-        if self._closed:
+        if self._intake.closed:
             change()
             return
         if self._unfinished_call:
             let_go()
-            with self._admitting:
-                self._admission.take()
+            with self._intake.lock:
+                self._intake.take()
                 self._broker.recover(self._undelivered)
         self._unfinished_call, failed = True, None  # until this one has ended
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
 from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits
 
 
 class Port(Protocol):
     """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
-    the port is lost."""
+    the port is lost. The events that it returns are the Pairing's, which counts their times from its own submit."""
 
     @property
     def role(self) -> str:
@@ -84,3 +85,18 @@ class TellingPort(Protocol):
 
     @property
     def computing(self) -> Collection[str]: ...
+
+
+@runtime_checkable
+class CachingPort(Protocol):
+    """A port that tells which pages it holds. A port need not."""
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]: ...
+
+    @property
+    def key_scheme(self) -> KeyScheme | None:
+        """How the keys of its pages are made; None when it keeps none for later requests."""
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these keys, from the first, belong to its pages. It may be a little out of date."""

@@ -15,8 +15,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.pairing.found import CachingPort, CachingPorts
-from pdinfer.pairing.port import BriefPort, DecodePort, Port, PrefillPort, ReturningPort
+from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
@@ -267,6 +266,28 @@ class Ports:
             for address, port in ports.items()
             if address not in self.leaving and self.longest(address) >= total
         }
+
+
+@attrs.frozen
+class CachingPorts:
+    """The ports of one side that tell which pages they hold, by how they make the keys of their pages."""
+
+    by_scheme: Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]] = attrs.field(factory=dict)
+
+    def plus(self, address: PeerAddress, port: CachingPort) -> CachingPorts:
+        """Return these ports and another one, if that caches pages."""
+        scheme = port.key_scheme
+        if scheme is None:
+            return self
+        return CachingPorts({**self.by_scheme, scheme: {**self.by_scheme.get(scheme, {}), address: port}})
+
+    def minus(self, address: PeerAddress) -> CachingPorts:
+        """Return these ports without one."""
+        left = {
+            scheme: {known: port for known, port in ports.items() if known != address}
+            for scheme, ports in self.by_scheme.items()
+        }
+        return CachingPorts({scheme: ports for scheme, ports in left.items() if ports})
 
 
 def _without(known: Mapping[PeerAddress, T], address: PeerAddress) -> dict[PeerAddress, T]:

@@ -15,12 +15,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from pdinfer.engine.schedule import PATIENCE_S, forecast_tokens, is_turn_of_oldest
-from pdinfer.pairing.tracked_request import TrackedRequest
-from pdinfer.types import PeerAddress
+from pdinfer.engine.sequence import WRITER_GRACE_S
+from pdinfer.errors import TransferError
+from pdinfer.pairing.ports import LostPorts, Ports
+from pdinfer.pairing.request import End, TrackedRequest
+from pdinfer.types import FinishReason, PeerAddress
 
 MAX_TENANTS = 1024
 """Shares are kept for this many tenants. When there are more, only the half that has had most is kept."""
-
+LINK_WAIT_S = WRITER_GRACE_S
+"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 
 Level = tuple[int, bool]
 """Minus the priority, and whether no stream has begun: lower ones go first."""
@@ -106,8 +110,8 @@ class Queue:
             oldest = None
             if is_turn_of_oldest(self._num_turns):
                 if by_age is None:
-                    patient = [tracked for tracked in self._waiting if now - tracked.waiting_since > PATIENCE_S]
-                    by_age = iter(sorted(patient, key=lambda tracked: tracked.waiting_since))
+                    patient = [tracked for tracked in self._waiting if now - tracked.attempt.waiting_since > PATIENCE_S]
+                    by_age = iter(sorted(patient, key=lambda tracked: tracked.attempt.waiting_since))
                 oldest = next(by_age, None)
             turn = next(in_order, None) if oldest is None else oldest
             if turn is None:
@@ -131,6 +135,55 @@ def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedReque
     stream has not begun, or None."""
     below = [one for one in requests if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
+
+
+class WaitLimits:
+    """How long queued requests wait for what is missing: ports that hold them, and links between these."""
+
+    def __init__(self, ports: Ports, lost_ports: LostPorts, port_wait_s: float | None) -> None:
+        self._ports = ports
+        self._lost_ports = lost_ports
+        self._port_wait_s = port_wait_s
+        self._num_changes_seen = -1
+        self._some_give_up = False
+
+    def port_wait_s(self, side: str) -> float:
+        """Return how long a request waits for a port of a side that has none for it."""
+        return self._lost_ports.waits_s(side) if self._port_wait_s is None else self._port_wait_s
+
+    def ends(self, queue: Queue, now: float) -> Iterator[tuple[TrackedRequest, End]]:
+        """Yield the queued requests that have to end, and how. While no port or link is missing, and no deadline is
+        over, only newcomers may have to."""
+        ports = self._ports
+        all_is_well = not (ports.links_down or ports.leaving or self._some_give_up) and now < queue.next_deadline
+        if all_is_well and ports.num_changes == self._num_changes_seen:
+            waiting = queue.take_newcomers()
+        else:
+            waiting, self._some_give_up, self._num_changes_seen = queue.take_all(), False, ports.num_changes
+        most = ports.most_tokens if waiting else {}
+        for tracked in waiting:
+            end = self._end(tracked, now, most)
+            self._some_give_up |= tracked.attempt.give_up_at is not None
+            if end is not None:
+                yield tracked, end
+
+    def _end(self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]) -> End | None:
+        """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
+        can hold."""
+        if tracked.expired(now):
+            return FinishReason.DEADLINE, None
+        side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
+        if side is not None:
+            reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
+            reason += f"; {tracked.lost}" if tracked.lost is not None else self._lost_ports.last(side)
+            grace_s = self.port_wait_s(side)
+        elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
+            reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
+            grace_s = LINK_WAIT_S
+        else:
+            tracked.attempt.give_up_at = None
+            return None
+        return (FinishReason.FAILED, TransferError(reason)) if tracked.attempt.gives_up(now, grace_s) else None
 
 
 class Shares:

@@ -11,7 +11,7 @@ import pdinfer as pd
 from pdinfer.pairing import policy
 from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.pairing.request import TrackedRequest
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 from tests.unit.pairing.test_found import Cache, scheme
@@ -110,11 +110,11 @@ def test_what_was_chosen_is_in_the_next_loads_until_the_engines_know_it() -> Non
         del chooser._coming[requests["b"]]
         chooser.pair(requests["b"], chooser.board(requests))
     del chooser._coming[requests["b"]]
-    requests["a"].forwarded = True  # prefill knows it, and the link still has its bytes to carry
+    requests["a"].attempt.forwarded = True  # prefill knows it, and the link still has its bytes to carry
     chooser.pair(requests["b"], chooser.board(requests))
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 100 * TOKEN_BYTES)
     del chooser._coming[requests["b"]]
-    requests["a"].landed = True
+    requests["a"].attempt.landed = True
     chooser.pair(requests["b"], chooser.board(requests))
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 0)
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.kv.prefix import KeyScheme, PrefixChain, count_known
-from pdinfer.pairing.found import CachingPorts, FoundTokens, PromptKeys
+from pdinfer.pairing.choosing import FoundTokens
+from pdinfer.pairing.ports import CachingPorts
+from pdinfer.pairing.request import PromptKeys
 from pdinfer.types import PeerAddress
 
 PROMPT = tuple(range(100, 150))

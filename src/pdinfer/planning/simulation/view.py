@@ -222,8 +222,8 @@ class View:
 
 class _Found(Mapping[PeerAddress, int]):
     """How many tokens of a prompt each port holds, looked up when the first of them is asked for. As in
-    `pairing.found.FoundTokens`, a decode that keeps pages apart by writer is asked for those of the prefill that holds
-    most."""
+    `pairing.choosing.FoundTokens`, a decode that keeps pages apart by writer is asked for those of the prefill that
+    holds most."""
 
     def __init__(
         self, job: Job, prefills: Mapping[PeerAddress, Prefill], decodes: Mapping[PeerAddress, Decode]

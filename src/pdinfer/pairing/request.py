@@ -1,19 +1,18 @@
-"""One request in a Pairing: where it was sent, how far it got, and when it has to end."""
+"""One request in a Pairing, and its attempts: where it was sent, how far it got, and when it has to end."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 
 import attrs
 
 from pdinfer.engine.schedule import due_at, forecast_tokens
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.pairing.found import PromptKeys
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
-from pdinfer.types import Choice, FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
+from pdinfer.types import Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
 """How often to check whether a port has ended a request whose deadline has passed."""
@@ -24,64 +23,100 @@ CANCEL_GRACE_S = 0.05
 STOP_GRACE_S = 1.0
 """The same after `Request.stop` ended a request. Its text is complete, and only decode knows all of its usage."""
 
+End = tuple[FinishReason, PDInferError | None]
+"""How a request ends that no decode ends."""
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
 
-class Wish(enum.Enum):
-    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
-    place."""
+@attrs.define(eq=False)
+class PromptKeys:
+    """The keys of the full pages of one prompt, and of the output so far. They are made once for each scheme, and for
+    each set of writers where these matter."""
 
-    SERVE = enum.auto()
-    CANCEL = enum.auto()
-    DISPLACE = enum.auto()
+    request: Request
+    _made: dict[tuple[KeyScheme, tuple[PeerAddress, ...]], list[bytes]] = attrs.field(factory=dict, init=False)
+
+    def of(self, scheme: KeyScheme, writers: tuple[PeerAddress, ...] = ()) -> list[bytes]:
+        """Return the keys that a pool would find, which leaves out the page of the last token: that one runs."""
+        keys = self._made.get((scheme, writers))
+        if keys is None:
+            chain = scheme.chain(self.request.cache_salt, writers)
+            tokens = self.request.tokens
+            chain.extend(tokens)
+            keys = self._made[scheme, writers] = chain.keys[: (len(tokens) - 1) // scheme.page_size]
+        return keys
+
+    def prepare(self, schemes: Iterable[KeyScheme]) -> None:
+        """Make the keys of pages that an engine fills itself."""
+        for scheme in schemes:
+            self.of(scheme)
+
+
+@attrs.define(eq=False)
+class Attempt:
+    """One try of a request, from the moment that it waits for a pair. It ends with the request, or when its decode is
+    lost or has no room. What is tried again gets a new one, so whatever is here is forgotten then.
+
+    It waits in the queue, since `waiting_since`, while `decode` is None. When its pair was chosen, its prefill had to
+    compute `prefill_tokens`, and `link_bytes` had to cross the link. `forwarded` says that prefill has the last of its
+    grants; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a grant,
+    when prefill is done with it. `tokens` came in this attempt, the first of them at `runs_from_s`. `give_up_at` is
+    when it stops waiting for a missing port or link, and `stranded_at` since when its decode has no prefill for it."""
+
+    waiting_since: float
+    prefill: PeerAddress | None = None
+    decode: PeerAddress | None = None
+    prefill_tokens: int = 0
+    link_bytes: int = 0
+    num_grants: int = 0
+    forwarded: bool = False
+    landed: bool = False
+    tokens: list[int] = attrs.field(factory=list)
+    runs_from_s: float | None = None
+    give_up_at: float | None = None
+    stranded_at: float | None = None
+
+    def needs(self, address: PeerAddress) -> bool:
+        """Return whether it cannot go on without this port."""
+        return self.decode == address or (self.prefill == address and not self.landed)
+
+    def gives_up(self, now: float, grace_s: float) -> bool:
+        """Return whether it has waited in vain for `grace_s`, counted from the first call."""
+        give_up_at = now + grace_s
+        self.give_up_at = give_up_at if self.give_up_at is None else min(self.give_up_at, give_up_at)
+        return now >= self.give_up_at
 
 
 @attrs.define(eq=False)
 class TrackedRequest:
-    """One unfinished request with its id and seed filled in.
+    """One unfinished request with its id and seed filled in, and the `attempt` to serve it.
 
-    It waits in the queue while `decode` is None; `queued_s` is how long it did. `forwarded` says that prefill has the
-    current attempt; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a
-    grant, when prefill is done with it. `choice` is the last that was made for it. `failure` is why decode was asked to
-    end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `give_up_at` is when it stops
-    waiting for a missing port or link. `stranded_at` is since when its decode has no prefill for it. `displaced` is why
-    it gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are
-    all ports that it has lost. `tokens` are those emitted since `request` was made, `runs_from_s` is when the first of
-    them came, and `streamed_s` is how long lost decodes ran it. When its pair was chosen, its prefill had to compute
-    `prefill_tokens`, and `link_bytes` had to cross the link. `stopping` looks for the end that `Request.stop` asks for.
-    Once it has come, or the matcher has failed, `ending` is the final event: it waits for decode's usage, and later
-    tokens are dropped."""
+    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. `failure` is why decode
+    was asked to end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `displaced` is why it
+    gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are all
+    ports that it has lost. Of the decodes that it left, `num_decodes_lost` had granted it pages, and they ran it for
+    `streamed_s`. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the matcher has
+    failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
 
     request_id: str
     request: Request
     submitted_at: float
     deadline_at: float | None
-    prefill: PeerAddress | None = None
-    decode: PeerAddress | None = None
+    attempt: Attempt
+    num_tokens: int = 0
     choice: Choice | None = None
     queued_s: float = 0.0
-    num_tokens: int = 0
-    num_grants: int = 0
     granted_s: float | None = None
     first_token_s: float | None = None
-    forwarded: bool = False
-    landed: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
     ends_by: float = float("inf")
-    give_up_at: float | None = None
     displaced: PDInferError | None = None
-    waiting_since: float = 0.0
-    stranded_at: float | None = None
     lost: PDInferError | None = None
     losses: Losses = attrs.field(factory=Losses)
     num_decodes_lost: int = 0
     continued: bool = False
-    runs_from_s: float | None = None
     streamed_s: float = 0.0
-    tokens: list[int] = attrs.field(factory=list)
-    prefill_tokens: int = 0
-    link_bytes: int = 0
     stopping: Stopping | None = None
     ending: TokenEvent | None = None
     _keys: PromptKeys | None = None
@@ -102,8 +137,8 @@ class TrackedRequest:
             attrs.evolve(request, request_id=request_id, sampling=sampling, stop=()),
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
+            attempt=Attempt(waiting_since=now),
             num_tokens=len(request.output),
-            waiting_since=now,
             stopping=Stopping(request) if request.stop != () else None,
         )
         if tracked.deadline_at is not None:
@@ -142,10 +177,6 @@ class TrackedRequest:
             self._keys = PromptKeys(self.request)
         return self._keys
 
-    def needs(self, address: PeerAddress) -> bool:
-        """Return whether the request cannot go on without this port."""
-        return self.decode == address or (self.prefill == address and not self.landed)
-
     # -- when it ends -----------------------------------------------------------------------------------------------
 
     def expired(self, now: float) -> bool:
@@ -157,17 +188,17 @@ class TrackedRequest:
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
-        self.give_up_at = None
+        self.attempt.give_up_at = None
 
     def stop_requested(self, now: float) -> None:
         """Note that decode was asked to end it, since `ending` says how it ends."""
         self.cancelled = True
         self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
-        self.give_up_at = None
+        self.attempt.give_up_at = None
 
-    def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
+    def overdue(self, now: float) -> End | None:
         """Return how it ends when its decode has used up its time, else None."""
-        if self.decode is None or now < self.ends_by:
+        if self.attempt.decode is None or now < self.ends_by:
             return None
         if self.cancelled:
             return FinishReason.CANCELLED, None
@@ -175,19 +206,13 @@ class TrackedRequest:
             return FinishReason.FAILED, self.failure
         return FinishReason.DEADLINE, None
 
-    def gives_up(self, now: float, grace_s: float) -> bool:
-        """Return whether it has waited in vain for `grace_s`, counted from the first call."""
-        if self.give_up_at is None:
-            self.give_up_at = now + grace_s
-        self.give_up_at = min(self.give_up_at, now + grace_s)
-        return now >= self.give_up_at
-
     def wakes_at(self, now: float) -> float:
         """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
         own, so look again a little later."""
-        give_up_at = float("inf") if self.give_up_at is None else self.give_up_at
+        attempt = self.attempt
+        give_up_at = float("inf") if attempt.give_up_at is None else attempt.give_up_at
         deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
-        if self.decode is None:
+        if attempt.decode is None:
             return min(deadline_at, give_up_at)
         return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, give_up_at)
 
@@ -196,7 +221,7 @@ class TrackedRequest:
     def was_computed(self, computing: Collection[str] | None) -> bool:
         """Return whether one of its ports computed rows of it. `computing` are the requests of which the port has told
         so; of one that tells nothing, all that were granted pages count."""
-        return self.forwarded if computing is None else self.request_id in computing
+        return self.attempt.forwarded if computing is None else self.request_id in computing
 
     def stays_lost(self, *, may_continue: bool) -> bool:
         """Return whether it cannot go to another decode: it may be what breaks them, or it has given tokens and the
@@ -204,20 +229,22 @@ class TrackedRequest:
         return self.losses.are_too_many or (self.first_token_s is not None and not may_continue)
 
     def leave(self, now: float, lost: PDInferError) -> None:
-        """Forget the decode it had, so that it can wait in the queue. It goes on behind the tokens that the host got,
-        like a request that its host resumes. Tokens depend on seed and position, so it gives the same ones."""
-        self.num_decodes_lost += self.num_grants > 0
+        """Note that it has lost its decode, so that it waits for another one, alone if it may be what breaks them."""
         if self.losses.is_suspect:
             self.request = attrs.evolve(self.request, alone=True)
-        if self.runs_from_s is not None:
+        self.lost = lost
+        self.try_again(now, waiting_since=now)
+
+    def try_again(self, now: float, *, waiting_since: float) -> None:
+        """Begin another attempt. It goes on behind the tokens that the host got, like a request that its host resumes.
+        Tokens depend on seed and position, so it gives the same ones."""
+        attempt = self.attempt
+        self.num_decodes_lost += attempt.num_grants > 0
+        if attempt.runs_from_s is not None:
             self.continued = True
-            self.request = attrs.evolve(self.request, output=(*self.request.output, *self.tokens))
-            self.tokens = []
-            self.streamed_s += now - self.submitted_at - self.runs_from_s
-        self.lost, self.waiting_since = lost, now
-        self.prefill = self.decode = self.give_up_at = self.stranded_at = self.runs_from_s = None
-        self.forwarded = self.landed = False
-        self.num_grants = 0
+            self.request = attrs.evolve(self.request, output=(*self.request.output, *attempt.tokens))
+            self.streamed_s += now - self.submitted_at - attempt.runs_from_s
+        self.attempt = Attempt(waiting_since)  # last: what is interrupted before still has its decode, which ends it
 
     # -- what others see of it --------------------------------------------------------------------------------------
 
@@ -227,64 +254,47 @@ class TrackedRequest:
             return self.request
         return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
-    def shape(self, ordinal: int, found_tokens: Mapping[PeerAddress, int]) -> RequestShape:
-        """Return what a policy may know of it, but for the links."""
-        return RequestShape(
-            ordinal=ordinal,
-            num_prompt_tokens=len(self.request.prompt),
-            num_output_tokens=self.num_tokens,
-            max_new_tokens=self.request.sampling.max_new_tokens,
-            priority=self.request.priority,
-            found_tokens=found_tokens,
-        )
-
     def chosen(self, choice: Choice, now: float) -> None:
         """Note the pair that serves it from now on."""
-        self.choice, self.prefill, self.decode = choice, choice.prefill, choice.decode
+        self.choice, self.attempt.prefill, self.attempt.decode = choice, choice.prefill, choice.decode
         self.queued_s = now - self.submitted_at
 
     def granted(self, now: float) -> None:
-        """Note that decode has granted pages and a new attempt begins."""
-        self.num_grants += 1
+        """Note that decode has granted pages, for the first time in this attempt or anew."""
+        self.attempt.num_grants += 1
         self.granted_s = now - self.submitted_at
-        self.landed = False
+        self.attempt.landed = False
 
     def passed_on(self, event: TokenEvent, now: float) -> TokenEvent | None:
         """Return decode's event as the host sees it, or None for a token that it does not see: the one with which it
         stops, until decode's last event brings its usage, and those that come in between. Raises TransferError for an
         event that cannot come now."""
         self._check(event)
-        self.landed = True
-        self.num_tokens = event.index + (event.token is not None)
+        attempt = self.attempt
+        attempt.landed = True
         if event.token is not None:
-            self.tokens.append(event.token)
-        if event.token is not None and self.runs_from_s is None:
-            self.runs_from_s = now - self.submitted_at
-            self.first_token_s = self.runs_from_s if self.first_token_s is None else self.first_token_s
-        event = self._counted_from_submit(event)
-        if self.ending is None:
-            self.ending = self._stopped(event)
+            self.num_tokens += 1
+            attempt.tokens.append(event.token)
+            if attempt.runs_from_s is None:
+                attempt.runs_from_s = now - self.submitted_at
+                self.first_token_s = attempt.runs_from_s if self.first_token_s is None else self.first_token_s
+        if event.at_s is not None:  # in place: a second event for each token cost as much as the rest of it here
+            object.__setattr__(event, "at_s", event.at_s + self.queued_s)
+        if event.finish_reason is not None:
+            event = self._last(event)
+        if self.stopping is not None and self.ending is None:
+            self.ending = self._stopped(event, self.stopping)
         if self.ending is None:
             return event
         return None if event.finish_reason is None else self._ended(self.ending, event.usage)
 
-    def _counted_from_submit(self, event: TokenEvent) -> TokenEvent:
-        """Return decode's event as the host counts: from the Pairing's submit, where decode counts from its own."""
+    def _last(self, event: TokenEvent) -> TokenEvent:
+        """Return decode's last event with its usage as the host counts: from the Pairing's submit, where decode counts
+        from its own."""
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
-        at_s = None if event.at_s is None else event.at_s + self.queued_s
-        usage = event.usage
-        if usage is None:
-            return TokenEvent(  # of every token, and `evolve` takes six times as long
-                request_id=event.request_id,
-                token=event.token,
-                index=event.index,
-                logprob=event.logprob,
-                top_logprobs=event.top_logprobs,
-                finish_reason=event.finish_reason,
-                error=event.error,
-                at_s=at_s,
-            )
+        if (usage := event.usage) is None:
+            return event
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.queued_s
         usage = attrs.evolve(
             usage,
@@ -294,14 +304,12 @@ class TrackedRequest:
             choice=self.choice,
             num_retries=usage.num_retries + self.num_decodes_lost,
         )
-        return attrs.evolve(event, usage=usage, at_s=at_s)
+        return attrs.evolve(event, usage=usage)
 
-    def _stopped(self, event: TokenEvent) -> TokenEvent | None:
+    def _stopped(self, event: TokenEvent, stopping: Stopping) -> TokenEvent | None:
         """Return the last event of the request if `Request.stop` ends it with this token, or fails on it."""
-        if self.stopping is None or event.token is None:
-            return None
         try:
-            if not self.stopping.ends_with(event.token):
+            if event.token is None or not stopping.ends_with(event.token):
                 return None
         except RequestError as error:
             return TokenEvent(
@@ -348,11 +356,11 @@ class TrackedRequest:
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
             cached_tokens=0,
-            queue_s=(now - self.submitted_at if self.decode is None else self.queued_s) - self.streamed_s,
+            queue_s=(now - self.submitted_at if self.attempt.decode is None else self.queued_s) - self.streamed_s,
             ttft_s=self.first_token_s,
             timeline=self._timeline(None),
             choice=self.choice,
-            num_retries=max(0, self.num_grants - 1) + self.num_decodes_lost,
+            num_retries=max(0, self.attempt.num_grants - 1) + self.num_decodes_lost,
         )
         if self.ending is not None:
             return self._ended(self.ending, usage)
@@ -369,7 +377,7 @@ class TrackedRequest:
     def _timeline(self, decodes: Timeline | None) -> Timeline:
         """Return decode's timeline counted from the Pairing's submit or, without one, what the Pairing saw itself."""
         if decodes is None:
-            queued_s = None if self.decode is None and self.lost is None else self.queued_s
+            queued_s = None if self.attempt.decode is None and self.lost is None else self.queued_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
         stages = {stage: None if at is None else at + self.queued_s for stage, at in attrs.asdict(decodes).items()}
         if self.continued:

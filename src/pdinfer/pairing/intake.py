@@ -1,0 +1,171 @@
+"""The way into a Pairing: checks what hosts submit, and carries it to the thread that steps."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from pdinfer.config import PairingConfig
+from pdinfer.engine.admission import check_request
+from pdinfer.engine.schedule import queueing_s
+from pdinfer.errors import Overloaded, RequestError
+from pdinfer.inbox import Inbox
+from pdinfer.pairing.broker import Broker
+from pdinfer.pairing.ports import Ports
+from pdinfer.pairing.queue import gives_way
+from pdinfer.pairing.request import TrackedRequest
+from pdinfer.types import Request
+
+
+class Intent(enum.Enum):
+    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
+    place."""
+
+    SERVE = enum.auto()
+    CANCEL = enum.auto()
+    DISPLACE = enum.auto()
+
+
+class Intake:
+    """Takes requests from any thread, and hands them to the broker in the thread that steps. `lock` is held only
+    briefly, since a step needs it too. Nothing comes in once it is `closed`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        ports: Ports,
+        config: PairingConfig,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.inbox: Inbox[tuple[TrackedRequest, Intent]] = Inbox()
+        self.lock = threading.RLock()
+        self.closed = False
+        self._broker = broker
+        self._ports = ports
+        self._config = config
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._intents: deque[tuple[TrackedRequest, Intent]] = deque()  # taken by a step and not handled yet
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> str:
+        """Take a request and return its id, as `Pairing.submit` does."""
+        request = check_request(request, self._ports.roomiest_limits())
+        tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
+        tracked.keys.prepare(self._ports.key_schemes)
+        with self.lock:  # only one of two threads gets an id, or the last place in the queue
+            if self.closed:
+                raise RequestError("the pairing is closed")
+            if tracked.request_id in self._broker.requests:
+                raise RequestError(f"request_id {tracked.request_id!r} is in use by a request that has not ended")
+            displaced = self._find_place(tracked)
+            try:
+                self._broker.requests[tracked.request_id] = tracked
+                if displaced is not None:
+                    self.inbox.put((displaced, Intent.DISPLACE))
+                self.inbox.put((tracked, Intent.SERVE))
+                return tracked.request_id
+            except BaseException:  # the caller never learns that it was taken
+                self._withdraw(tracked, displaced)
+                raise
+
+    def cancel(self, request_id: str) -> None:
+        """Have a request ended, unless it has ended."""
+        tracked = self._broker.requests.get(request_id)  # now, since the id may name another request later
+        if tracked is not None:
+            self.inbox.put((tracked, Intent.CANCEL))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue has a free place."""
+        return len(self._queued()) < self._config.max_queued_requests
+
+    def _find_place(self, tracked: TrackedRequest) -> TrackedRequest | None:
+        """Return the request of a lower priority that gives its place in a full queue to this one, or None.
+
+        Raises Overloaded when there is no place, or when the request's deadline would probably pass before its turn.
+        """
+        displaced, full = None, f"the queue already holds {self._config.max_queued_requests} requests"
+        if not self.has_room:
+            displaced = gives_way(self._queued(), tracked.request.priority)
+            if displaced is None:
+                raise Overloaded(full, retry_after_s=self._half_empty_in_s())
+        self._check_deadline(tracked)
+        if displaced is not None:
+            displaced.displaced = Overloaded(
+                f"{full}, and one of priority {tracked.request.priority} took the place of this one, "
+                f"which has {displaced.request.priority}",
+                retry_after_s=self._half_empty_in_s(),
+            )
+        return displaced
+
+    def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
+        """Take back a request whose `submit` was interrupted. The request that was to give way for it still does."""
+        self._broker.requests.pop(tracked.request_id, None)
+        if displaced is not None:
+            self.inbox.put((displaced, Intent.DISPLACE))
+
+    def _check_deadline(self, tracked: TrackedRequest) -> None:
+        if tracked.deadline_at is None:
+            return
+        waits_s = self._turn_in_s(tracked.request.priority)
+        left_s = tracked.deadline_at - tracked.submitted_at
+        if waits_s is not None and waits_s > left_s:
+            raise Overloaded(
+                f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
+                retry_after_s=waits_s - left_s,
+            )
+
+    def _queued(self) -> list[TrackedRequest]:
+        """Return the requests that hold a place in the queue after the last step and the submits since then."""
+        unseen = [tracked for tracked, intent in self.inbox.peek() if intent is Intent.SERVE]
+        return [tracked for tracked in (*self._broker.queue, *unseen) if tracked.displaced is None]
+
+    def _half_empty_in_s(self) -> float | None:
+        waits_s = self._turn_in_s()
+        return None if waits_s is None else waits_s / 2
+
+    def _turn_in_s(self, priority: float = float("-inf")) -> float | None:
+        """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
+
+        Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
+        decode, decodes first generate what the requests ahead are expected to generate.
+        """
+        prefills = [port.load() for port in list(self._ports.prefills.values())]
+        decodes = [port.load() for port in list(self._ports.decodes.values())]
+        requests = [tracked for tracked in list(self._broker.requests.values()) if not tracked.attempt.num_grants]
+        ahead = [tracked for tracked in requests if tracked.request.priority >= priority]
+        to_compute = sum(tracked.num_prompt_tokens for tracked in ahead) + sum(
+            load.num_queued_tokens for load in prefills
+        )
+        full = all(load.num_waiting_requests for load in decodes)
+        to_generate = sum(tracked.to_generate for tracked in ahead) if full else 0
+        return queueing_s(
+            (to_compute, sum(load.tokens_per_s for load in prefills)),
+            (to_generate, sum(load.tokens_per_s for load in decodes)),
+        )
+
+    # -- the thread that steps --------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take what came in. The caller holds the lock."""
+        self._intents.extend(self.inbox.take())
+
+    def act(self) -> None:
+        """Queue, cancel and displace what was asked for since the last step."""
+        with self.lock:  # a thread that counts the queue sees each request in one place
+            self.take()
+            for tracked, intent in self._intents:
+                if intent is Intent.SERVE and self._broker.requests.get(tracked.request_id) is tracked:
+                    self._broker.queue.put(tracked)
+        while self._intents:
+            tracked, intent = self._intents[0]
+            if intent is Intent.CANCEL:
+                self._broker.cancel(tracked)
+            elif intent is Intent.DISPLACE:
+                self._broker.displace(tracked)
+            self._intents.popleft()
