@@ -12,6 +12,7 @@ import pytest
 
 import pdinfer
 from tests import architecture as house
+from tests.c_order import UNITS, c_order, read_c
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = house.read_modules(ROOT, "src/pdinfer")
@@ -36,6 +37,14 @@ def test_the_library_keeps():
     library = house.read_modules(ROOT, "src/pdinfer")
     complaints = [complaint for rule in RULES for complaint in rule(library)]
     assert not complaints, "\n".join(["", *complaints])
+
+
+def test_sources_in_c_use_what_is_below_them():
+    sources = read_c(ROOT / "src" / "pdinfer")
+    complaints = c_order(sources)
+    assert not complaints, "\n".join(["", *complaints])
+    units = {f"{folder}/{unit}" for folder, rows in UNITS.items() for row in rows for unit in row}
+    assert units == {path.rpartition(".")[0] for path in sources}
 
 
 def test_examples_and_benchmarks_run_nothing_that_came_as_bytes():
@@ -248,6 +257,38 @@ def test_a_rule_finds():
     found = [(sources, complaint, rule(fake(sources))) for rule, sources, complaint in BROKEN]
     assert not [case for case in found if len(case[2]) != 1 or case[1] not in case[2][0]]
     assert {rule for rule, _, _ in BROKEN} == {*RULES}
+
+
+C_SOURCES = {
+    "strips.h": '#include "vectors.h"\nextern const Way by_floats;\nvoid pack(int n);',
+    "strips.c": '#include "strips.h"\nvoid pack(int n) {\n}\nconst Way by_floats = {0};',
+    "few_rows.h": "i64 few_rows(const bf16 *x,\n             i64 n);",
+    "pairs.c": '#include "few_rows.h"\ni64 few_rows(const bf16 *x,\n             i64 n) {\n}',
+    "products.c": '#include "strips.h"\nEXPORT i64 linear(int n) {\n    return few_rows(x, n);\n}',
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"vectors.h": '#include "strips.h"'}, "vectors.h includes strips.h of strips, which is not below it"),
+        ({"parts.c": '#include "tiles.h"'}, "parts.c includes tiles.h of tiles, which is not below it"),
+        ({"parts.h": '#  include "rows.h"'}, "parts.h includes rows.h of rows, which is not below it"),
+        ({"vectors.h": "INLINE int f(void) {\n    pack(1);\n}"}, "vectors.h uses pack of strips"),
+        ({"amx.h": "INLINE int f(void) { return &by_floats; }"}, "amx.h uses by_floats of strips"),
+        ({"few_rows.h": "INLINE int f(void) {\n    few_rows(x, 1);\n}"}, "few_rows.h uses few_rows of pairs"),
+        ({"rows.c": '#include "lanes.h"'}, "rows.c includes lanes.h of lanes, which is not below it"),
+        ({"lanes.h": ""}, "lanes.h has no place: give 'lanes' a row in UNITS"),
+        ({"vectors.h": "/* pack(1) is called by strips.c */\ni64 few_rows(void);"}, None),
+    ],
+)
+def test_an_arrow_up_and_a_circle_are_found_in_c(changed, complaint):
+    found = c_order({f"kernels/native/{name}": text for name, text in (C_SOURCES | changed).items()})
+    if complaint is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert found[0].startswith(f"kernels/native/{complaint}")
 
 
 def test_a_file_with_a_reason_may_be_longer_and_not_endless(monkeypatch):

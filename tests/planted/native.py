@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "native kernels keep the memory of threads that ended",
-        "        if (key_works) pthread_setspecific(key, rooms);\n",
+        "        if (key_works) pthread_setspecific(key, scratches);\n",
         "",
         f"{MEMORY}::test_a_thread_that_ends_leaves_nothing_behind",
     ),
@@ -269,8 +269,8 @@ MUTANTS = [
     ),
     Mutant(
         "the library of FP8 lacks a source that it calls",
-        '("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "room.c")',
-        '("fp8.c", "fp8_strips.c", "parts.c", "room.c")',
+        '("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "thread_scratch.c")',
+        '("fp8.c", "fp8_strips.c", "parts.c", "thread_scratch.c")',
         f"{COMPILES}::test_every_source_compiles_and_every_library_links_for",
     ),
     Mutant(

@@ -29,10 +29,13 @@ EXTENSIONS = {
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "products": ("products.c", "experts.c", "parts.c", "pairs.c", "floats.c", "strips.c", "tiles.c", "room.c"),
-    "attention": ("decode.c", "decode_tiles.c", "prefill.c", "room.c"),
-    "int8": ("int8.c", "room.c"),
-    "fp8": ("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "room.c"),
+    "products": (
+        *("products.c", "experts.c", "parts.c", "pairs.c", "floats.c", "strips.c", "tiles.c"),
+        "thread_scratch.c",
+    ),
+    "attention": ("decode.c", "decode_tiles.c", "prefill.c", "thread_scratch.c"),
+    "int8": ("int8.c", "thread_scratch.c"),
+    "fp8": ("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "thread_scratch.c"),
     "rows": ("rows.c", "draws.c"),
 }
 """The sources of each library. One that does not compile costs the ops of the families it is part of, and no others."""

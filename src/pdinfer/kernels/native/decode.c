@@ -1,8 +1,8 @@
 /* Latent attention of few queries per sequence, over pages, in the latent space. Called through `ops.py`, which checks dtypes,
  * shapes and strides; sizes here are numbers of elements. */
 
-#include "decode.h"
-#include "room.h"
+#include "decode_body.h"
+#include "thread_scratch.h"
 
 /* The weight of token t. */
 INLINE float weight_at(const unit *weights, i64 t) {
@@ -258,7 +258,7 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        void *memory = room(0, body->bytes(&of));
+        void *memory = thread_scratch(SCRATCH_ROWS, body->bytes(&of));
         if (!memory) {
 #pragma omp atomic write
             failed = 1;

@@ -2,8 +2,8 @@
  * sequence stand one below the other, and 16 of them are a group. Tokens are multiplied by the queries of a group, and the
  * weights that come of it by the tokens. */
 
-#include "decode.h"
-#include "tiles.h"
+#include "amx.h"
+#include "decode_body.h"
 
 #ifdef HAVE_TILES
 

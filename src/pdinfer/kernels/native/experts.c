@@ -1,6 +1,8 @@
 /* Experts of bf16: gated MLPs of rows that are sorted by expert. */
 
-#include "products.h"
+#include "few_rows.h"
+#include "parts.h"
+#include "tiles.h"
 
 #define FEW_OF_EACH 16 /* rows of an expert whose products wait for its weights */
 

@@ -1,7 +1,8 @@
 /* Products of few rows on CPUs without AVX-512 BF16: weights become floats as they are read, which leaves enough time to
  * read them as fast as memory gives them. x becomes floats once, in the order in which weights do. */
 
-#include "products.h"
+#include "few_rows.h"
+#include "thread_scratch.h"
 
 #ifndef HAVE_BF16
 
@@ -70,7 +71,7 @@ static const Dot dots[] = {0, dot_1_4, dot_2_4, dot_3_4};
 i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
     i64 ldf = (n + PAIRS - 1) / PAIRS * PAIRS + LANES; /* rows that lie a power of two apart would share cache lines */
     i64 bytes = sizeof(float) * rows * ldf;
-    float *floats_of = room(0, bytes);
+    float *floats_of = thread_scratch(SCRATCH_ROWS, bytes);
     if (!floats_of) return bytes;
     to_floats(x, ldx, rows, n, ldf, floats_of);
     i64 passes = (rows + MOST - 1) / MOST;
@@ -114,10 +115,10 @@ SUMS(1)
 SUMS(2)
 SUMS(3)
 
-i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+i64 few_rows_transposed(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
     (void)next;
     i64 bytes = sizeof(float) * rows * n;
-    float *to = room(0, bytes);
+    float *to = thread_scratch(SCRATCH_ROWS, bytes);
     if (!to) return bytes;
     for (i64 m = 0; m < rows; m++)
         for (i64 r = 0; r < n; r++) to[m * n + r] = from_bf16(x[m * ldx + r]);

@@ -1,7 +1,9 @@
 /* Products of few rows with FP8: e4m3 weights as they are stored, with a scale per block of 128 x 128, and activations with
  * a scale per row and 128 channels. Called through `ops.py`. */
 
+#include "few_rows.h"
 #include "fp8.h"
+#include "thread_scratch.h"
 
 typedef uint8_t some_codes __attribute__((vector_size(LANES)));
 
@@ -76,7 +78,7 @@ EXPORT i64 linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 
     Weight w = {weights, weight_scales, outs, parts, n};
     i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? SHARE(outs, threads) : outs;
     i64 bytes = sizeof(float) * rows * ldf;
-    float *x = room(3, bytes);
+    float *x = thread_scratch(SCRATCH_NUMBERS, bytes);
     if (!x) return bytes;
     for (i64 m = 0; m < rows; m++) {
         for (i64 i = 0; i < n; i++) x[m * ldf + i] = from_e4m3(numbers[m * n + i]) * scales[m * lds + i / BLOCK * ldb];

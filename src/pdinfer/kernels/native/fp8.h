@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "products.h"
+#include "vectors.h"
 
 #define BLOCK 128
 #define TWO (2 * LANES)

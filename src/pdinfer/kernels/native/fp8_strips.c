@@ -3,8 +3,9 @@
  * first-level cache, and all panels pass over it there. Rows and weights stay whole numbers of their scales in either case:
  * both scales come to the sums of a block. */
 
+#include "amx.h"
 #include "fp8.h"
-#include "tiles.h"
+#include "parts.h"
 
 #define VECTORS (16 / LANES)        /* of half a strip */
 #define HALF (STEP / 2)

@@ -1,7 +1,8 @@
 /* Products of int8: weights as they are stored, with a scale per row, and activations that are rounded to int8 per row.
  * Sums are exact. Called through `ops.py`. */
 
-#include "products.h"
+#include "few_rows.h"
+#include "thread_scratch.h"
 
 #define MOST 4     /* rows of x that pass over a row of weights at once */
 #define LINE 64    /* bytes of weights that are asked for at once */
@@ -194,7 +195,7 @@ EXPORT i64 linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const 
                        int threads) {
     i64 ldq = padded_row(n), step = threads > 1 ? SHARE(outs, threads) : outs;
     i64 bytes = rows * (i64)(sizeof(number) * ldq + sizeof(float));
-    number *numbers = room(3, bytes);
+    number *numbers = thread_scratch(SCRATCH_NUMBERS, bytes);
     if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -222,7 +223,7 @@ EXPORT i64 experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const
     bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
     i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
     i64 ldq = padded_row(MAX(width, inner)), bytes = rows * (i64)(sizeof(number) * ldq + sizeof(float));
-    number *numbers = room(3, bytes);
+    number *numbers = thread_scratch(SCRATCH_NUMBERS, bytes);
     if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -1,6 +1,6 @@
 /* Products of few rows on CPUs with AVX-512 BF16, pair by pair: they should run at the speed at which weights are read. */
 
-#include "products.h"
+#include "few_rows.h"
 
 #ifdef HAVE_BF16
 
@@ -131,7 +131,7 @@ SUMS(2)
 SUMS(3)
 
 
-i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+i64 few_rows_transposed(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
     for (i64 m = 0; m < rows;) {
         i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
         i64 ahead = m ? 0 : 2 * next;

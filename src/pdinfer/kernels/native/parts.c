@@ -1,6 +1,6 @@
 /* Gated MLPs of many rows, part by part, by any way to multiply. */
 
-#include "products.h"
+#include "parts.h"
 
 /* Rows of one expert: as many as a panel of its hidden values may have. */
 typedef struct {
@@ -38,12 +38,12 @@ static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
     i64 ups = padded(inner) / 16, downs = num_strips(&parts->down);
     i64 of_strip = MAX(packed_bytes(&parts->gate_up), packed_bytes(&parts->down));
     int whole = threads == 1 || num_parts >= 4 * threads;
-    char *shared = whole ? NULL : room(2, all * num_parts);
+    char *shared = whole ? NULL : thread_scratch(SCRATCH_PARTS, all * num_parts);
     if (!whole && !shared) return all * num_parts;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
     {
-        bf16 *packed = of_strip ? room(1, of_strip) : NULL;
-        char *own = whole ? room(2, all) : shared;
+        bf16 *packed = of_strip ? thread_scratch(SCRATCH_STRIP, of_strip) : NULL;
+        char *own = whole ? thread_scratch(SCRATCH_PARTS, all) : shared;
         int able = own && (packed || !of_strip);
         if (!able) lacking = own ? of_strip : all;
 #pragma omp for schedule(dynamic)

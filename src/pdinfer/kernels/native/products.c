@@ -2,7 +2,8 @@
  * strides; sizes here are numbers of elements. docs/decisions/ says why this is C. What returns an i64 returns the bytes of
  * memory that it could not have, or 0. */
 
-#include "products.h"
+#include "few_rows.h"
+#include "tiles.h"
 
 /* Whether a product of so many rows and outs is one for these kernels. With AVX-512 BF16 torch's are good where rows are
  * many. */
@@ -61,7 +62,7 @@ EXPORT i64 heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n,
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
     for (i64 item = 0; item < heads * chunks; item++) {
         i64 h = item / chunks, c = item % chunks * WIDE;
-        i64 lacks = few_rows_in(x + h * ldh, ldx, rows, w + h * ldw + c, outs, n, ldw, y + h * outs + c, heads * outs);
+        i64 lacks = few_rows_transposed(x + h * ldh, ldx, rows, w + h * ldw + c, outs, n, ldw, y + h * outs + c, heads * outs);
         lacking = MAX(lacking, lacks);
     }
     return lacking;

@@ -2,7 +2,7 @@
  * an order slower than those of floats. Rows of x become panels of floats, which pass over a few steps of a strip at a
  * time, so that these come from memory once and stay in the first-level cache. */
 
-#include "products.h"
+#include "strips.h"
 
 #define VECTORS (16 / LANES)               /* of half a strip */
 #define PANEL MOST_OF_PANEL
@@ -190,13 +190,13 @@ void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 
 i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads) {
     i64 all = panel_bytes(way, MIN(rows, PANELS), w->n), each = packed_bytes(w), strips = num_strips(w), lacking = 0;
     i64 turn_of = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
-    char *panels = room(0, all);
+    char *panels = thread_scratch(SCRATCH_ROWS, all);
     if (!panels) return all;
     for (i64 r = 0; r < rows; r += PANELS, x = from_row(x, PANELS), y += PANELS * ldy) {
         i64 now = MIN(rows - r, PANELS);
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
         {
-            bf16 *packed = each ? room(1, each) : NULL;
+            bf16 *packed = each ? thread_scratch(SCRATCH_STRIP, each) : NULL;
             if (each && !packed) lacking = each;
             _Alignas(64) float c[MOST_AT_ONCE * STRIP];
 #pragma omp for schedule(static)

@@ -1,6 +1,6 @@
 /* Products of many rows on CPUs with AMX. */
 
-#include "products.h"
+#include "amx.h"
 #include "tiles.h"
 
 #ifdef HAVE_TILES

@@ -1,30 +1,14 @@
-/* Products that the sources share. Each has one body for CPUs with AVX-512 BF16 (pairs.c) and one for all others
- * (floats.c). Products of many rows, and of weights that lie in strips, are those of strips.c and tiles.c; of many rows of
- * other weights torch's are good where there is AVX-512 BF16. */
+/* Matrices in strips, and products of any number of rows with them.
+ *
+ * Where torch's products of bf16 are slow, those of many rows, and all products with weights that lie in strips from the
+ * beginning, go this way: rows are packed into panels, weights into strips (or lie so), and a way to multiply (by_floats
+ * here, by tiles in tiles.c, of FP8 numbers in fp8_strips.c) passes the panels over one strip after the other. Panels and
+ * strips are laid out in the order in which they are multiplied, so that memory is read in order, and each strip once. */
 
 #pragma once
 
-#include "room.h"
+#include "thread_scratch.h"
 #include "vectors.h"
-
-#ifdef HAVE_BF16
-#define FEW_ROWS INT64_MAX /* these are given no others */
-#define SHARE(outs, threads) 64 /* outs of a product, per thread and turn */
-#else
-#define FEW_ROWS 16
-#define SHARE(outs, threads) MAX(64, ((outs) / (2 * (threads)) + 7) / 8 * 8) /* each turn makes floats of x */
-#endif
-#define WIDE 128 /* columns of `few_rows_in` */
-
-/* Functions that need memory return the bytes of it that they could not have, else 0. What they were to write is then
- * undefined. */
-
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Weights come from memory once. */
-i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy);
-
-/* y[m][0..WIDE) = sum over r of x[m][r] * w[r][0..WIDE); n is even, rows of w are `ldw` apart. The same of what lies
- * `next` values behind w may be asked for already. */
-i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy);
 
 #define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
@@ -108,21 +92,7 @@ i64 panel_of(i64 left);
  * by[m]. */
 void times_panel(i64 rows, const float *panel, const bf16 *half, i64 steps, const float *by, int add, float *c);
 
-/* The way of AMX tiles, or NULL where there are none. */
-const Way *by_tiles_or_null(void);
-
-/* The better of those there are. */
-INLINE const Way *best_way(void) {
-    const Way *tiles = by_tiles_or_null();
-    return tiles ? tiles : &by_floats;
-}
-
 INLINE i64 panel_bytes(const Way *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows. */
 i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads);
-
-/* y = down . (silu(gate . x) * (up . x)) of rows sorted by expert, counts[e] of each. Weights of all experts lie one after
- * another, each as these of the first. */
-i64 by_parts(const Way *way, Input x, const i64 *counts, i64 num_experts, Matrix gate_up, Matrix down, bf16 *y,
-             int threads);
