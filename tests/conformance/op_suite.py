@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import Ops, OpSpec, reference, resolve, resolve_ops
+from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.native import build
+from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import (
     FP8Blocks,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, explain_backends, reference, resolve_ops, torch_ops
+from pdinfer.kernels import OpSpec, reference, resolve_ops, torch_ops
 from pdinfer.kernels import deep_gemm as adapter
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.weight_formats import FP8Blocks, map_tensors
 from tests.conformance import fake_deep_gemm
 from tests.conformance import test_quantized_ops as quantized

@@ -9,8 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops, row_formats
+from pdinfer.kernels import OpSpec, reference, resolve_ops, row_formats
 from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels.ops import Ops
 from tests.conformance.op_suite import (
     ROWS,
     Rows,

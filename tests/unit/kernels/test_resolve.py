@@ -13,20 +13,10 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import (
-    DeviceSpec,
-    Ops,
-    OpSpec,
-    compositions,
-    explain_backends,
-    fused,
-    reference,
-    resolve,
-    resolve_ops,
-    torch_ops,
-)
+from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops, torch_ops
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
+from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.triton import provider as triton_provider
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
-from pdinfer.kernels import OpSpec, explain_backends, resolve_ops
+from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels.native import build
+from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.weight_formats import (
     FP8Blocks,
     FP8Strips,
