@@ -77,9 +77,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
+        ("joining",),
         ("intake",),
         ("broker",),
-        ("choosing", "queue", "joining"),
+        ("choosing", "queue"),
         ("ports", "request", "policy", "health"),
         ("port", "losses", "stopping", "policies"),
     ),

@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "a port joins whose joining was given up",
-        "                    del self._joining[port.address]  # its thread is told\n",
+        "                    del self._tokens[port.address]  # its thread is told\n",
         "                    pass\n",
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),

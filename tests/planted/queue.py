@@ -101,9 +101,9 @@ MUTANTS = [
     ),
     Mutant(
         "connecting a port holds up the steps",
-        "            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
-        "            with self._stepping:\n"
-        "                unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
+        "            unlinked |= link(port, newcomers, timeout_s=self._timeout_s)\n",
+        "            with self._intake.lock:\n"
+        "                unlinked |= link(port, newcomers, timeout_s=self._timeout_s)\n",
         JOINING + "test_every_call_goes_on_while_a_port_is_connected",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "a removed port joins",
-        "if self._intake.closed or self._joining.get(port.address) is not token:",
+        "if self._intake.closed or self._tokens.get(port.address) is not token:",
         "if self._intake.closed:",
         JOINING + "test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later",
     ),

@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "a port takes the place of another of the same identity",
-        "if port.address in self._joining or port.address in (known.address for known in self._ports.all):",
+        "if port.address in self._tokens or port.address in (known.address for known in self._ports.all):",
         "if False:",
         "test_faulty_peers.py::test_a_port_with_the_identity_of_another_does_not_join",
     ),

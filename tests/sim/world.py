@@ -345,7 +345,7 @@ class World:
         """Connect a port. This may find other ports lost and end their requests, so a host looks for events after it in
         any case."""
         try:
-            self.pairing._add(port, object())  # at once: time does not pass in a thread beside this one
+            self.pairing._joining.add(port)  # at once: time does not pass in a thread beside this one
         except PDInferError:
             self.counts["join again"] += 1
             self.simulation.later(RETRY_S, partial(self._join, port))

@@ -80,6 +80,11 @@ class Intake:
             self.inbox.put((tracked, Intent.CANCEL))
 
     @property
+    def num_unfinished(self) -> int:
+        """How many requests came in and have not ended."""
+        return len(self._broker.requests)
+
+    @property
     def has_room(self) -> bool:
         """Whether the queue has a free place."""
         return len(self._queued()) < self._config.max_queued_requests

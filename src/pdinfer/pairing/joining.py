@@ -6,12 +6,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
+from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.port import Port
+from pdinfer.pairing.ports import Ports
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
@@ -59,7 +62,105 @@ def _connect(one: Port, other: Port, timeout_s: float) -> None:
         prefill.connect(rank, timeout_s=timeout_s)
 
 
-def beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None]:
+class _Owners:
+    """The pairings by their ports: a second pairing over an engine would take events that are the first one's."""
+
+    def __init__(self) -> None:
+        self.by_port: WeakKeyDictionary[Port, ref[Joining]] = WeakKeyDictionary()
+
+
+_OWNERS = _Owners()
+
+
+def claim(port: Port, pairing: Joining) -> None:
+    """Make it a port of this pairing. Raise ConfigError while it is one of another."""
+    owner = _OWNERS.by_port.get(port, lambda: None)()
+    if owner is not None and owner is not pairing:
+        raise ConfigError(f"{port} is a port of another pairing; remove it there, or close that pairing, first")
+    _OWNERS.by_port[port] = ref(pairing)
+
+
+def release(port: Port) -> None:
+    """Let any pairing have it."""
+    _OWNERS.by_port.pop(port, None)
+
+
+class Joining:
+    """The ports that are being linked, each in the thread that adds it or in one of its own. `find_lost` steps ports
+    that did not answer."""
+
+    def __init__(
+        self, ports: Ports, intake: Intake, find_lost: Callable[[Iterable[Port]], None], timeout_s: float
+    ) -> None:
+        self._ports = ports
+        self._intake = intake
+        self._find_lost = find_lost
+        self._timeout_s = timeout_s
+        self._tokens: dict[PeerAddress, object] = {}
+
+    def beside(self, port: Port) -> Iterator[float]:
+        """Add a port in a thread of its own, as `Pairing.joining` does."""
+        token, end = object(), time.monotonic() + self._timeout_s
+        joined = _beside(partial(self.add, port, token), then=self._intake.inbox.wake)
+        try:
+            while not joined.done():
+                yield max(0.0, end - time.monotonic())
+        finally:
+            with self._intake.lock:
+                if self._tokens.get(port.address) is token:
+                    del self._tokens[port.address]  # its thread is told
+                    release(port)
+        joined.result()
+
+    def give_up(self, address: PeerAddress) -> None:
+        """Let a port that is being linked not join."""
+        with self._intake.lock:
+            self._tokens.pop(address, None)
+
+    def add(self, port: Port, token: object | None = None) -> None:
+        """Connect a port and use it, unless `token` is not that of its joining any more."""
+        token = token or object()
+        try:
+            with self._intake.lock:
+                if port.address in self._tokens or port.address in (known.address for known in self._ports.all):
+                    raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
+                claim(port, self)
+                self._tokens[port.address] = token
+            self._join(port, token)
+        finally:
+            with self._intake.lock:
+                if self._tokens.get(port.address) is token and port not in self._ports.all:
+                    release(port)
+                if self._tokens.get(port.address) is token:
+                    del self._tokens[port.address]
+            if self._intake.num_unfinished:
+                self._intake.inbox.wake()
+
+    def _join(self, port: Port, token: object) -> None:
+        """Link the port to the ports here, then to those that have joined meanwhile, until there are none."""
+        met: set[PeerAddress] = set()
+        unlinked: dict[PeerAddress, TransferError] = {}
+        while True:
+            with self._intake.lock:
+                others = self._ports.opposite(port)
+                newcomers = [other for other in others if other.address not in met]
+                if self._intake.closed or self._tokens.get(port.address) is not token:
+                    what = "pairing was closed" if self._intake.closed else "port was removed"
+                    raise TransferError(
+                        f"the {what} while the port was connected; it stays open, and is yours to close"
+                    )
+                if not newcomers:
+                    if others and all(other.address in unlinked for other in others):
+                        raise unlinked[others[0].address]
+                    port.notify(self._intake.inbox.wake)
+                    self._ports.add(port, unlinked)
+                    return
+            met.update(other.address for other in newcomers)
+            unlinked |= link(port, newcomers, timeout_s=self._timeout_s)
+            self._find_lost([other for other in newcomers if other.address in unlinked])
+
+
+def _beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None]:
     """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended."""
     result: Future[None] = Future()
     result.add_done_callback(lambda _: then())
@@ -74,26 +175,3 @@ def beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None
 
     threading.Thread(target=run, name="pdinfer-join", daemon=True).start()
     return result
-
-
-class _Owners:
-    """The pairings by their ports: a second pairing over an engine would take events that are the first one's."""
-
-    def __init__(self) -> None:
-        self.by_port: WeakKeyDictionary[Port, ref[object]] = WeakKeyDictionary()
-
-
-_OWNERS = _Owners()
-
-
-def claim(port: Port, pairing: object) -> None:
-    """Make it a port of this pairing. Raise ConfigError while it is one of another."""
-    owner = _OWNERS.by_port.get(port, lambda: None)()
-    if owner is not None and owner is not pairing:
-        raise ConfigError(f"{port} is a port of another pairing; remove it there, or close that pairing, first")
-    _OWNERS.by_port[port] = ref(pairing)
-
-
-def release(port: Port) -> None:
-    """Let any pairing have it."""
-    _OWNERS.by_port.pop(port, None)

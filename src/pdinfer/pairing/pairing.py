@@ -30,7 +30,7 @@ from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.intake import Intake
-from pdinfer.pairing.joining import beside, claim, link, release
+from pdinfer.pairing.joining import Joining, release
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
@@ -40,7 +40,7 @@ from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
-from pdinfer.types import FinishReason, PeerAddress, Request, TokenEvent
+from pdinfer.types import FinishReason, Request, TokenEvent
 
 
 class Pairing(OfOneProcess):
@@ -68,9 +68,9 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._ports = Ports()
-        self._joining: dict[PeerAddress, object] = {}
         self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
         self._intake = Intake(self._broker, self._ports, self.config, clock, random_bytes)
+        self._joining = Joining(self._ports, self._intake, self._find_lost, self.config.connect_timeout_s)
         self._stepping = threading.RLock()
         self._stepper: threading.Thread | None = None
         self._undelivered: list[TokenEvent] = []
@@ -132,7 +132,7 @@ class Pairing(OfOneProcess):
     @property
     def num_unfinished(self) -> int:
         """How many submitted requests have no final event yet."""
-        return len(self._broker.requests)
+        return self._intake.num_unfinished
 
     @property
     def ports(self) -> tuple[PrefillPort | DecodePort, ...]:
@@ -291,7 +291,7 @@ class Pairing(OfOneProcess):
         does not join then.
         """
         if self._stepper is not threading.current_thread() or self._unfinished_call:  # or from inside a step
-            self._add(port, object())
+            self._joining.add(port)
             return
         for _ in self.joining(port):
             self._advance()
@@ -301,58 +301,7 @@ class Pairing(OfOneProcess):
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
         steps until there is none, or what `add` raises. A thread connects the port meanwhile. A port does not join when
         its iterator is closed before it has."""
-        token, end = object(), time.monotonic() + self.config.connect_timeout_s
-        joined = beside(partial(self._add, port, token), then=self._intake.inbox.wake)
-        try:
-            while not joined.done():
-                yield max(0.0, end - time.monotonic())
-        finally:
-            with self._intake.lock:
-                if self._joining.get(port.address) is token:
-                    del self._joining[port.address]  # its thread is told
-                    release(port)
-        joined.result()
-
-    def _add(self, port: PrefillPort | DecodePort, token: object) -> None:
-        """Connect a port and use it, unless `token` is not that of its joining any more."""
-        try:
-            with self._intake.lock:
-                if port.address in self._joining or port.address in (known.address for known in self._ports.all):
-                    raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
-                claim(port, self)
-                self._joining[port.address] = token
-            self._join(port, token)
-        finally:
-            with self._intake.lock:
-                if self._joining.get(port.address) is token and port not in self._ports.all:
-                    release(port)
-                if self._joining.get(port.address) is token:
-                    del self._joining[port.address]
-            if self.num_unfinished:
-                self._intake.inbox.wake()
-
-    def _join(self, port: PrefillPort | DecodePort, token: object) -> None:
-        """Link the port to the ports here, then to those that have joined meanwhile, until there are none."""
-        met: set[PeerAddress] = set()
-        unlinked: dict[PeerAddress, TransferError] = {}
-        while True:
-            with self._intake.lock:
-                others = self._ports.opposite(port)
-                newcomers = [other for other in others if other.address not in met]
-                if self._intake.closed or self._joining.get(port.address) is not token:
-                    what = "pairing was closed" if self._intake.closed else "port was removed"
-                    raise TransferError(
-                        f"the {what} while the port was connected; it stays open, and is yours to close"
-                    )
-                if not newcomers:
-                    if others and all(other.address in unlinked for other in others):
-                        raise unlinked[others[0].address]
-                    port.notify(self._intake.inbox.wake)
-                    self._ports.add(port, unlinked)
-                    return
-            met.update(other.address for other in newcomers)
-            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)
-            self._find_lost([other for other in newcomers if other.address in unlinked])
+        return self._joining.beside(port)
 
     def _find_lost(self, others: Iterable[Port]) -> None:
         """Step the ports that did not answer, which may be lost: that is no reason to refuse a new one. When another
@@ -379,8 +328,7 @@ class Pairing(OfOneProcess):
         steps until there is none. A removal that is closed before leaves the port in use."""
         address, end = port.address, time.monotonic() + drain_s
         self._broker.lost_ports.away.pop(address, None)
-        with self._intake.lock:
-            self._joining.pop(address, None)  # a thread that is adding it now is told
+        self._joining.give_up(address)
         self._ports.leaving.add(address)
         try:
             while self._broker.assigned(address) and (left_s := end - time.monotonic()) > 0:
