@@ -40,7 +40,9 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether `value` is an int or a finite float, and not a bool."""
-    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+    return not isinstance(value, bool) and (
+        isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 def within(inner: range, outer: range) -> bool:
@@ -180,7 +182,8 @@ def _fits(hint: Any) -> Fits:
     if getattr(hint, "_is_protocol", False):
         members = _members(hint)
         return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in members)
-    return lambda value: isinstance(value, origin or hint)
+    kind: type = origin or hint
+    return kind.__instancecheck__  # what `isinstance` asks, without a call of our own
 
 
 def _holds(kind: type, fits: Fits, value: object, *, items: bool) -> bool:

@@ -65,8 +65,8 @@ class Ports:
     @property
     def most_tokens(self) -> dict[str, int]:
         """The longest request that a port which may be chosen can hold, by role; 0 without such a port."""
-        sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
-        return {role: max(map(self.longest, self._fitting(ports, 0)), default=0) for role, ports in sides.items()}
+        prefills, decodes = self.rooms
+        return {"prefill": max(prefills, default=0), "decode": max(decodes, default=0)}
 
     @property
     def fits_all(self) -> int:
@@ -124,10 +124,6 @@ class Ports:
             self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
             self.num_changes += 1
             self._version += 1
-
-    def longest(self, address: PeerAddress) -> int:
-        """Return how many tokens the longest request of a port may have; 0 when it has left."""
-        return self._longest.get(address, 0)
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
         """Return what policies are told of all ports, leaving or not. Called from the thread that steps."""
@@ -254,17 +250,19 @@ class Ports:
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
         prefills, decodes = self.fitting(0)
-        return sorted(map(self.longest, prefills)), sorted(map(self.longest, decodes))
+        longest = self._longest
+        return sorted([longest.get(at, 0) for at in prefills]), sorted([longest.get(at, 0) for at in decodes])
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
         return self._fitting(self.prefills, total), self._fitting(self.decodes, total)
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
+        longest, leaving = self._longest, self.leaving
         return {
             address: port
             for address, port in ports.items()
-            if address not in self.leaving and self.longest(address) >= total
+            if longest.get(address, 0) >= total and not (leaving and address in leaving)
         }
 
 
