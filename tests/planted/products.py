@@ -12,7 +12,7 @@ LOADED = "test_strips.py"
 MUTANTS = [
     Mutant(
         "native linear leaves out the end of a row",
-        "ADD(M, R, rest[r])",
+        "add_products(rows, x + i, ldf, rest[0], PAIRS, acc);",
         "",
         f"{BODIES}::test_linear",
     ),

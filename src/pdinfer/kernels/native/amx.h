@@ -17,7 +17,7 @@ INLINE void begin(Palette *before) { (void)before, memset(tiles, 0xFF, sizeof ti
 INLINE void end(const Palette *before) { (void)before; }
 INLINE int allowed(void) { return 1; }
 
-static void multiply(Tile c, const Tile a, const Tile b) {
+static void multiply_tiles(Tile c, const Tile a, const Tile b) {
     for (int m = 0; m < 16; m++)
         for (int k = 0; k < 16; k++)
             for (int o = 0; o < 16; o++) {
@@ -34,7 +34,7 @@ static void multiply(Tile c, const Tile a, const Tile b) {
     for (int row = 0; row < 16; row++) memcpy(tiles[t][row], (const char *)(from) + row * (bytes), 64)
 #define STORE(t, to, bytes)                                                                                            \
     for (int row = 0; row < 16; row++) memcpy((char *)(to) + row * (bytes), tiles[t][row], 64)
-#define MULTIPLY(c, a, b) multiply(tiles[c], tiles[a], tiles[b])
+#define MULTIPLY(c, a, b) multiply_tiles(tiles[c], tiles[a], tiles[b])
 #define FENCE()
 
 #elif defined(HAVE_AMX)

@@ -15,7 +15,10 @@ typedef bf16 value; /* of a query, as decode reads it */
 
 INLINE void to_values(const bf16 *p, i64 n, value *to) { memcpy(to, p, n * sizeof *p); }
 
-/* scores[h][t] = q[h] . token[t], to a multiple of 4 tokens: [heads, TOKENS]. */
+/* scores[h][t] = q[h] . token[t], to a multiple of 4 tokens: [heads, TOKENS]. 4 heads by 4 tokens are 16 sums of 32 registers,
+ * and each vector that is loaded is multiplied four times. Tokens outside and heads inside: four tokens are read from memory
+ * once, by the first heads, and are near for the others. Lanes are parts of a row, so that rows need not be transposed; the
+ * sums over lanes are taken for four tokens together. */
 INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64 heads, i64 width, float *scores) {
     for (i64 t = 0; t < count; t += 4)
         for (i64 h = 0; h < heads; h += 4) {
@@ -29,7 +32,7 @@ INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64
                 __m512bh c[4];
                 for (int b = 0; b < 4; b++) c[b] = load32(token[t + b] + i);
                 if (!h)
-                    for (int b = 0; b < 4; b++) __builtin_prefetch(token[t + b + SOON] + i, 0, 2);
+                    for (int b = 0; b < 4; b++) __builtin_prefetch(token[t + b + PREFETCH_TOKENS] + i, 0, 2);
                 for (int a = 0; a < 4; a++) {
                     __m512bh x = load32(qs[a] + i);
                     for (int b = 0; b < 4; b++) acc[a][b] = _mm512_dpbf16_ps(acc[a][b], x, c[b]);
@@ -40,7 +43,9 @@ INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64
         }
 }
 
-/* o[h] += the first `rank` values of each token, weighed. */
+/* o[h] += the first `rank` values of each token, weighed. 8 heads by 2 vectors are 16 sums, which stay in registers over all
+ * tokens of the block; o is read and written once. A pair has to be one value of two tokens: unpacking makes these pairs,
+ * in an order that LOW and HIGH put right in the sums. */
 INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count, i64 heads, i64 rank, float *o) {
     for (i64 h = 0; h < heads; h += 8) {
         i64 some = MIN(8, heads - h);
@@ -91,14 +96,15 @@ INLINE void to_values(const bf16 *p, i64 n, value *to) {
 
 #define HEADS 6 /* at once: 6 x 2 sums are 12 of 16 registers */
 
-/* scores[h][t] = q[h] . token[t] for `some` <= HEADS heads, to a multiple of 2 tokens. */
+/* scores[h][t] = q[h] . token[t] for `some` <= HEADS heads, to a multiple of 2 tokens. With `ask` the tokens that come
+ * PREFETCH_TOKENS later are asked for. */
 INLINE void score_heads(int some, const value *q, const bf16 *const *token, i64 count, int ask, i64 width, float *scores) {
     for (i64 t = 0; t < count; t += 2) {
         floats acc[HEADS][2];
         for (int a = 0; a < some; a++) acc[a][0] = acc[a][1] = all_of(0);
         for (i64 i = 0; i < width; i += 2 * LANES) {
             if (ask && i % 32 == 0)
-                for (int b = 0; b < 2; b++) __builtin_prefetch(token[t + b + SOON] + i, 0, 2);
+                for (int b = 0; b < 2; b++) __builtin_prefetch(token[t + b + PREFETCH_TOKENS] + i, 0, 2);
             const bf16 *one = token[t] + i, *other = token[t + 1] + i;
             floats left = even(load_pairs(one)), right = even(load_pairs(other));
             for (int a = 0; a < some; a++) {
@@ -119,7 +125,8 @@ INLINE void score_heads(int some, const value *q, const bf16 *const *token, i64 
     }
 }
 
-/* o[h][0..2 * LANES) += those values of each token, weighed, for `some` <= HEADS heads. */
+/* o[h][0..2 * LANES) += those values of each token, weighed, for `some` <= HEADS heads. Even and odd values have sums of their
+ * own over all tokens of the block, and are put in order once. */
 INLINE void value_heads(int some, const unit *weights, const bf16 *const *token, i64 i, i64 count, i64 rank, float *o) {
     floats acc[HEADS][2];
     for (int a = 0; a < some; a++) acc[a][0] = acc[a][1] = all_of(0);
@@ -139,28 +146,18 @@ INLINE void value_heads(int some, const unit *weights, const bf16 *const *token,
     }
 }
 
-/* The call with a number of heads that the compiler knows, from HEADS down to 1. */
-#define BY_HEADS(some, call, ...)                                                                                      \
-    switch (some) {                                                                                                    \
-    case 6: call(6, __VA_ARGS__); break;                                                                               \
-    case 5: call(5, __VA_ARGS__); break;                                                                               \
-    case 4: call(4, __VA_ARGS__); break;                                                                               \
-    case 3: call(3, __VA_ARGS__); break;                                                                               \
-    case 2: call(2, __VA_ARGS__); break;                                                                               \
-    default: call(1, __VA_ARGS__);                                                                                     \
-    }
-
 /* scores[h][t] = q[h] . token[t], to a multiple of 2 tokens: [heads, TOKENS]. */
 INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64 heads, i64 width, float *scores) {
     for (i64 h = 0; h < heads; h += HEADS)
-        BY_HEADS(MIN(HEADS, heads - h), score_heads, q + h * width, token, count, !h, width, scores + h * TOKENS)
+        WITH_CONSTANT(MIN(HEADS, heads - h), HEADS, score_heads, q + h * width, token, count, !h, width, scores + h * TOKENS)
 }
 
 /* o[h] += the first `rank` values of each token, weighed. */
 INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count, i64 heads, i64 rank, float *o) {
     for (i64 i = 0; i < rank; i += 2 * LANES)
         for (i64 h = 0; h < heads; h += HEADS)
-            BY_HEADS(MIN(HEADS, heads - h), value_heads, weights + h * (TOKENS / PER), token, i, count, rank, o + h * rank)
+            WITH_CONSTANT(MIN(HEADS, heads - h), HEADS, value_heads, weights + h * (TOKENS / PER), token, i, count, rank,
+                          o + h * rank)
 }
 
 #endif
@@ -187,7 +184,7 @@ static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, f
     i64 queries = of->queries, heads = of->heads, width = of->width, rank = of->rank, rows = queries * heads;
     i64 seen = of->lens[b] - queries + 1; /* by the first query */
     value *q = memory;
-    const bf16 *token[TOKENS + SOON];
+    const bf16 *token[TOKENS + PREFETCH_TOKENS];
     for (i64 r = 0; r < rows; r++) {
         to_values(of->latent + (b * rows + r) * rank, rank, q + r * width);
         to_values(of->rope + (b * rows + r) * (width - rank), width - rank, q + r * width + rank);
@@ -198,7 +195,7 @@ static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, f
         for (i64 n = 0; n < queries; n++) {
             i64 stop = MIN(MIN(start + TOKENS, last), seen + n), row = n * heads;
             if (stop <= start) continue;
-            for (i64 t = 0; t < TOKENS + SOON; t++) { /* beyond the end: the last one again, with weight 0 */
+            for (i64 t = 0; t < TOKENS + PREFETCH_TOKENS; t++) { /* beyond the end: the last one again, with weight 0 */
                 i64 at = MIN(start + t, (t < TOKENS ? stop : last) - 1);
                 token[t] = token_of(of, b, at);
             }

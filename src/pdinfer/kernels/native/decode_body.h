@@ -16,7 +16,9 @@ typedef struct {
     float scale;
 } Decode;
 
-#define SOON 8 /* tokens that are asked for before they are needed: memory likes to be a few rows ahead, whatever the pages */
+/* Tokens that are asked for before they are needed. A page ends after a few of them, and the next is somewhere else, where no
+ * CPU would look by itself; eight rows of a kilobyte take about as long as memory does. */
+#define PREFETCH_TOKENS 8
 
 /* Token t of sequence b: `width` values, latent then rope. */
 INLINE const bf16 *token_of(const Decode *of, i64 b, i64 t) {

@@ -24,25 +24,25 @@ INLINE void to_columns(const void *const *rows, i64 n, void *to, i64 ldt) {
 
 /* The queries of sequence b as right tiles: [groups][width / 2 pairs][GROUP]. Rows that are not there repeat the last. */
 static void pack_queries(const Decode *of, i64 b, uint32_t *to) {
-    i64 rows = of->queries * of->heads, rank = of->rank, turned = of->width - rank;
+    i64 rows = of->queries * of->heads, rank = of->rank, rope_size = of->width - rank;
     for (i64 r = 0; r < (rows + GROUP - 1) / GROUP * GROUP; r += 4) {
         const void *latent[4], *rope[4];
         for (i64 k = 0; k < 4; k++) {
             i64 row = b * rows + MIN(r + k, rows - 1);
-            latent[k] = of->latent + row * rank, rope[k] = of->rope + row * turned;
+            latent[k] = of->latent + row * rank, rope[k] = of->rope + row * rope_size;
         }
         uint32_t *at = to + r / GROUP * (of->width / 2 * GROUP) + r % GROUP;
         to_columns(latent, rank / 2, at, GROUP);
-        to_columns(rope, turned / 2, at + rank / 2 * GROUP, GROUP);
+        to_columns(rope, rope_size / 2, at + rank / 2 * GROUP, GROUP);
     }
 }
 
 /* The first `rank` values of TOKENS tokens as right tiles: [rank / 16][PAIRS][16]. Tokens from `count` on become 0, whatever
- * they hold. Memory is read here, row by row, before tiles read columns of it; the next SOON rows are asked for. */
+ * they hold. Memory is read here, row by row, before tiles read columns of it; the next PREFETCH_TOKENS rows are asked for. */
 static void pack_values(const bf16 *const *token, i64 count, i64 width, i64 rank, uint32_t *to) {
     for (i64 t = 0; t < TOKENS; t += 2) {
         const __m128i first = _mm_set1_epi16(t < count ? -1 : 0), second = _mm_set1_epi16(t + 1 < count ? -1 : 0);
-        const bf16 *one = token[t + SOON], *other = token[t + 1 + SOON];
+        const bf16 *one = token[t + PREFETCH_TOKENS], *other = token[t + 1 + PREFETCH_TOKENS];
         for (i64 i = rank; i < width; i += 32) __builtin_prefetch(one + i, 0, 2), __builtin_prefetch(other + i, 0, 2);
         for (i64 i = 0; i < rank; i += 8) {
             if (i % 32 == 0) __builtin_prefetch(one + i, 0, 2), __builtin_prefetch(other + i, 0, 2);
@@ -139,8 +139,8 @@ static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, f
     begin(&before);
     for (i64 start = first; start < last; start += TOKENS) {
         i64 stop = MIN(start + TOKENS, last), shared = MIN(stop, seen) - start;
-        const bf16 *token[TOKENS + SOON], *tokens[TOKENS / GROUP];
-        for (i64 t = 0; t < TOKENS + SOON; t++) token[t] = token_of(of, b, MIN(start + t, last - 1));
+        const bf16 *token[TOKENS + PREFETCH_TOKENS], *tokens[TOKENS / GROUP];
+        for (i64 t = 0; t < TOKENS + PREFETCH_TOKENS; t++) token[t] = token_of(of, b, MIN(start + t, last - 1));
         pack_values(token, shared, width, rank, values);
         for (i64 t = 0; t < TOKENS; t += GROUP) tokens[t / GROUP] = in_a_row(token + t, width, copies + t * width);
         for (i64 g = 0; g < groups; g++) {

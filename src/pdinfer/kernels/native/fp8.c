@@ -22,54 +22,53 @@ INLINE const float *scales_of(const Weight *w, i64 o) {
     return w->scales + (o / rows * blocks_of(rows) + o % rows / BLOCK) * blocks_of(w->n);
 }
 
-/* y[m][r] = x[m] . w[first + r] for M rows of x, `ldf` apart and 0 beyond n. */
-#define DOT(M, R)                                                                                                      \
-    static void dot_##M##_##R(const float *x, i64 ldf, const Weight *w, i64 first, i64 ahead, bf16 *y, i64 ldy) {      \
-        const float *scales[R];                                                                                        \
-        const uint8_t *rows[R];                                                                                        \
-        uint8_t rest[R][BLOCK] = {{0}};                                                                                \
-        floats sums[R][M];                                                                                             \
-        for (int r = 0; r < R; r++) {                                                                                  \
-            rows[r] = w->numbers + (first + r) * w->n;                                                                 \
-            scales[r] = scales_of(w, first + r);                                                                       \
-            for (int m = 0; m < M; m++) sums[r][m] = (floats){0};                                                      \
-        }                                                                                                              \
-        for (i64 b = 0; b * BLOCK < w->n; b++) {                                                                       \
-            floats acc[R][M];                                                                                          \
-            const uint8_t *at[R];                                                                                      \
-            for (int r = 0; r < R; r++) {                                                                              \
-                at[r] = rows[r] + b * BLOCK;                                                                           \
-                __builtin_prefetch(at[r] + ahead, 0, 2);                                                               \
-                __builtin_prefetch(at[r] + ahead + 64, 0, 2);                                                          \
-                if ((b + 1) * BLOCK > w->n) at[r] = memcpy(rest[r], at[r], w->n - b * BLOCK);                          \
-                for (int m = 0; m < M; m++) acc[r][m] = (floats){0};                                                   \
-            }                                                                                                          \
-            for (i64 i = 0; i < BLOCK; i += TWO)                                                                       \
-                for (int r = 0; r < R; r++) {                                                                          \
-                    floats low, high;                                                                                  \
-                    load_small(at[r] + i, &low, &high);                                                                \
-                    for (int m = 0; m < M; m++) {                                                                      \
-                        acc[r][m] += load(x + m * ldf + b * BLOCK + i) * low;                                          \
-                        acc[r][m] += load(x + m * ldf + b * BLOCK + i + LANES) * high;                                 \
-                    }                                                                                                  \
-                }                                                                                                      \
-            for (int r = 0; r < R; r++)                                                                                \
-                for (int m = 0; m < M; m++) sums[r][m] += acc[r][m] * (256 * scales[r][b]);                            \
-        }                                                                                                              \
-        for (int r = 0; r < R; r++) {                                                                                  \
-            float lost = holds_nan(rows[r], w->n) ? NAN : 0;                                                           \
-            for (int m = 0; m < M; m++) y[m * ldy + first + r] = to_bf16(sum_of(sums[r][m]) + lost);                   \
-        }                                                                                                              \
+/* y[m][r] = x[m] . w[first + r] for `rows` rows of x, `ldf` apart and 0 beyond n, and `outs` rows of weights. The sums of a
+ * block are whole numbers of its scale, which is multiplied once per block. */
+INLINE void row_kernel_of(int rows, int outs, const float *x, i64 ldf, const Weight *w, i64 first, i64 ahead, bf16 *y,
+                          i64 ldy) {
+    const float *scales[OUTS];
+    const uint8_t *numbers[OUTS];
+    uint8_t rest[OUTS][BLOCK] = {{0}};
+    floats sums[OUTS][MOST];
+    for (int r = 0; r < outs; r++) {
+        numbers[r] = w->numbers + (first + r) * w->n;
+        scales[r] = scales_of(w, first + r);
+        for (int m = 0; m < rows; m++) sums[r][m] = (floats){0};
     }
-DOT(1, 4)
-DOT(2, 4)
-DOT(3, 4)
-DOT(1, 1)
-DOT(2, 1)
-DOT(3, 1)
+    for (i64 b = 0; b * BLOCK < w->n; b++) {
+        floats acc[OUTS][MOST];
+        const uint8_t *at[OUTS];
+        for (int r = 0; r < outs; r++) {
+            at[r] = numbers[r] + b * BLOCK;
+            __builtin_prefetch(at[r] + ahead, 0, 2); /* a block is two lines */
+            __builtin_prefetch(at[r] + ahead + 64, 0, 2);
+            if ((b + 1) * BLOCK > w->n) at[r] = memcpy(rest[r], at[r], w->n - b * BLOCK);
+            for (int m = 0; m < rows; m++) acc[r][m] = (floats){0};
+        }
+        for (i64 i = 0; i < BLOCK; i += TWO)
+            for (int r = 0; r < outs; r++) {
+                floats low, high;
+                load_small(at[r] + i, &low, &high);
+                for (int m = 0; m < rows; m++) {
+                    acc[r][m] += load(x + m * ldf + b * BLOCK + i) * low;
+                    acc[r][m] += load(x + m * ldf + b * BLOCK + i + LANES) * high;
+                }
+            }
+        for (int r = 0; r < outs; r++)
+            for (int m = 0; m < rows; m++) sums[r][m] += acc[r][m] * (256 * scales[r][b]);
+    }
+    for (int r = 0; r < outs; r++) {
+        /* Numbers are read without a look at NaN, which becomes a number: here, with the row in the cache, it costs least. */
+        float lost = holds_nan(numbers[r], w->n) ? NAN : 0;
+        for (int m = 0; m < rows; m++) y[m * ldy + first + r] = to_bf16(sum_of(sums[r][m]) + lost);
+    }
+}
 
-typedef void (*Dot)(const float *, i64, const Weight *, i64, i64, bf16 *, i64);
-static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_2_4, dot_3_4}};
+NOINLINE void row_kernel(i64 rows, int whole, const float *x, i64 ldf, const Weight *w, i64 first, i64 ahead, bf16 *y,
+                         i64 ldy) {
+    if (whole) WITH_CONSTANT(rows, MOST, row_kernel_of, OUTS, x, ldf, w, first, ahead, y, ldy)
+    else WITH_CONSTANT(rows, MOST, row_kernel_of, 1, x, ldf, w, first, ahead, y, ldy)
+}
 
 /* y[rows, outs] = x . w^T for x = numbers[rows, n] * scales[rows, ceil(n / BLOCK)], whose rows are `lds` apart and columns
  * `ldb`. The bytes of memory that it could not have, or 0. */
@@ -90,7 +89,7 @@ EXPORT i64 linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 
             some = last - o >= OUTS ? OUTS : 1;
             for (i64 m = 0, now; m < rows; m += now) {
                 now = rows - m == 4 ? 2 : MIN(MOST, rows - m);
-                dots[some > 1][now](x + m * ldf, ldf, &w, o, m ? 0 : OUTS * n, y + m * outs, outs);
+                row_kernel(now, some > 1, x + m * ldf, ldf, &w, o, m ? 0 : OUTS * n, y + m * outs, outs);
             }
         }
     return 0;

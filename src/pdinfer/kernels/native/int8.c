@@ -12,7 +12,7 @@
  * widened to 16 bits. */
 #ifdef HAVE_VNNI
 #define WIDTH 64 /* values that are multiplied at once */
-#define FAR 2048 /* bytes between the weights that are read and those that are asked for */
+#define PREFETCH_BYTES 2048 /* from the weights that are read to those that are asked for */
 #define OFFSET 128
 typedef uint8_t number;
 typedef __m512i some_weights; /* WIDTH of them */
@@ -28,7 +28,7 @@ INLINE ints add_weights(ints sum, some_weights w) {
 }
 #else
 #define WIDTH (2 * LANES)
-#define FAR 1024 /* 16 lines: a Zen 3 core waits for 24 at once, and twice as many made it a tenth slower */
+#define PREFETCH_BYTES 1024 /* 16 lines: a Zen 3 core waits for 24 at once, and twice as many made it a tenth slower */
 #define OFFSET 0
 typedef int16_t number;
 typedef int16_t some_weights __attribute__((vector_size(2 * WIDTH)));
@@ -116,43 +116,38 @@ typedef struct {
     i64 ldq;
 } Rows;
 
-/* acc[m] += x[m] . w over WIDTH values from i on. Weights may lie anywhere. */
-#define ADD(M, W)                                                                                                      \
-    {                                                                                                                  \
-        some_weights ws = load_weights(W);                                                                             \
-        for (int m = 0; m < M; m++) acc[m] = add_products(acc[m], x + m * ldq + i, ws);                                \
-        own = add_weights(own, ws);                                                                                    \
-    }
+/* acc[m] += x[m] . w over WIDTH values, and *own += the sum of w. Weights may lie anywhere. */
+INLINE void add_row(int rows, const number *x, i64 ldq, const int8_t *w, ints *acc, ints *own) {
+    some_weights ws = load_weights(w);
+    for (int m = 0; m < rows; m++) acc[m] = add_products(acc[m], x + m * ldq, ws);
+    *own = add_weights(*own, ws);
+}
 
-/* The sum over the lanes of sums[m] = x[m] . w for M rows of x. Rows of weights are read one by one, since memory likes to
- * be read in order. What lies `ahead` bytes behind is asked for; past the end of all weights that is harmless. Sums may
+/* The sum over the lanes of sums[m] = x[m] . w for `rows` rows of x. Rows of weights are read one by one, since memory likes
+ * to be read in order. What lies `ahead` bytes behind is asked for; past the end of all weights that is harmless. Sums may
  * wrap: what is left when OFFSET has come off does not. */
-#define DOT(M)                                                                                                         \
-    static void dot_##M(const number *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, ints *sums) {                     \
-        ints acc[M], own = {0};                                                                                        \
-        for (int m = 0; m < M; m++) acc[m] = (ints){0};                                                                \
-        i64 i = 0;                                                                                                     \
-        while (i + LINE <= n) {                                                                                        \
-            __builtin_prefetch(w + i + ahead, 0, 3);                                                                   \
-            for (int u = 0; u < LINE; u += WIDTH, i += WIDTH) ADD(M, w + i)                                            \
-        }                                                                                                              \
-        for (; i < n; i += WIDTH) {                                                                                    \
-            int8_t rest[WIDTH] = {0};                                                                                  \
-            memcpy(rest, w + i, MIN(WIDTH, n - i));                                                                    \
-            ADD(M, rest)                                                                                               \
-        }                                                                                                              \
-        for (int m = 0; m < M; m++) sums[m] = (ints)((words)acc[m] - OFFSET * (words)own);                             \
+INLINE void row_kernel_of(int rows, const number *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, ints *sums) {
+    ints acc[MOST], own = {0};
+    for (int m = 0; m < rows; m++) acc[m] = (ints){0};
+    i64 i = 0;
+    while (i + LINE <= n) {
+        __builtin_prefetch(w + i + ahead, 0, 3);
+        for (int u = 0; u < LINE; u += WIDTH, i += WIDTH) add_row(rows, x + i, ldq, w + i, acc, &own);
     }
-DOT(1)
-DOT(2)
-DOT(3)
-DOT(4)
+    for (; i < n; i += WIDTH) { /* a copy, as nothing behind the last row may be read */
+        int8_t rest[WIDTH] = {0};
+        memcpy(rest, w + i, MIN(WIDTH, n - i));
+        add_row(rows, x + i, ldq, rest, acc, &own);
+    }
+    for (int m = 0; m < rows; m++) sums[m] = (ints)((words)acc[m] - OFFSET * (words)own);
+}
 
-typedef void (*Dot)(const number *, i64, const int8_t *, i64, i64, ints *);
-static const Dot dots[] = {0, dot_1, dot_2, dot_3, dot_4};
+NOINLINE void row_kernel(i64 rows, const number *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, ints *sums) {
+    WITH_CONSTANT(rows, MOST, row_kernel_of, x, ldq, w, n, ahead, sums)
+}
 
 /* y[m][o] = x[m] . w[o], times both scales, for o in [first, last). The lanes of LANES sums are added together: one by one
- * that took a fifth of the time. */
+ * that took a fifth of the time. LANES rows of weights stay in the first-level cache while all of x passes over them. */
 static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i64 n, i64 first, i64 last, bf16 *y,
                       i64 ldy) {
     for (i64 o = first, outs; o < last; o += outs) {
@@ -163,7 +158,7 @@ static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i6
             now = left / passes;
             if (outs < LANES) memset(sums, 0, sizeof sums);
             for (i64 r = 0; r < outs; r++)
-                dots[now](x.numbers + m * x.ldq, x.ldq, w + (o + r) * n, n, m ? 0 : FAR, sums[r]);
+                row_kernel(now, x.numbers + m * x.ldq, x.ldq, w + (o + r) * n, n, m ? 0 : PREFETCH_BYTES, sums[r]);
             for (i64 k = 0; k < now; k++) {
                 for (int r = 0; r < LANES; r += 4) {
                     four some = totals_of(&sums[r][k], MOST);

@@ -15,19 +15,19 @@ typedef struct {
 static void gated_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     _Alignas(64) float c[MOST_AT_ONCE * STRIP];
     i64 inner = part->down.n, there = MIN(16, inner - 16 * s);
-    way->times(part->panels, part->rows, &part->gate_up, s, strip_of(&part->gate_up, s, packed), c);
+    way->multiply(part->panels, part->rows, &part->gate_up, s, strip_of(&part->gate_up, s, packed), c);
     for (i64 m = 0; m < part->rows; m++) {
         float *row = c + STRIP * m;
         for (int i = 0; i < 16; i += LANES) store(row + i, rounded(silu(rounded(load(row + i)), rounded(load(row + 16 + i)))));
         for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;
     }
-    way->put(c, STRIP, part->rows, inner, 16 * s, part->hidden);
+    way->store_panel(c, STRIP, part->rows, inner, 16 * s, part->hidden);
 }
 
 /* Strip s of down, 32 outs -> these columns of y. */
 static void down_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     _Alignas(64) float c[MOST_AT_ONCE * STRIP];
-    way->times(part->hidden, part->rows, &part->down, s, strip_of(&part->down, s, packed), c);
+    way->multiply(part->hidden, part->rows, &part->down, s, strip_of(&part->down, s, packed), c);
     store_strip(&part->down, s, c, part->rows, part->y, part->down.outs);
 }
 

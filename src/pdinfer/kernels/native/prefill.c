@@ -25,20 +25,20 @@ INLINE void to_units(const bf16 *p, i64 n, unit *to) {
 #endif
 }
 
-#define COLUMNS (LANES == 16 ? 4 : 2) /* vectors in a row of a tile: 6 x 4 sums in 32 registers, or 6 x 2 in 16 */
-#define ROWS 6                        /* of a tile */
-#define STRIP (LANES * COLUMNS)
+#define COLUMNS (LANES == 16 ? 4 : 2) /* vectors in a row of the sums: 6 x 4 in 32 registers, or 6 x 2 in 16 */
+#define ROWS 6                        /* of the sums */
+#define PANEL (LANES * COLUMNS)
 #define QUERIES 48 /* of a block */
 
-/* c[ROWS][STRIP] (+)= a . b over `units` units: a[row][unit] with `lda` units between rows, b[unit][STRIP]. */
-INLINE void tile(const unit *a, i64 lda, const unit *b, i64 units, float *c, i64 ldc, int add) {
+/* c[ROWS][PANEL] (+)= a . b over `units` units: a[row][unit] with `lda` units between rows, b[unit][PANEL]. */
+INLINE void micro_kernel(const unit *a, i64 lda, const unit *b, i64 units, float *c, i64 ldc, int add) {
     floats acc[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; r++)
         for (int k = 0; k < COLUMNS; k++) acc[r][k] = add ? load(c + r * ldc + LANES * k) : all_of(0);
     for (i64 u = 0; u < units; u++)
         for (int r = 0; r < ROWS; r++)
             for (int k = 0; k < COLUMNS; k++)
-                acc[r][k] = add_products(acc[r][k], a[r * lda + u], b + u * STRIP + LANES * k);
+                acc[r][k] = add_products(acc[r][k], a[r * lda + u], b + u * PANEL + LANES * k);
     for (int r = 0; r < ROWS; r++)
         for (int k = 0; k < COLUMNS; k++) store(c + r * ldc + LANES * k, acc[r][k]);
 }
@@ -62,10 +62,10 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const unit *packed
         i64 visible[QUERIES / ROWS]; /* of this block, to any row of a tile */
         for (i64 r = 0; r < queries; r += ROWS)
             visible[r / ROWS] = MIN(TOKENS, MIN(keys, offset + MIN(r + ROWS, queries)) - start);
-        for (i64 t = 0; t < TOKENS; t += STRIP)
+        for (i64 t = 0; t < TOKENS; t += PANEL)
             for (i64 r = 0; r < queries; r += ROWS)
                 if (t < visible[r / ROWS])
-                    tile(left + r * units, units, packed + t * units, units, scores + r * TOKENS + t, TOKENS, 0);
+                    micro_kernel(left + r * units, units, packed + t * units, units, scores + r * TOKENS + t, TOKENS, 0);
         for (i64 r = 0; r < queries; r++) {
             floats s[VECTORS];
             weigh(scores + r * TOKENS, MIN(keys, offset + r + 1) - start, scale, s, sum + r * values, values,
@@ -74,10 +74,10 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const unit *packed
         }
         memset(weights + queries * TOKENS / PER, 0, (QUERIES - queries) * TOKENS / PER * sizeof(unit));
         const unit *v = packed + TOKENS * units;
-        for (i64 i = 0; i < values; i += STRIP)
+        for (i64 i = 0; i < values; i += PANEL)
             for (i64 r = 0; r < queries; r += ROWS)
                 if (visible[r / ROWS] > 0)
-                    tile(weights + r * TOKENS / PER, TOKENS / PER, v + i * (TOKENS / PER),
+                    micro_kernel(weights + r * TOKENS / PER, TOKENS / PER, v + i * (TOKENS / PER),
                          (visible[r / ROWS] + PER - 1) / PER, sum + r * values + i, values, 1);
     }
     for (i64 r = 0; r < queries; r++) memcpy(o + r * ldo, sum + r * values, values * sizeof(float));
@@ -86,7 +86,7 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const unit *packed
 #if PER == 1 && (LANES == 16 || defined(HAVE_AVX2))
 #define TRANSPOSE8
 
-/* to[i][row] = rows[row][i], 8 x 8, `STRIP` apart in `to`. */
+/* to[i][row] = rows[row][i], 8 x 8, `PANEL` apart in `to`. */
 INLINE void transpose8(const bf16 *rows, i64 ldr, unit *to) {
     __m256 two[8], four[8];
     for (int k = 0; k < 8; k += 2) {
@@ -103,29 +103,29 @@ INLINE void transpose8(const bf16 *rows, i64 ldr, unit *to) {
             four[k + 2 * j + 1] = _mm256_shuffle_ps(two[k + j], two[k + j + 2], 0xee);
         }
     for (int k = 0; k < 4; k++) {
-        _mm256_storeu_ps((float *)to + k * STRIP, _mm256_permute2f128_ps(four[k], four[k + 4], 0x20));
-        _mm256_storeu_ps((float *)to + (k + 4) * STRIP, _mm256_permute2f128_ps(four[k], four[k + 4], 0x31));
+        _mm256_storeu_ps((float *)to + k * PANEL, _mm256_permute2f128_ps(four[k], four[k + 4], 0x20));
+        _mm256_storeu_ps((float *)to + (k + 4) * PANEL, _mm256_permute2f128_ps(four[k], four[k + 4], 0x31));
     }
 }
 
 #endif
 
-/* to[unit][row] = the n values of each of `count` rows, `ldr` apart; there is room for STRIP rows. */
+/* to[unit][row] = the n values of each of `count` rows, `ldr` apart; there is room for PANEL rows. */
 static void transpose(const bf16 *rows, i64 ldr, i64 count, i64 n, unit *to) {
     for (i64 t = 0; t < count; t++) {
         i64 i = 0;
 #ifdef TRANSPOSE8
         if (t / 8 * 8 + 8 <= count) {
             for (; i + 8 <= n; i += 8)
-                if (t % 8 == 0) transpose8(rows + t * ldr + i, ldr, to + i * STRIP + t);
+                if (t % 8 == 0) transpose8(rows + t * ldr + i, ldr, to + i * PANEL + t);
         }
 #endif
-        for (; i < n; i += PER) to_units(rows + t * ldr + i, PER, to + i / PER * STRIP + t);
+        for (; i < n; i += PER) to_units(rows + t * ldr + i, PER, to + i / PER * PANEL + t);
     }
 }
 
-/* Packs the keys and values of one head for `attend_block`, TOKENS keys after the other: K [TOKENS / STRIP][units of a
- * key][STRIP], V [values / STRIP][TOKENS / PER][STRIP]. kv [keys, .]: nope values of K, then `values` of V, rows `ldkv`
+/* Packs the keys and values of one head for `attend_block`, TOKENS keys after the other: K [TOKENS / PANEL][units of a
+ * key][PANEL], V [values / PANEL][TOKENS / PER][PANEL]. kv [keys, .]: nope values of K, then `values` of V, rows `ldkv`
  * apart; rope [keys, rope_size], rows `ldr` apart. What lies beyond `keys` is 0. */
 static void pack(const bf16 *kv, i64 ldkv, const bf16 *rope, i64 ldr, i64 keys, i64 nope, i64 rope_size, i64 values,
                  unit *to) {
@@ -135,20 +135,20 @@ static void pack(const bf16 *kv, i64 ldkv, const bf16 *rope, i64 ldr, i64 keys, 
         const bf16 *row = kv + start * ldkv;
         unit *v = to + TOKENS * units;
         if (count < TOKENS) memset(to, 0, TOKENS * (units + values / PER) * sizeof *to);
-        for (i64 t = 0; t < count; t += STRIP) {
-            i64 some = MIN(STRIP, count - t);
+        for (i64 t = 0; t < count; t += PANEL) {
+            i64 some = MIN(PANEL, count - t);
             transpose(row + t * ldkv, ldkv, some, nope, to + t * units);
-            transpose(rope + (start + t) * ldr, ldr, some, rope_size, to + t * units + nope / PER * STRIP);
+            transpose(rope + (start + t) * ldr, ldr, some, rope_size, to + t * units + nope / PER * PANEL);
         }
         for (i64 t = 0; t < count; t += PER)
-            for (i64 i = 0; i < values; i += STRIP) {
+            for (i64 i = 0; i < values; i += PANEL) {
                 const bf16 *value_row = row + t * ldkv + nope + i;
-                unit *at = v + i * (TOKENS / PER) + t / PER * STRIP;
+                unit *at = v + i * (TOKENS / PER) + t / PER * PANEL;
 #if PER == 2
                 const bf16 *odd = t + 1 < count ? value_row + ldkv : NULL;
-                for (i64 k = 0; k < STRIP; k++) at[k] = value_row[k] | (unit)(odd ? odd[k] : 0) << 16;
+                for (i64 k = 0; k < PANEL; k++) at[k] = value_row[k] | (unit)(odd ? odd[k] : 0) << 16;
 #else
-                to_units(value_row, STRIP, at);
+                to_units(value_row, PANEL, at);
 #endif
             }
     }

@@ -180,8 +180,8 @@ EXPORT void add_rms_norm(const bf16 *x, const bf16 *residual, i64 rows, i64 n, c
     }
 }
 
-/* Turns the pairs (2f, 2f + 1) of x by angles with these cosines and sines. */
-INLINE void turn(const bf16 *x, i64 half, const float *c, const float *s, bf16 *to) {
+/* Rotates the pairs (2f, 2f + 1) of x by angles with these cosines and sines. */
+INLINE void rotate_pairs(const bf16 *x, i64 half, const float *c, const float *s, bf16 *to) {
     for (i64 f = 0; f < half; f++) {
         float even = from_bf16(x[2 * f]), odd = from_bf16(x[2 * f + 1]);
         to[2 * f] = to_bf16(even * c[f] - odd * s[f]);
@@ -196,10 +196,10 @@ EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 hal
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
     for (i64 r = 0; r < rows; r++)
         for (i64 h = 0; h < heads; h++)
-            turn(x + r * ldx + h * ldh, half, cosines + r * half, sines + r * half, y + (r * heads + h) * 2 * half);
+            rotate_pairs(x + r * ldx + h * ldh, half, cosines + r * half, sines + r * half, y + (r * heads + h) * 2 * half);
 }
 
-/* Writes the norm of c [rows, n] and k [rows, 2 * half], turned, one behind the other to their slots of n + 2 * half values.
+/* Writes the norm of c [rows, n] and k [rows, 2 * half], rotated, one behind the other to their slots of n + 2 * half values.
  * Rows of c and k are `ldc` and `ldk` apart. How many slots are not among `num_slots`; nothing is written there. */
 EXPORT i64 norm_rotate_store(const bf16 *c, i64 ldc, const bf16 *k, i64 ldk, i64 rows, i64 n, i64 half, const bf16 *w,
                              float eps, const float *cosines, const float *sines, const i64 *slots, i64 num_slots,
@@ -213,7 +213,7 @@ EXPORT i64 norm_rotate_store(const bf16 *c, i64 ldc, const bf16 *k, i64 ldk, i64
         }
         bf16 *to = pages + slots[r] * (n + 2 * half);
         norm(c + r * ldc, n, w, eps, to);
-        turn(k + r * ldk, half, cosines + r * half, sines + r * half, to + n);
+        rotate_pairs(k + r * ldk, half, cosines + r * half, sines + r * half, to + n);
     }
     return outside;
 }

@@ -4,20 +4,19 @@
 
 #include "strips.h"
 
-#define VECTORS (16 / LANES)               /* of half a strip */
-#define PANEL MOST_OF_PANEL
-#define FEW 3                              /* rows that pass over both halves at once: 3 x 4 sums */
-#define PANELS 512                         /* rows whose panels are there together */
-#ifndef CHUNK
-#define CHUNK 144                          /* rows that are taken through a strip at once */
-#endif
+#define PANELS 512 /* rows whose panels are there together: weights that have to be packed are packed once for so many */
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 
-i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
+/* As few panels as there can be, and those as equal as they can be: a panel of a row or two waits for its own sums. */
+i64 panel_of(i64 left) {
+    i64 panels = (left + MOST_OF_PANEL - 1) / MOST_OF_PANEL;
+    return left / panels;
+}
 
-/* Turns 8 x 8 words: rows `from`, which are `ld` bf16 values apart, become columns of `to`, 16 words apart. */
-INLINE void turn(const bf16 *from, i64 ld, bf16 *to) {
+/* Transposes 8 x 8 words: rows `from`, which are `ld` bf16 values apart, become columns of `to`, 16 words apart. A word is a
+ * pair of inputs, which stays together. Exchanging neighbours, then pairs, then fours takes 24 shuffles for 64 words. */
+INLINE void transpose(const bf16 *from, i64 ld, bf16 *to) {
     eight r[8], s[8];
     for (int i = 0; i < 8; i++) memcpy(r + i, from + i * ld, 32);
     for (int i = 0; i < 8; i += 2) {
@@ -39,10 +38,11 @@ INLINE void turn(const bf16 *from, i64 ld, bf16 *to) {
 /* 32 inputs of at most 16 outs, `n` apart: one tile of a strip. */
 INLINE void pack_tile(const bf16 *from, i64 outs, i64 inputs, i64 n, bf16 *to) {
     if (outs == 16 && inputs >= 32) {
+        /* 16 rows are too many for the prefetchers of CPUs; 8 lines of a row are the time that memory takes. */
         for (int o = 0; o < 16; o++) __builtin_prefetch((const char *)(from + o * n) + 512, 0, 2);
         for (int half = 0; half < 2; half++)
             for (int pairs = 0; pairs < 2; pairs++)
-                turn(from + 8 * half * n + 16 * pairs, n, to + 256 * pairs + 16 * half);
+                transpose(from + 8 * half * n + 16 * pairs, n, to + 256 * pairs + 16 * half);
         return;
     }
     memset(to, 0, sizeof(bf16) * STEP / 2);
@@ -81,7 +81,7 @@ static void pack(const Input *x, i64 rows, i64 n, void *to) {
     }
 }
 
-static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to) {
+static void store_panel(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to) {
     for (i64 first = 0, count; first < rows; first += count) {
         count = panel_of(rows - first);
         float *panel = (float *)to + first * padded(n) + at * count;
@@ -90,89 +90,87 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to)
     }
 }
 
-/* c[m][0..16) (+)= a panel of M rows times half a strip of `steps` times 32 inputs, and times by[m] if there is `by`. What
- * lies `ahead` is asked for. */
-#define TIMES(M)                                                                                                       \
-    static void times_##M(const float *a, const bf16 *w, i64 steps, i64 ahead, int add, const float *by, float *c) {   \
-        floats acc[M][VECTORS];                                                                                        \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < VECTORS; v++)                                                                          \
-                acc[m][v] = add && !by ? load(c + STRIP * m + LANES * v) : (floats){0};                                \
-        for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * M)                                                        \
-            for (i64 p = 0; p < 16; p++) {                                                                             \
-                floats b[VECTORS];                                                                                     \
-                __builtin_prefetch(w + 32 * p + ahead, 0, 2);                                                          \
-                for (int v = 0; v < VECTORS; v++) b[v] = even(load_pairs(w + 32 * p + 2 * LANES * v));                 \
-                for (int m = 0; m < M; m++)                                                                            \
-                    for (int v = 0; v < VECTORS; v++) acc[m][v] += a[2 * p * M + m] * b[v];                            \
-                for (int v = 0; v < VECTORS; v++) b[v] = odd(load_pairs(w + 32 * p + 2 * LANES * v));                  \
-                for (int m = 0; m < M; m++)                                                                            \
-                    for (int v = 0; v < VECTORS; v++) acc[m][v] += a[(2 * p + 1) * M + m] * b[v];                      \
-            }                                                                                                          \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < VECTORS; v++) {                                                                        \
-                float *to = c + STRIP * m + LANES * v;                                                                 \
-                store(to, !by ? acc[m][v] : add ? load(to) + acc[m][v] * by[m] : acc[m][v] * by[m]);                   \
-            }                                                                                                          \
-    }
-TIMES(1) TIMES(2) TIMES(3) TIMES(4) TIMES(5) TIMES(6)
-typedef void (*Times)(const float *, const bf16 *, i64, i64, int, const float *, float *);
-#if LANES == 16
-TIMES(7) TIMES(8) TIMES(9) TIMES(10) TIMES(11) TIMES(12)
-static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5, times_6,
-                                 times_7, times_8, times_9, times_10, times_11, times_12};
-#else
-static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5, times_6};
-#endif
-
-/* c[m][0..32) = a panel of M rows times a whole strip, which is read in its order. */
-#define SCAN(M)                                                                                                        \
-    static void scan_##M(const float *a, const bf16 *w, i64 steps, float *c) {                                         \
-        floats acc[2][M][VECTORS];                                                                                     \
-        for (int h = 0; h < 2; h++)                                                                                    \
-            for (int m = 0; m < M; m++)                                                                                \
-                for (int v = 0; v < VECTORS; v++) acc[h][m][v] = (floats){0};                                          \
-        for (i64 k = 0; k < steps; k++, a += 32 * M)                                                                   \
-            for (int h = 0; h < 2; h++, w += STEP / 2)                                                                 \
-                for (i64 p = 0; p < 16; p++) {                                                                         \
-                    __builtin_prefetch(w + 32 * p + AHEAD, 0, 2);                                                      \
-                    for (int v = 0; v < VECTORS; v++) {                                                                \
-                        words pairs = load_pairs(w + 32 * p + 2 * LANES * v);                                          \
-                        floats evens = even(pairs), odds = odd(pairs);                                                 \
-                        for (int m = 0; m < M; m++) acc[h][m][v] += a[2 * p * M + m] * evens;                          \
-                        for (int m = 0; m < M; m++) acc[h][m][v] += a[(2 * p + 1) * M + m] * odds;                     \
-                    }                                                                                                  \
-                }                                                                                                      \
-        for (int h = 0; h < 2; h++)                                                                                    \
-            for (int m = 0; m < M; m++)                                                                                \
-                for (int v = 0; v < VECTORS; v++) store(c + STRIP * m + 16 * h + LANES * v, acc[h][m][v]);             \
-    }
-SCAN(1) SCAN(2) SCAN(3)
-static void (*const scan_of[])(const float *, const bf16 *, i64, float *) = {0, scan_1, scan_2, scan_3};
-
-void times_panel(i64 rows, const float *panel, const bf16 *half, i64 steps, const float *by, int add, float *c) {
-    times_of[rows](panel, half, steps, 0, add, by, c);
+/* As `micro_kernel`. A weight is loaded once for all rows, and each value of x is broadcast to the lanes, which are outs: no
+ * sum has to be added up over lanes. The sums stay in registers from the first step to the last. */
+INLINE void micro_kernel_of(int rows, const float *a, const bf16 *w, i64 steps, i64 ahead, const float *by, int add,
+                            float *c) {
+    floats acc[MOST_OF_PANEL][HALF_VECTORS];
+    for (int m = 0; m < rows; m++)
+        for (int v = 0; v < HALF_VECTORS; v++)
+            acc[m][v] = add && !by ? load(c + STRIP * m + LANES * v) : (floats){0};
+    for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * rows)
+        for (i64 p = 0; p < 16; p++) {
+            floats b[HALF_VECTORS];
+            __builtin_prefetch(w + 32 * p + ahead, 0, 2);
+            /* First the even inputs of a pair, then the odd ones, in the registers of the former. */
+            for (int v = 0; v < HALF_VECTORS; v++) b[v] = even(load_pairs(w + 32 * p + 2 * LANES * v));
+            for (int m = 0; m < rows; m++)
+                for (int v = 0; v < HALF_VECTORS; v++) acc[m][v] += a[2 * p * rows + m] * b[v];
+            for (int v = 0; v < HALF_VECTORS; v++) b[v] = odd(load_pairs(w + 32 * p + 2 * LANES * v));
+            for (int m = 0; m < rows; m++)
+                for (int v = 0; v < HALF_VECTORS; v++) acc[m][v] += a[(2 * p + 1) * rows + m] * b[v];
+        }
+    for (int m = 0; m < rows; m++)
+        for (int v = 0; v < HALF_VECTORS; v++) {
+            float *to = c + STRIP * m + LANES * v;
+            store(to, !by ? acc[m][v] : add ? load(to) + acc[m][v] * by[m] : acc[m][v] * by[m]);
+        }
 }
 
-static void times(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c) {
+__attribute__((noinline)) void micro_kernel(i64 rows, const float *panel, const bf16 *half, i64 steps, i64 ahead,
+                                            const float *by, int add, float *c) {
+    WITH_CONSTANT(rows, MOST_OF_PANEL, micro_kernel_of, panel, half, steps, ahead, by, add, c)
+}
+
+/* c[m][0..32) = a panel of up to FEW rows times a whole strip. Few rows wait for memory, which gives most when it is read in
+ * order: both halves of a step are read one behind the other, as they lie, and each has sums of its own. */
+INLINE void row_kernel_of(int rows, const float *a, const bf16 *w, i64 steps, float *c) {
+    floats acc[2][FEW][HALF_VECTORS];
+    for (int h = 0; h < 2; h++)
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < HALF_VECTORS; v++) acc[h][m][v] = (floats){0};
+    for (i64 k = 0; k < steps; k++, a += 32 * rows)
+        for (int h = 0; h < 2; h++, w += STEP / 2)
+            for (i64 p = 0; p < 16; p++) {
+                __builtin_prefetch((const char *)(w + 32 * p) + PREFETCH_BYTES, 0, 2);
+                for (int v = 0; v < HALF_VECTORS; v++) {
+                    words pairs = load_pairs(w + 32 * p + 2 * LANES * v);
+                    floats evens = even(pairs), odds = odd(pairs);
+                    for (int m = 0; m < rows; m++) acc[h][m][v] += a[2 * p * rows + m] * evens;
+                    for (int m = 0; m < rows; m++) acc[h][m][v] += a[(2 * p + 1) * rows + m] * odds;
+                }
+            }
+    for (int h = 0; h < 2; h++)
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < HALF_VECTORS; v++) store(c + STRIP * m + 16 * h + LANES * v, acc[h][m][v]);
+}
+
+NOINLINE void row_kernel(i64 rows, const float *panel, const bf16 *strip, i64 steps, float *c) {
+    WITH_CONSTANT(rows, FEW, row_kernel_of, panel, strip, steps, c)
+}
+
+static void multiply(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c) {
     (void)s;
     i64 n = w->n, steps = padded(n) / 32;
     if (rows <= FEW) {
-        scan_of[rows](panels, strip, steps, c);
+        row_kernel(rows, panels, strip, steps, c);
         return;
     }
-    i64 deep = rows < PANEL ? 1 : rows < 16 ? 2 : DEEP; /* few rows wait for memory, which gives most when read in order */
+    /* All panels pass over a few steps before the next, so that these stay in the first-level cache. The fewer rows, the
+     * fewer steps: while there is little to compute memory is waited for, and is to be read in order. */
+    i64 deep = rows < MOST_OF_PANEL ? 1 : rows < 16 ? 2 : DEEP;
     for (i64 k = 0; k < steps; k += deep)
         for (i64 first = 0, count; first < rows; first += count) {
             count = panel_of(rows - first);
             const float *panel = (const float *)panels + first * padded(n) + 32 * k * count;
+            /* The first panel reads these steps from memory, and asks for the next. */
             for (int half = 0; half < 2; half++)
-                times_of[count](panel, strip + k * STEP + half * STEP / 2, MIN(deep, steps - k),
-                                first ? 0 : deep * STEP, k > 0, NULL, c + STRIP * first + 16 * half);
+                micro_kernel(count, panel, strip + k * STEP + half * STEP / 2, MIN(deep, steps - k), first ? 0 : deep * STEP,
+                             NULL, k > 0, c + STRIP * first + 16 * half);
         }
 }
 
-const Way by_floats = {CHUNK, sizeof(float), pack, times, put, NULL};
+const Way by_floats = {CHUNK, sizeof(float), pack, multiply, store_panel, NULL};
 
 void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 ldy) {
     Halves half = halves_of(w, s);
@@ -189,7 +187,9 @@ void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 
 
 i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads) {
     i64 all = panel_bytes(way, MIN(rows, PANELS), w->n), each = packed_bytes(w), strips = num_strips(w), lacking = 0;
-    i64 turn_of = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
+    /* Strips that a thread takes at a time: neighbours where they come from memory as they are, as that is read in order;
+     * where they are packed first, that is the longer work, and one at a time lets all threads end together. */
+    i64 share = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
     char *panels = thread_scratch(SCRATCH_ROWS, all);
     if (!panels) return all;
     for (i64 r = 0; r < rows; r += PANELS, x = from_row(x, PANELS), y += PANELS * ldy) {
@@ -198,19 +198,19 @@ i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 l
         {
             bf16 *packed = each ? thread_scratch(SCRATCH_STRIP, each) : NULL;
             if (each && !packed) lacking = each;
-            _Alignas(64) float c[MOST_AT_ONCE * STRIP];
+            _Alignas(64) float c[MOST_AT_ONCE * STRIP]; /* sums of one strip, which stay in the cache until they are rounded */
 #pragma omp for schedule(static)
             for (i64 m = 0; m < now; m += way->rows) {
                 Input some = from_row(x, m);
                 way->pack(&some, MIN(way->rows, now - m), w->n, panels + panel_bytes(way, m, w->n));
             }
-#pragma omp for schedule(dynamic, turn_of)
+#pragma omp for schedule(dynamic, share)
             for (i64 s = 0; s < strips; s++) {
                 if (each && !packed) continue;
                 const bf16 *strip = strip_of(w, s, packed);
                 for (i64 m = 0; m < now; m += way->rows) {
                     i64 count = MIN(way->rows, now - m);
-                    way->times(panels + panel_bytes(way, m, w->n), count, w, s, strip, c);
+                    way->multiply(panels + panel_bytes(way, m, w->n), count, w, s, strip, c);
                     store_strip(w, s, c, count, y + m * ldy, ldy);
                 }
             }

@@ -12,8 +12,12 @@
 
 #define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
-#define AHEAD 2048 /* how many values before few rows need them weights are asked for */
 #define DEEP 8    /* steps of a strip that all rows pass over before the next: 16 KiB stay in the first-level cache */
+
+#define HALF_VECTORS (16 / LANES) /* vectors of half a strip */
+#define FEW 3      /* rows that pass over both halves of a strip at once: 3 x 4 sums are 12 of 16 registers */
+#define CHUNK 144  /* rows of floats that pass over a strip before the next rows: 12 panels of 12, or 24 of 6 */
+#define PREFETCH_BYTES 4096 /* from the weights that few rows read to those that are asked for: 64 cache lines */
 
 /* The inputs of a strip or a panel: those there are, and 0 up to a multiple of 32. */
 INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
@@ -72,10 +76,10 @@ typedef struct {
     void (*pack)(const Input *x, i64 rows, i64 n, void *panels);
     /* c[rows][32] = panels . strip s of w; c has room for a multiple of 32 rows. What lies behind the strip may be asked
      * for. */
-    void (*times)(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c);
+    void (*multiply)(const void *panels, i64 rows, const Matrix *w, i64 s, const bf16 *strip, float *c);
     /* Writes inputs [first, first + 16) of the panels: values[rows][16], rows `ldv` apart, of bf16 precision. */
-    void (*put)(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *panels);
-    /* What is left to do when all inputs have been put, or NULL. */
+    void (*store_panel)(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *panels);
+    /* What is left to do when all inputs have been stored, or NULL. */
     void (*finish)(i64 rows, i64 n, void *panels);
 } Way;
 
@@ -89,8 +93,8 @@ i64 panel_of(i64 left);
 #define MOST_OF_PANEL (LANES == 16 ? 12 : 6) /* 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
 
 /* c[rows][0..16) (+)= a panel of floats, [inputs][rows], times half a strip of `steps` times 32 inputs, and row m times
- * by[m]. */
-void times_panel(i64 rows, const float *panel, const bf16 *half, i64 steps, const float *by, int add, float *c);
+ * by[m] if there is `by`. What lies `ahead` values behind the weights is asked for. */
+void micro_kernel(i64 rows, const float *panel, const bf16 *half, i64 steps, i64 ahead, const float *by, int add, float *c);
 
 INLINE i64 panel_bytes(const Way *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
 

@@ -15,11 +15,31 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline)) /* so that no loop around it takes registers from the loops in it */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 typedef uint16_t bf16;
 typedef int64_t i64;
+
+/* Calls an INLINE function with n, from 1 to `most` <= 12, as a constant. Loops up to n are then unrolled, and the sums in
+ * them are registers; with an n that is known at run time alone they would be memory. A debugger can step through such a
+ * function, and its arrays have one size for all n. */
+#define WITH_CONSTANT(n, most, call, ...)                        \
+    switch (n) {                                                 \
+    case 1: call(1, __VA_ARGS__); break;                         \
+    case 2: if ((most) >= 2) call(2, __VA_ARGS__); break;        \
+    case 3: if ((most) >= 3) call(3, __VA_ARGS__); break;        \
+    case 4: if ((most) >= 4) call(4, __VA_ARGS__); break;        \
+    case 5: if ((most) >= 5) call(5, __VA_ARGS__); break;        \
+    case 6: if ((most) >= 6) call(6, __VA_ARGS__); break;        \
+    case 7: if ((most) >= 7) call(7, __VA_ARGS__); break;        \
+    case 8: if ((most) >= 8) call(8, __VA_ARGS__); break;        \
+    case 9: if ((most) >= 9) call(9, __VA_ARGS__); break;        \
+    case 10: if ((most) >= 10) call(10, __VA_ARGS__); break;     \
+    case 11: if ((most) >= 11) call(11, __VA_ARGS__); break;     \
+    case 12: if ((most) >= 12) call(12, __VA_ARGS__); break;     \
+    }
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -158,28 +178,6 @@ INLINE __m512bh pair_in_all(uint32_t pair) {
     __asm__("" : "+v"(x));
 #endif
     return (__m512bh)x;
-}
-
-INLINE __m512 load16(const bf16 *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
-}
-
-INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-/* e^x for x <= 0, relative error below 2e-7: 2^n * p(f) with |f| <= 1/2, p a Taylor polynomial of 2^f. NaN stays NaN:
- * of two values that are not ordered vmaxps gives the second. */
-INLINE __m512 exp16(__m512 x) {
-    __m512 t = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
-    __m512 n = _mm512_roundscale_ps(t, 0), f = _mm512_sub_ps(t, n);
-    __m512 p = _mm512_set1_ps(1.54035304e-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.33335581e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    __m512 y = _mm512_scalef_ps(p, n);
-    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
 }
 
 /* The sums over the lanes of four vectors. */
