@@ -329,8 +329,9 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"version": 1}, "it speaks version 1, this end speaks 6"),
-        ({"version": 7}, "it speaks version 7, this end speaks 6"),
+        ({"version": 1}, "it speaks version 1, this end speaks 7"),
+        ({"version": 8}, "it speaks version 8, this end speaks 7"),
+        ({"required": ("colour", "taste")}, "it requires features this end does not have: colour, taste"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
     ],
 )

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import attrs
 import pytest
 
 import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
-from pdinfer.remote import messages
+from pdinfer.remote import client, messages
 from tests.e2e.setups import (
     TIMEOUT_S,
     check_ends,
@@ -88,6 +89,34 @@ class Strange:
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alone(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of an older pdinfer, which is asked for what a newer one has."""
+    submit = messages.SubmitPrefill if role == "prefill" else messages.SubmitDecode
+    with local() as setup:
+        for engine in setup.engines:
+            setup.pairing.remove(engine, drain_s=0.0)
+        (to_prefill, prefill), (to_decode, decode) = map(serving, setup.engines)
+        with pd.Pairing(pd.remote.PrefillClient(to_prefill), pd.remote.DecodeClient(to_decode)) as pairing:
+
+            def newer(packed: messages.PackedRequest, other: Any) -> Any:
+                return submit(messages.PackedRequest(packed.request, (*packed.required, "colour")), other)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(client, submit.__name__, newer)
+                (event,) = pairing.generate([request()])
+            assert event.finish_reason is pd.FinishReason.FAILED
+            assert isinstance(event.error, pd.RequestError)
+            assert "the request sets colour, which this engine does not know" in str(event.error)
+            assert len(list(pairing.generate([request()]))) == request().sampling.max_new_tokens
+            assert pairing.stats.num_retries == 0
+        check_ends(prefill)
+        check_ends(decode)
+        setup.check_pools()
 
 
 def test_whatever_a_connection_raises_means_gone() -> None:

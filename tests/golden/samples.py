@@ -124,6 +124,8 @@ REQUEST = Request(
     priority=-1,
     deadline_s=30.5,
     cache_salt=b"tenant",
+    alone=True,
+    expected_new_tokens=5,
 )
 GRANT = PageGrant(
     room=ROOM,
@@ -265,7 +267,9 @@ REPORTS: dict[str, messages.Report] = {
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
         messages.Load(prefill=PREFILL_LOAD),
         (PREFILL,),
-        version=5,
+        version=7,
+        minor=1,
+        required=("feature",),
         session=3,
         hung_s=60.0,
         key_scheme=KeyScheme(layout_id=b"l" * 32, page_size=64, lookahead=1, by_writer=True),
@@ -330,7 +334,14 @@ def protocols() -> tuple[Protocol, ...]:
     version = f"{wire.MAJOR}.{wire.MINOR}"
     return (
         Protocol("channel", "kv.wire.MINOR (or MAJOR)", version, CHANNEL, wire.encode, wire.decode),
-        Protocol("session", "messages.VERSION", str(messages.VERSION), SESSION, messages.encode, _decode_session),
+        Protocol(
+            "session",
+            "messages.MINOR (or VERSION)",
+            f"{messages.VERSION}.{messages.MINOR}",
+            SESSION,
+            messages.encode,
+            _decode_session,
+        ),
         Protocol(
             "ranks",
             "rank_messages.VERSION",

@@ -126,6 +126,8 @@ class KnownEngine:
             raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
             raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
+        if unknown := set(ready.required) - messages.FEATURES:
+            raise TransferError(f"it requires features this end does not have: {', '.join(sorted(unknown))}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
             raise TransferError("it is another engine than before")
         self.ready, self.is_live, self.computing = ready, True, frozenset()

@@ -7,6 +7,7 @@ the old session is cancelled. In both cases it has `RemoteConfig.return_s` to co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
@@ -47,7 +48,7 @@ from pdinfer.remote.messages import (
 )
 from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.types import Event, Granted, PeerAddress, Refused
+from pdinfer.types import Event, Granted, Handoff, HandoffStatus, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old the reported load of a busy engine may get while no event carries a newer one."""
@@ -116,6 +117,7 @@ class _Host(OfOneProcess):
         self.renewal: int | None = 0
         self.has_begun = False
         self.num_seen = 0
+        self.refused: list[Refused] = []
         self.num_steps = 0
         self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
@@ -226,7 +228,8 @@ class _Host(OfOneProcess):
             if self.engine.closed:
                 _log.info("a served engine stops: it was closed on another of its ranks")
                 return
-            events = self.engine.step()
+            events = [*self.refused, *self.engine.step()]
+            self.refused.clear()
             self.num_steps += 1
             self.stepped_at = time.monotonic()
             busy = self.engine.wait(0.0)
@@ -253,6 +256,7 @@ class _Host(OfOneProcess):
                 Load.of(engine),
                 engine.addresses,
                 messages.VERSION,
+                messages.MINOR,
                 session=self.renewal,
                 hung_s=hung_s,
                 key_scheme=engine.key_scheme,
@@ -286,13 +290,35 @@ class _Host(OfOneProcess):
         elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
             engine.change_writers(command.request_id, writers=command.writers)
         elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
-            engine.submit(command.request.unpack(), command.grant.unpack())
             self.num_seen += 1
+            self.submit_prefill(engine, command)
         elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
-            engine.submit(command.request.unpack(), writers=command.writers)
             self.num_seen += 1
+            self.submit_decode(engine, command)
         else:
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+
+    def submit_prefill(self, engine: PrefillEngine, command: SubmitPrefill) -> None:
+        """Submit a prompt, or end its room when it requires what this engine does not know."""
+        grant = command.grant.unpack()
+        try:
+            request = command.request.unpack()
+        except RequestError as error:
+            us, no = engine.channel.address, HandoffStatus.ABORTED
+            with contextlib.suppress(TransferError):  # decode has ended the room, or is gone
+                engine.channel.accept(grant)
+                engine.channel.finish(grant, Handoff(room=grant.room, writer=us, status=no, error=error))
+        else:
+            engine.submit(request, grant)
+
+    def submit_decode(self, engine: DecodeEngine, command: SubmitDecode) -> None:
+        """Submit a request, or refuse it when it requires what this engine does not know."""
+        try:
+            request = command.request.unpack()
+        except RequestError as error:
+            self.refused.append(Refused(request_id=command.request.request.request_id or "", error=error))
+        else:
+            engine.submit(request, writers=command.writers)
 
     def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
         """Do work about a peer in a thread of its own, since a peer that does not answer must not delay the steps. Work

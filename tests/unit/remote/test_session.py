@@ -358,12 +358,6 @@ def test_what_is_told_has_left_when_the_call_returns(end: OneEnd, monkeypatch: p
     line.may_leave.release(9)
 
 
-def test_a_request_that_must_run_alone_is_told_to_other_processes() -> None:
-    for alone in (False, True):
-        told = messages.PackedRequest.of(pd.Request(prompt=(1,), alone=alone))
-        assert told.unpack() == pd.Request(prompt=(1,), alone=alone)
-
-
 def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) -> None:
     """Its pieces are signs of life, although no beat can come before its end."""
     ours, theirs = Pipe()
