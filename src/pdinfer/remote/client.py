@@ -67,7 +67,7 @@ _log = logging.getLogger("pdinfer")
 M = TypeVar("M")
 
 
-class _Client(OfOneProcess):
+class EngineClient(OfOneProcess):
     """What both clients share. Methods other than `step`, `recover` and `close` may be called from any thread. Only
     `connect` waits for the engine's process, and it delays no other method."""
 
@@ -355,7 +355,7 @@ class _Client(OfOneProcess):
                 raise self._no_answer(timeout_s)
 
 
-class PrefillClient(_Client):
+class PrefillClient(EngineClient):
     """A prefill engine behind a connection: a `PrefillPort`. The constructor waits until the engine is ready, and
     raises TransferError when its process goes away, takes longer than `timeout_s`, or serves a decode engine.
 
@@ -377,7 +377,7 @@ class PrefillClient(_Client):
         return cast(PrefillLoad, self._told(brief=True))
 
 
-class DecodeClient(_Client):
+class DecodeClient(EngineClient):
     """A decode engine behind a connection: a `DecodePort`. In all else like `PrefillClient`."""
 
     role = "decode"
