@@ -96,14 +96,14 @@ class PackedRequest(msgspec.Struct):
         return Request(**{**fields, "sampling": SamplingParams(**msgspec.structs.asdict(fields["sampling"]))})
 
 
-class Load(msgspec.Struct):
+class LoadMessage(msgspec.Struct):
     """The load of an engine: one of the two."""
 
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
 
     @classmethod
-    def of(cls, engine: PrefillEngine | DecodeEngine) -> Load:
+    def of(cls, engine: PrefillEngine | DecodeEngine) -> LoadMessage:
         if isinstance(engine, PrefillEngine):
             return cls(prefill=engine.load())
         return cls(decode=engine.load())
@@ -112,9 +112,9 @@ class Load(msgspec.Struct):
         """Return the load of a "prefill" or a "decode" engine, or None when it is that of the other role."""
         return self.prefill if role == "prefill" else self.decode
 
-    def ageless(self) -> Load:
+    def ageless(self) -> LoadMessage:
         """Return the load without ages, which change as time passes. Two equal loads bring no news."""
-        return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
+        return LoadMessage(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
 
 
 def _ageless(load: AnyLoad) -> AnyLoad:
@@ -140,41 +140,41 @@ class PageChanges(msgspec.Struct):
             raise ValueError(f"keys of pages have {KEY_BYTES} bytes each")
 
 
-class Beat(msgspec.Struct, tag="beat"):
+class BeatMessage(msgspec.Struct, tag="beat"):
     """A sign of life, in both directions. An engine's beat tells how many seconds ago its last step ended."""
 
     step_age_s: Seconds | None = None
 
 
-class Connect(msgspec.Struct, tag="connect"):
+class ConnectMessage(msgspec.Struct, tag="connect"):
     """Connect the channel to a peer. Connected answers, and other messages may come before it."""
 
     peer: PeerAddress
     timeout_s: Seconds
 
 
-class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
+class SubmitPrefillMessage(msgspec.Struct, tag="submit_prefill"):
     """A prompt and the pages granted for it."""
 
     request: PackedRequest
     grant: PackedGrant
 
 
-class SubmitDecode(msgspec.Struct, tag="submit_decode"):
+class SubmitDecodeMessage(msgspec.Struct, tag="submit_decode"):
     """A request and who will prefill it."""
 
     request: PackedRequest
     writers: Addresses
 
 
-class ChangeWriters(msgspec.Struct, tag="change_writers"):
+class ChangeWritersMessage(msgspec.Struct, tag="change_writers"):
     """Another prefill for a request that decode holds."""
 
     request_id: Name
     writers: Addresses
 
 
-class Cancel(msgspec.Struct, tag="cancel"):
+class CancelMessage(msgspec.Struct, tag="cancel"):
     """End a request."""
 
     request_id: Name
@@ -196,7 +196,17 @@ class Close(msgspec.Struct, tag="close"):
     """Close the engine."""
 
 
-Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Renew | Close
+Command = (
+    BeatMessage
+    | ConnectMessage
+    | Disconnect
+    | SubmitPrefillMessage
+    | SubmitDecodeMessage
+    | ChangeWritersMessage
+    | CancelMessage
+    | Renew
+    | Close
+)
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -208,7 +218,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
     address: PeerAddress
     limits: RequestLimits
-    load: Load
+    load: LoadMessage
     addresses: Addresses = ()
     version: Index = 1
     minor: Index = 0
@@ -246,7 +256,7 @@ class Stepped(msgspec.Struct, tag="stepped"):
     Ready, which the load includes."""
 
     num_seen: Count
-    load: Load
+    load: LoadMessage
     granted: Annotated[list[tuple[PackedGrant, PackedRequest]], MANY] = []
     refused: Annotated[list[Refused], MANY] = []
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
@@ -262,7 +272,7 @@ class Stepped(msgspec.Struct, tag="stepped"):
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
 
 
-Report = Beat | Ready | Connected | Computing | Stepped
+Report = BeatMessage | Ready | Connected | Computing | Stepped
 
 DIGEST_BYTES = 8
 

@@ -29,22 +29,22 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.messages import (
-    Beat,
-    Cancel,
-    ChangeWriters,
+    BeatMessage,
+    CancelMessage,
+    ChangeWritersMessage,
     Close,
     Command,
     Computing,
-    Connect,
     Connected,
+    ConnectMessage,
     Disconnect,
-    Load,
+    LoadMessage,
     PackedRequest,
     Ready,
     Renew,
     Stepped,
-    SubmitDecode,
-    SubmitPrefill,
+    SubmitDecodeMessage,
+    SubmitPrefillMessage,
 )
 from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
@@ -121,7 +121,7 @@ class _Host(OfOneProcess):
         self.num_steps = 0
         self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
-        self.reported: Load | None = None
+        self.reported: LoadMessage | None = None
         self.reported_at = 0.0
         self.dismissed = False
         self.links: dict[PeerAddress, threading.Thread] = {}
@@ -177,15 +177,15 @@ class _Host(OfOneProcess):
     def deliver(self, command: Command | None) -> None:
         if isinstance(command, Close) or (command is None and not self.may_return):
             self.dismissed = True  # so that `watch` sees it even if the step hangs
-        if not isinstance(command, Beat):
+        if not isinstance(command, BeatMessage):
             self.inbox.put(command)
 
     @property
     def may_return(self) -> bool:
         return self.listener is not None
 
-    def beat(self) -> Beat:
-        return Beat(time.monotonic() - self.stepped_at)
+    def beat(self) -> BeatMessage:
+        return BeatMessage(time.monotonic() - self.stepped_at)
 
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
@@ -253,7 +253,7 @@ class _Host(OfOneProcess):
             Ready(
                 engine.address,
                 engine.limits,
-                Load.of(engine),
+                LoadMessage.of(engine),
                 engine.addresses,
                 messages.VERSION,
                 messages.MINOR,
@@ -281,24 +281,24 @@ class _Host(OfOneProcess):
     def act(self, command: Command) -> None:
         """Act on a command that was sent after Ready."""
         engine = self.engine
-        if isinstance(command, Connect):
+        if isinstance(command, ConnectMessage):
             self.about(command.peer, self.connect, command, self.session)
         elif isinstance(command, Disconnect):
             self.about(command.peer, engine.disconnect, command.peer)
-        elif isinstance(command, Cancel):
+        elif isinstance(command, CancelMessage):
             engine.cancel(command.request_id)
-        elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
+        elif isinstance(command, ChangeWritersMessage) and isinstance(engine, DecodeEngine):
             engine.change_writers(command.request_id, writers=command.writers)
-        elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
+        elif isinstance(command, SubmitPrefillMessage) and isinstance(engine, PrefillEngine):
             self.num_seen += 1
             self.submit_prefill(engine, command)
-        elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
+        elif isinstance(command, SubmitDecodeMessage) and isinstance(engine, DecodeEngine):
             self.num_seen += 1
             self.submit_decode(engine, command)
         else:
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
-    def submit_prefill(self, engine: PrefillEngine, command: SubmitPrefill) -> None:
+    def submit_prefill(self, engine: PrefillEngine, command: SubmitPrefillMessage) -> None:
         """Submit a prompt, or end its room when it requires what this engine does not know."""
         grant = command.grant.unpack()
         try:
@@ -311,7 +311,7 @@ class _Host(OfOneProcess):
         else:
             engine.submit(request, grant)
 
-    def submit_decode(self, engine: DecodeEngine, command: SubmitDecode) -> None:
+    def submit_decode(self, engine: DecodeEngine, command: SubmitDecodeMessage) -> None:
         """Submit a request, or refuse it when it requires what this engine does not know."""
         try:
             request = command.request.unpack()
@@ -333,7 +333,7 @@ class _Host(OfOneProcess):
 
         self.links[peer] = _start(work_in_turn)
 
-    def connect(self, command: Connect, session: Session[Command]) -> None:
+    def connect(self, command: ConnectMessage, session: Session[Command]) -> None:
         """Connect to a peer, and answer in any case."""
         error: PDInferError | None = None
         try:
@@ -371,7 +371,7 @@ def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
 
 
 def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, Load.of(engine))
+    report = Stepped(num_seen, LoadMessage.of(engine))
     for event in events:
         if isinstance(event, Granted):
             report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))

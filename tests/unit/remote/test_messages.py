@@ -46,7 +46,7 @@ def test_every_field_of_a_request_arrives(name: str) -> None:
         else attrs.evolve(pd.Request(prompt=(1,)), **{name: getattr(REQUEST, name)})
     )
     for request in (one, REQUEST):
-        assert sent(messages.SubmitDecode(messages.PackedRequest.of(request), ())).request.unpack() == request
+        assert sent(messages.SubmitDecodeMessage(messages.PackedRequest.of(request), ())).request.unpack() == request
 
 
 @pytest.mark.parametrize("name", [field.name for field in attrs.fields(pd.SamplingParams)])
@@ -55,11 +55,11 @@ def test_every_sampling_parameter_arrives(name: str) -> None:
     request = pd.Request(prompt=(1,), sampling=pd.SamplingParams(**{name: getattr(SAMPLING, name)}))
     packed = messages.PackedRequest.of(request)
     assert f"sampling.{name}" in packed.required
-    assert sent(messages.SubmitDecode(packed, ())).request.unpack() == request
+    assert sent(messages.SubmitDecodeMessage(packed, ())).request.unpack() == request
 
 
 def test_a_field_that_is_at_its_default_does_not_travel() -> None:
-    body = messages.encode(messages.SubmitDecode(messages.PackedRequest.of(pd.Request(prompt=(1,))), ()))
+    body = messages.encode(messages.SubmitDecodeMessage(messages.PackedRequest.of(pd.Request(prompt=(1,))), ()))
     told = msgspec.msgpack.decode(body[: -messages.DIGEST_BYTES])["request"]
     assert told == {"request": {"prompt": b"\1\0\0\0", "sampling": {}}, "required": ["prompt"]}
 
@@ -83,4 +83,4 @@ def test_a_request_that_requires_what_is_unknown_here_is_refused_by_name() -> No
     packed = messages.PackedRequest.of(pd.Request(prompt=(1,)))
     packed.required += "colour", "sampling.taste"
     with pytest.raises(pd.RequestError, match=r"sets colour, sampling\.taste, which this engine does not know"):
-        sent(messages.SubmitDecode(packed, ())).request.unpack()
+        sent(messages.SubmitDecodeMessage(packed, ())).request.unpack()
