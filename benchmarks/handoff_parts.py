@@ -62,17 +62,24 @@ class Marked(pd.KVChannel):
 
     at: dict[str, float]
 
-    def place(self, link: kv.Link, frame: bytes, num_bytes: int) -> Spans | None:
-        self.at["place"] = time.monotonic()
-        return super().place(link, frame, num_bytes)
+    def mark(self) -> None:
+        """Note from now on."""
+        self.at, arrivals = {}, self.arrivals
+        place, placed, received = arrivals.place, arrivals.placed, arrivals.received
 
-    def placed(self, link: kv.Link, frame: bytes, error: TransferError | None) -> None:
-        super().placed(link, frame, error)
-        self.at["placed"] = time.monotonic()
+        def on_place(link: kv.Link, frame: bytes, num_bytes: int) -> Spans | None:
+            self.at["place"] = time.monotonic()
+            return place(link, frame, num_bytes)
 
-    def received(self, link: kv.Link, frame: bytes) -> None:
-        self.at["heard"] = time.monotonic()
-        super().received(link, frame)
+        def on_placed(link: kv.Link, frame: bytes, error: TransferError | None) -> None:
+            placed(link, frame, error)
+            self.at["placed"] = time.monotonic()
+
+        def on_received(link: kv.Link, frame: bytes) -> None:
+            self.at["heard"] = time.monotonic()
+            received(link, frame)
+
+        vars(arrivals).update(place=on_place, placed=on_placed, received=on_received)
 
     def told(self) -> None:
         self.at["told"] = time.monotonic()
@@ -105,7 +112,7 @@ def receive(connection: Connection, digest: bool) -> None:
         match order:
             case ("open", case):
                 channel = Marked(pool(), kv.ShmTransport(digest=digest))
-                channel.at = {}
+                channel.mark()
                 channel.notify(channel.told)
                 channels[case] = channel, until_polled(channel, case)
                 connection.send(channel.address)

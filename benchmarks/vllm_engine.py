@@ -38,7 +38,7 @@ def watched(base: Any) -> type:
         def save_kv_layer(self, layer_name: str, *rest: Any, **more: Any) -> None:
             layers = self._worker.channel.pool.layout.layers
             if f".{layers.stop - 1}." in layer_name:
-                self.unsent = self._worker.channel.unsent_bytes
+                self.unsent = self._worker.channel.sender.pushes.unsent_bytes
             super().save_kv_layer(layer_name, *rest, **more)
 
         def wait_for_save(self) -> None:

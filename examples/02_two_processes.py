@@ -86,8 +86,8 @@ def ops_in_c(names: set[str]) -> str:
 
 def main(checkpoint: Path) -> None:
     with ThreadPoolExecutor() as threads:  # so that both load at the same time
-        loading = threads.submit(pd.remote.spawn, "prefill", checkpoint, cache=PAGES, engine=ENGINE)
-        decode_port = pd.remote.spawn("decode", checkpoint, cache=PAGES, engine=ENGINE)
+        loading = threads.submit(pd.remote.spawn_prefill, checkpoint, cache=PAGES, engine=ENGINE)
+        decode_port = pd.remote.spawn_decode(checkpoint, cache=PAGES, engine=ENGINE)
         prefill = loading.result()
     with pd.Pairing(prefill, decode_port) as pairing:
         stream_one(pairing, STORY)

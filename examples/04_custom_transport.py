@@ -15,15 +15,16 @@ from pathlib import Path
 from tiny_tasks import BOS, decode, encode
 
 import pdinfer as pd
-from pdinfer.kv import Link, Memory, Receiver, Transfer
+from pdinfer.kv import Link, Memory, Receiver, Transfer, Transport
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 
 
-class DirectTransport:
+class DirectTransport(Transport):
     """A transport whose ends find each other in `directory`. For one thread; closing one side closes both."""
 
     name = "direct"
+    ticks = False  # there is no thread
 
     def __init__(self, directory: dict[str, "DirectTransport"]) -> None:
         self.directory = directory

@@ -15,7 +15,7 @@ from tests.architecture import MACHINE_PATH
 from tests.notebook import IMAGE, MEASURED, NOTEBOOK, code_cells, digest, executed, shown
 
 STORED = json.loads(NOTEBOOK.read_text("utf-8"))
-ELSEWHERE = ("spawn(", "SIGINT")
+ELSEWHERE = ("spawn_", "SIGINT")
 """What a cell has that starts processes, or interrupts the one it is in."""
 SHOWN = (
     "Model(deepseek_v3, 4 layers",

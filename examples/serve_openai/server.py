@@ -24,13 +24,14 @@ class Engines:
     """The processes of the engines; one that died or stands still is replaced."""
 
     def __init__(self, checkpoint: Path, processors: Mapping[str, Any]) -> None:
-        self.spawn: Any = partial(pd.remote.spawn, checkpoint=checkpoint, logits_processors=processors)
-        self.config = {"cache": pd.CacheConfig(page_size=16, num_pages=2048), "engine": pd.EngineConfig(num_threads=1)}
+        self.config: dict[str, Any] = {"checkpoint": checkpoint, "logits_processors": processors}
+        self.config |= {"cache": pd.CacheConfig(page_size=16, num_pages=2048), "engine": pd.EngineConfig(num_threads=1)}
         self.ports: list[Any] = []
         self.is_closing = False
 
     async def start(self, role: str) -> Any:
-        port = await asyncio.to_thread(self.spawn, role, **self.config)
+        spawn: Any = pd.remote.spawn_prefill if role == "prefill" else pd.remote.spawn_decode
+        port = await asyncio.to_thread(spawn, **self.config)
         self.ports.append(port)
         return port
 

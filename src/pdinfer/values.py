@@ -124,12 +124,22 @@ def _told(value: object) -> Iterator[tuple[str, Any, object]]:
             factory = info.default_factory
             yield info.name, getattr(value, info.name), info.default if factory is msgspec.NODEFAULT else factory()
         return
-    kind: Any = type(value)
+    for field, default in fields_of(type(value)):
+        if field.repr:
+            yield field.alias, getattr(value, field.name), default
+
+
+def fields_of(kind: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each field of an attrs class, and its default, which is `attrs.NOTHING` where there is none."""
     for field in attrs.fields(kind):
         default: Any = field.default
-        if field.repr:
-            default = default.factory() if isinstance(default, attrs.Factory) and not default.takes_self else default  # type: ignore[arg-type]
-            yield field.alias, getattr(value, field.name), default
+        yield field, default.factory() if isinstance(default, attrs.Factory) and not default.takes_self else default  # type: ignore[arg-type]
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of an attrs value that differ from their defaults, in type or in value."""
+    fields = ((field.name, getattr(value, field.name), default) for field, default in fields_of(type(value)))
+    return {name: own for name, own, default in fields if type(own) is not type(default) or own != default}
 
 
 def _equal(value: object, default: object) -> bool:

@@ -25,9 +25,9 @@ from pdinfer.kv.transports.one_sided.block import HostBlock, NamedEngine, take
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_SLOTS,
     PROBE_BYTES,
-    Incoming,
     Landed,
-    Offer,
+    RingIncoming,
+    RingOffer,
     Signal,
     SignalMemory,
 )
@@ -353,10 +353,10 @@ def test_addresses_of_dead_rings_are_kept_but_not_their_memory(network: Network)
     assert resident_bytes(mapped) < 1 << 24
 
 
-def ring_of(segment: NamedEngine) -> Offer:
+def ring_of(segment: NamedEngine) -> RingOffer:
     """Return the offer of a ring of 16 MiB that was filled and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
-    ring = Incoming(
+    ring = RingIncoming(
         Link("peer"),
         segment,
         memory,
@@ -372,7 +372,7 @@ def ring_of(segment: NamedEngine) -> Offer:
     return ring.offer
 
 
-def resident_bytes(offers: list[Offer]) -> int:
+def resident_bytes(offers: list[RingOffer]) -> int:
     """Return the bytes of memory behind these rings. The kernel is asked page by page, because its table of mappings
     joins neighbours."""
     total = 0
@@ -542,7 +542,7 @@ LIES = {
     "without a digest": [(ASK, b"x"), (BEGIN, b"0"), (LANDED, Landed(8, 8, 0, None).packed())],
     "cut short": [(ASK, b"x"), (BEGIN, b"0"), (LANDED, landed()[:-1])],
     "too long": [(ASK, b"x"), (BEGIN, b"0"), (LANDED, landed() + b"x")],
-    "an offer nobody asked for": [(OFFER, Offer("h:1", 4096, 64, 1).packed())],
+    "an offer nobody asked for": [(OFFER, RingOffer("h:1", 4096, 64, 1).packed())],
     "credit for nothing": [(CREDIT, b"\0\0\0\0")],
 }
 
@@ -565,7 +565,7 @@ def test_a_lie_closes_the_link_and_places_nothing(liar: tuple[Liar, End, Link], 
         b"x",
         b"x" * 19,
         *(
-            Offer(segment, address, slot_bytes, num_slots).packed()
+            RingOffer(segment, address, slot_bytes, num_slots).packed()
             for segment, address, slot_bytes, num_slots in [
                 ("host", 4096, 64, 1),
                 (":1", 4096, 64, 1),
@@ -599,7 +599,7 @@ def test_offers_and_credits_are_counted(liar: tuple[Liar, End, Link], network: N
     network.engines["peer:1"] = FakeEngine(network, "peer:1")
     memory = ctypes.create_string_buffer(1 << 10)
     network.engines["peer:1"].memory[ctypes.addressof(memory)] = 1 << 10
-    offer = Offer("peer:1", ctypes.addressof(memory), 64, 2).packed()
+    offer = RingOffer("peer:1", ctypes.addressof(memory), 64, 2).packed()
     honest.transport.write(link, b"0", [(0, 8)])
     peer.end.receiver.wait("placed")
     peer.say(OFFER, offer)
@@ -694,5 +694,5 @@ def test_words_survive_the_way() -> None:
     for digest in (None, 0, 2**64 - 1):
         part = Landed(2**64 - 1, 2**63, 2**32 - 1, digest)
         assert Landed.parse(part.packed()) == part
-    offer = Offer("[::1]:15999", 2**47, 1 << 24, 4)
-    assert Offer.parse(offer.packed()) == offer
+    offer = RingOffer("[::1]:15999", 2**47, 1 << 24, 4)
+    assert RingOffer.parse(offer.packed()) == offer

@@ -14,7 +14,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Load, Ready, Stepped
+from pdinfer.remote.messages import LoadMessage, Ready, Stepped
 from pdinfer.testing import VirtualClock
 from pdinfer.types import Usage
 from tests.e2e.setups import (
@@ -243,7 +243,7 @@ class Other:
         self.client: Any = made(ours)
 
     def ready(self, **values: Any) -> Ready:
-        load = Load(**{self.engine.role: self.load})
+        load = LoadMessage(**{self.engine.role: self.load})
         fields = {
             "address": self.engine.address,
             "limits": self.engine.limits,
@@ -253,7 +253,7 @@ class Other:
         return Ready(**{**fields, **values})
 
     def step(self, num_seen: int = 0, **values: Any) -> Stepped:
-        return Stepped(num_seen, **{"load": Load(**{self.engine.role: self.load}), **values})
+        return Stepped(num_seen, **{"load": LoadMessage(**{self.engine.role: self.load}), **values})
 
     def say(self, *reports: messages.Report) -> None:
         for report in reports:
@@ -280,15 +280,17 @@ def stranger(address: pd.PeerAddress) -> pd.PeerAddress:
 
 LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
     "ready twice": (lambda other: other.ready(), "it has said who it is twice"),
-    "no load": (lambda other: other.step(load=Load()), "it tells of no load of a decode engine"),
+    "no load": (lambda other: other.step(load=LoadMessage()), "it tells of no load of a decode engine"),
     "another role": (
         lambda other: other.step(
-            load=Load(prefill=pd.PrefillEngine(model_of(), pd.KVChannel.loopback(pool_of(model_of()))[0]).load())
+            load=LoadMessage(prefill=pd.PrefillEngine(model_of(), pd.KVChannel.loopback(pool_of(model_of()))[0]).load())
         ),
         "it tells of no load of a decode engine",
     ),
     "another engine": (
-        lambda other: other.step(load=Load(decode=attrs.evolve(other.load, address=stranger(other.load.address)))),
+        lambda other: other.step(
+            load=LoadMessage(decode=attrs.evolve(other.load, address=stranger(other.load.address)))
+        ),
         "another engine than the one it said it is",
     ),
     "submits nobody made": (lambda other: other.step(1), "it has seen 1 of 0 submits, 0 before"),
@@ -301,15 +303,15 @@ LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
         "token 98 is not one",
     ),
     "a load below zero": (
-        lambda other: other.step(load=Load(decode=attrs.evolve(other.load, num_running_tokens=-1))),
+        lambda other: other.step(load=LoadMessage(decode=attrs.evolve(other.load, num_running_tokens=-1))),
         "num_running_tokens",
     ),
     "a time that is none": (
-        lambda other: other.step(load=Load(decode=attrs.evolve(other.load, busy_s=float("nan")))),
+        lambda other: other.step(load=LoadMessage(decode=attrs.evolve(other.load, busy_s=float("nan")))),
         "busy_s",
     ),
     "a pool without pages": (
-        lambda other: other.step(load=Load(decode=attrs.evolve(other.load, num_total_pages=0))),
+        lambda other: other.step(load=LoadMessage(decode=attrs.evolve(other.load, num_total_pages=0))),
         "num_total_pages",
     ),
 }
@@ -329,8 +331,9 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"version": 1}, "it speaks version 1, this end speaks 6"),
-        ({"version": 7}, "it speaks version 7, this end speaks 6"),
+        ({"version": 1}, "it speaks version 1, this end speaks 7"),
+        ({"version": 8}, "it speaks version 8, this end speaks 7"),
+        ({"required": ("colour", "taste")}, "it requires features this end does not have: colour, taste"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
     ],
 )
@@ -362,7 +365,7 @@ def test_submits_count_on_top_of_a_load_until_it_includes_them(other: Other) -> 
     load = other.client.load()
     assert (load.num_waiting_requests, load.num_waiting_tokens) == (3, 3 * len(PROMPT))
     for num_seen, left in ((0, 3), (1, 2), (3, 0)):
-        other.say(other.step(num_seen, load=Load(decode=attrs.evolve(other.load, num_tokens=10 + num_seen))))
+        other.say(other.step(num_seen, load=LoadMessage(decode=attrs.evolve(other.load, num_tokens=10 + num_seen))))
         wait_until(lambda: other.client.load().num_tokens == 10 + num_seen)  # noqa: B023 - asked at once
         load = other.client.load()
         assert (load.num_waiting_requests, load.num_waiting_tokens) == (left, left * len(PROMPT))
@@ -381,9 +384,9 @@ def test_a_served_engine_tells_how_many_submits_it_has_seen(setup: Setup, role: 
     for number in range(2):
         send(
             ours,
-            messages.SubmitPrefill(packed, stray_grant(setup))
+            messages.SubmitPrefillMessage(packed, stray_grant(setup))
             if role == "prefill"
-            else messages.SubmitDecode(packed, ()),
+            else messages.SubmitDecodeMessage(packed, ()),
         )
         num_seen = 0
         while num_seen <= number:
@@ -408,7 +411,7 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
     answers = [(earlier, None if refused else no), (asked, no if refused else None)]
 
     def answer() -> None:
-        while not isinstance(command := messages.decode_command(other.theirs.recv_bytes()), messages.Connect):
+        while not isinstance(command := messages.decode_command(other.theirs.recv_bytes()), messages.ConnectMessage):
             pass
         assert command.peer == asked
         other.say(*(messages.Connected(peer, error) for peer, error in answers))
@@ -428,7 +431,7 @@ def test_a_hostile_command_stops_a_served_engine_by_name(setup: Setup, caplog: p
     thread = threading.Thread(target=pd.remote.serve, args=(setup.decodes[0], theirs), daemon=True)
     thread.start()
     with caplog.at_level("INFO", "pdinfer"):
-        send(ours, messages.Connect(setup.prefills[0].address, float("nan")))
+        send(ours, messages.ConnectMessage(setup.prefills[0].address, float("nan")))
         check_ends(thread)
     assert any("timeout_s" in record.getMessage() for record in caplog.records)
     ours.close()

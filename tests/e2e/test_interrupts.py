@@ -313,14 +313,14 @@ def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
 @pytest.mark.parametrize("name", ["place", "placed", "received"])
 def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(name: str) -> None:
     with over("loopback") as setup:
-        decode = setup.decodes[0].channel
-        method = getattr(decode, name)
+        arrivals = setup.decodes[0].channel.arrivals
+        method = getattr(arrivals, name)
 
         def fails(*_: Any) -> None:
-            setattr(decode, name, method)
+            setattr(arrivals, name, method)
             raise ValueError("a bug")
 
-        setattr(decode, name, fails)
+        setattr(arrivals, name, fails)
         right = list(reference("v3", PROMPT, 5).tokens)
         for request_id in ("hit", "next"):
             setup.pairing.submit(request(request_id))

@@ -110,7 +110,7 @@ def test_a_transport_that_the_system_refuses_leaves_nothing(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(multiprocessing, "Pipe", full)
         with pytest.raises(pd.TransferError, match=r"a process for the decode engine cannot be started: .*Too many"):
-            pd.remote.spawn("decode", "a checkpoint")
+            pd.remote.spawn_decode("a checkpoint")
 
 
 def test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own() -> None:

@@ -137,9 +137,9 @@ def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
         ours, theirs = Pipe()
         thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs), kwargs={"config": config})
         thread.start()
-        ours.send_bytes(messages.encode(messages.Beat()))
+        ours.send_bytes(messages.encode(messages.BeatMessage()))
         thread.join(2.0)
-        ours.send_bytes(messages.encode(messages.Cancel("a")))
+        ours.send_bytes(messages.encode(messages.CancelMessage("a")))
         thread.join(0.2)
         assert thread.is_alive()
         assert not decode.closed

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import attrs
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
+from pdinfer.remote.client import EngineClient
 from tests.e2e.setups import (
     TIMEOUT_S,
     check_ends,
@@ -45,7 +47,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 def ready_of(engine: Engine) -> messages.Ready:
     return messages.Ready(
-        engine.address, engine.limits, messages.Load.of(engine), version=messages.VERSION, hung_s=60.0
+        engine.address, engine.limits, messages.LoadMessage.of(engine), version=messages.VERSION, hung_s=60.0
     )
 
 
@@ -90,6 +92,37 @@ class Strange:
         pass
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alone(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of an older pdinfer, which is asked for what a newer one has."""
+    submit = messages.SubmitPrefillMessage if role == "prefill" else messages.SubmitDecodeMessage
+    with local() as setup:
+        for engine in setup.engines:
+            setup.pairing.remove(engine, drain_s=0.0)
+        (to_prefill, prefill), (to_decode, decode) = map(serving, setup.engines)
+        with pd.Pairing(pd.remote.PrefillClient(to_prefill), pd.remote.DecodeClient(to_decode)) as pairing:
+            send = EngineClient._send_submit
+
+            def newer(port: EngineClient, message: Any, num_tokens: int) -> None:
+                if isinstance(message, submit):
+                    message.request.required += ("colour",)
+                send(port, message, num_tokens)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(EngineClient, "_send_submit", newer)
+                (event,) = pairing.generate([request()])
+            assert event.finish_reason is pd.FinishReason.FAILED
+            assert isinstance(event.error, pd.RequestError)
+            assert "the request sets colour, which this engine does not know" in str(event.error)
+            assert len(list(pairing.generate([request()]))) == request().sampling.max_new_tokens
+            assert pairing.stats.num_retries == 0
+        check_ends(prefill)
+        check_ends(decode)
+        setup.check_pools()
+
+
 def test_whatever_a_connection_raises_means_gone() -> None:
     with pytest.raises(pd.TransferError, match="is gone"):
         pd.remote.DecodeClient(Strange(), timeout_s=TIMEOUT_S)
@@ -123,7 +156,7 @@ def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return()
         thread.join(1.5)
         assert thread.is_alive()
         started = time.monotonic()
-        ours.send_bytes(messages.encode(messages.Beat()))
+        ours.send_bytes(messages.encode(messages.BeatMessage()))
         check_ends(thread)
         assert time.monotonic() - started > 0.99
         ours.close()
@@ -167,7 +200,7 @@ def test_of_loads_a_client_keeps_the_newest() -> None:
         client = pd.remote.PrefillClient(ours)
         assert not client.wait(0.0)
         for number in range(1, 51):
-            newer = messages.Load(prefill=attrs.evolve(load, num_tokens=number))
+            newer = messages.LoadMessage(prefill=attrs.evolve(load, num_tokens=number))
             theirs.send_bytes(messages.encode(messages.Stepped(0, newer)))
         wait_until(lambda: client.load().num_tokens == 50)
         assert client._inbox.peek() == []

@@ -1,4 +1,4 @@
-"""Engines in processes that `spawn` starts, from wherever Python runs; nothing is left of them."""
+"""Engines in processes of their own, from wherever Python runs; nothing is left of them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def is_there(pid: int) -> bool:
 @contextmanager
 def pair(**more: Any) -> Iterator[tuple[pd.Pairing, Any, Any]]:
     with ThreadPoolExecutor() as pool:
-        spawned = pool.map(lambda role: pd.remote.spawn(role, TINY, cache=PAGES, **more), ("prefill", "decode"))
-        prefill, decode = spawned
+        spawn = pd.remote.spawn_prefill, pd.remote.spawn_decode
+        prefill, decode = pool.map(lambda start: start(TINY, cache=PAGES, **more), spawn)
     with pd.Pairing(prefill, decode) as pairing:
         yield pairing, prefill, decode
 
@@ -94,8 +94,8 @@ def test_a_process_is_ordered_the_rest_too(scratch: Path) -> None:
 PROGRAM = f"""
 import os
 import pdinfer as pd
-with pd.Pairing(*[pd.remote.spawn(role, {str(TINY)!r}, cache=pd.CacheConfig(page_size=16, num_pages=64))
-                  for role in ("prefill", "decode")]) as pairing:
+with pd.Pairing(*[spawn({str(TINY)!r}, cache=pd.CacheConfig(page_size=16, num_pages=64))
+                  for spawn in (pd.remote.spawn_prefill, pd.remote.spawn_decode)]) as pairing:
     print("pids", *[port.process.pid for port in pairing.ports], flush=True)
     sampling = pd.SamplingParams(max_new_tokens=3, temperature=0)
     request = pd.Request(prompt=(256, *b"calc 47+38="), sampling=sampling)
@@ -160,7 +160,7 @@ def record(self, *arguments, **more):
     start(self, *arguments, **more)
     print("pid", self.pid, flush=True)
 subprocess.Popen.__init__ = record
-pd.remote.spawn("prefill", {str(TINY)!r}, progress=die)
+pd.remote.spawn_prefill({str(TINY)!r}, progress=die)
 """
     done = run_python("-c", program)
     assert done.returncode == -signal.SIGKILL
@@ -171,7 +171,7 @@ pd.remote.spawn("prefill", {str(TINY)!r}, progress=die)
 
 @pytest.mark.full
 def test_an_engine_that_stands_still_is_killed_when_its_port_is_closed(scratch: Path) -> None:
-    port = pd.remote.spawn("prefill", TINY, cache=PAGES, config=pd.remote.RemoteConfig(exit_s=0.5))
+    port = pd.remote.spawn_prefill(TINY, cache=PAGES, config=pd.remote.RemoteConfig(exit_s=0.5))
     os.kill(port.process.pid, signal.SIGSTOP)
     port.close()
     wait_until(lambda: port.process.poll() == -signal.SIGKILL)

@@ -23,7 +23,7 @@ from pdinfer.kv.transports.base import Link, Receiver, Transfer, total_bytes
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.block import NamedEngine
-from pdinfer.kv.transports.one_sided.ring import Offer, Signal
+from pdinfer.kv.transports.one_sided.ring import RingOffer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
@@ -40,7 +40,7 @@ MAX_PIECES = 4
 WAIT_S = FAR_S
 SOURCE_BYTES = 4096
 OUR_WRITE: Spans = [(0, 100), (200, 50)]
-RING = Offer("peer:1", 1 << 40, 64, 2)
+RING = RingOffer("peer:1", 1 << 40, 64, 2)
 """The offer of one of our peers that has behaved so far."""
 RING_FRAME_HEAD = 3
 Rights = tuple[int, int, "array[int]"]

@@ -11,14 +11,14 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
 from pdinfer.testing import random_model
 from pdinfer.types import PageGrant, PeerAddress
 
 MAX_FRAMES = 64
 
 
-class Deaf:
+class Deaf(Transport):
     """A Transport that sends nowhere; `Stranger` calls the receiver itself."""
 
     name = "deaf"
@@ -68,11 +68,11 @@ class Stranger:
         me = PeerAddress(b"stranger", next(self._rooms), 0)
         link = Link("deaf://1")
         channel = self.channel
-        channel.opened(link)
+        channel.arrivals.opened(link)
         nonce = bytes(NONCE_BYTES)
-        channel.received(link, wire.encode(wire.Open((wire.MAJOR, wire.MINOR), nonce, keyed=False)))
+        channel.arrivals.received(link, wire.encode(wire.Open((wire.MAJOR, wire.MINOR), nonce, keyed=False)))
         mac = FrameMac(nonce + bytes(NONCE_BYTES), from_dialler=True, key=None)
-        channel.received(link, mac.sign(wire.encode(wire.Hello(me, self.layout))))
+        channel.arrivals.received(link, mac.sign(wire.encode(wire.Hello(me, self.layout))))
         grant = PageGrant(
             room=b"r" * 16,
             request_id="a",
@@ -90,7 +90,7 @@ class Stranger:
         except TransferError as raised:
             error = raised
         finally:
-            channel.closed(link, error or TransferError("over"))
+            channel.arrivals.closed(link, error or TransferError("over"))
         words = channel.poll()
         assert len(words) == 1, words  # however it went, the room has one end
         assert not channel.has_news
@@ -103,13 +103,13 @@ class Stranger:
             frame, data = data[3 : 3 + length], data[3 + length :]
             tagged = mac.sign(frame)
             if not is_write:
-                self.channel.received(link, tagged)
+                self.channel.arrivals.received(link, tagged)
                 continue
             message = wire.decode(frame)
             num_bytes = 0
             if isinstance(message, wire.Data):
                 num_bytes = self.layout.payload_bytes(message.layers, message.tokens, message.heads)
-            spans = self.channel.place(link, tagged, num_bytes)
+            spans = self.channel.arrivals.place(link, tagged, num_bytes)
             if spans is not None:
                 assert sum(length for _, length in spans) == num_bytes
-                self.channel.placed(link, tagged, None)
+                self.channel.arrivals.placed(link, tagged, None)

@@ -64,9 +64,9 @@ def packed(data: bytes) -> None:
 
 def command(data: bytes) -> None:
     message = messages.decode_command(messages.digested(data))
-    if isinstance(message, messages.SubmitPrefill):
+    if isinstance(message, messages.SubmitPrefillMessage):
         message.grant.unpack(), message.request.unpack()
-    elif isinstance(message, messages.SubmitDecode):
+    elif isinstance(message, messages.SubmitDecodeMessage):
         message.request.unpack()
 
 
@@ -166,16 +166,16 @@ def _message_seeds() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     request = messages.PackedRequest.of(Request(request_id="a", prompt=(1, 2, 3)))
     packed_grant = messages.PackedGrant.of(_grant(address))
     commands = (
-        messages.Connect(address, 1.0),
-        messages.SubmitPrefill(request, packed_grant),
-        messages.SubmitDecode(request, (address,)),
-        messages.ChangeWriters("a", (address,)),
-        messages.Cancel("a"),
+        messages.ConnectMessage(address, 1.0),
+        messages.SubmitPrefillMessage(request, packed_grant),
+        messages.SubmitDecodeMessage(request, (address,)),
+        messages.ChangeWritersMessage("a", (address,)),
+        messages.CancelMessage("a"),
         messages.Close(),
     )
     reports = (
         messages.Connected(address, TransferError("no"), (("a", "b", "c"),)),
-        messages.Stepped(1, messages.Load(), [(packed_grant, request)]),
+        messages.Stepped(1, messages.LoadMessage(), [(packed_grant, request)]),
     )
     bodies = [[messages.encode(one)[: -messages.DIGEST_BYTES] for one in some] for some in (commands, reports)]
     return tuple(bodies[0]), tuple(bodies[1])

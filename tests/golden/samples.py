@@ -124,6 +124,8 @@ REQUEST = Request(
     priority=-1,
     deadline_s=30.5,
     cache_salt=b"tenant",
+    alone=True,
+    expected_new_tokens=5,
 )
 GRANT = PageGrant(
     room=ROOM,
@@ -247,25 +249,27 @@ CHANNEL: dict[str, wire.Message] = {
 
 _PACKED = messages.PackedRequest.of(REQUEST), messages.PackedGrant.of(GRANT)
 COMMANDS: dict[str, messages.Command] = {
-    "beat": messages.Beat(0.5),
-    "connect": messages.Connect(DECODE, 10.0),
-    "submit_prefill": messages.SubmitPrefill(*_PACKED),
-    "submit_decode": messages.SubmitDecode(_PACKED[0], (PREFILL,)),
-    "change_writers": messages.ChangeWriters("a", (PREFILL, DECODE)),
-    "cancel": messages.Cancel("a"),
+    "beat": messages.BeatMessage(0.5),
+    "connect": messages.ConnectMessage(DECODE, 10.0),
+    "submit_prefill": messages.SubmitPrefillMessage(*_PACKED),
+    "submit_decode": messages.SubmitDecodeMessage(_PACKED[0], (PREFILL,)),
+    "change_writers": messages.ChangeWritersMessage("a", (PREFILL, DECODE)),
+    "cancel": messages.CancelMessage("a"),
     "close": messages.Close(),
     "disconnect": messages.Disconnect(PREFILL),
     "renew": messages.Renew(3),
 }
 REPORTS: dict[str, messages.Report] = {
-    "beat of an engine": messages.Beat(0.5),
+    "beat of an engine": messages.BeatMessage(0.5),
     "computing": messages.Computing(("a", "b")),
     "ready prefill": messages.Ready(
         PREFILL,
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
-        messages.Load(prefill=PREFILL_LOAD),
+        messages.LoadMessage(prefill=PREFILL_LOAD),
         (PREFILL,),
-        version=5,
+        version=7,
+        minor=1,
+        required=("feature",),
         session=3,
         hung_s=60.0,
         key_scheme=KeyScheme(layout_id=b"l" * 32, page_size=64, lookahead=1, by_writer=True),
@@ -274,7 +278,7 @@ REPORTS: dict[str, messages.Report] = {
     "connected": messages.Connected(DECODE, LayoutMismatch("they differ"), DIFFERENCES),
     "stepped decode": messages.Stepped(
         3,
-        messages.Load(decode=DECODE_LOAD),
+        messages.LoadMessage(decode=DECODE_LOAD),
         granted=[_PACKED[::-1]],
         refused=[Refused(request_id="b", error=Overloaded("full", retry_after_s=4.0))],
         tokens=[LAST_TOKEN, FAILED],
@@ -285,19 +289,19 @@ SESSION: dict[str, messages.Command | messages.Report] = {**COMMANDS, **REPORTS}
 
 _ROW = rank_messages.PackedRow.of(Row([1, 2], 62, [4, 9], 3))
 RANKS: dict[str, rank_messages.Message] = {
-    "connect": rank_messages.Connect(DECODE),
+    "connect": rank_messages.DialMessage(DECODE),
     "expect": rank_messages.Expect(_PACKED[1]),
-    "abort": rank_messages.Abort(ROOM, TransferError("no")),
+    "abort": rank_messages.AbortMessage(ROOM, TransferError("no")),
     "accept": rank_messages.Accept(_PACKED[1]),
-    "finish": rank_messages.Finish(ROOM, TransferError("no")),
-    "prefill": rank_messages.Prefill([_ROW], [ROOM], [range(62, 64)]),
-    "decode": rank_messages.Decode([_ROW], [4], [1], [wire.pack_ints([7])]),
+    "finish": rank_messages.FinishMessage(ROOM, TransferError("no")),
+    "prefill": rank_messages.PrefillMessage([_ROW], [ROOM], [range(62, 64)]),
+    "decode": rank_messages.DecodeMessage([_ROW], [4], [1], [wire.pack_ints([7])]),
     "keep_draft": rank_messages.KeepDraft(4, [STATE]),
     "drop_draft": rank_messages.DropDraft(4),
     "expecting": rank_messages.Expecting(ROOM),
     "settled": rank_messages.Settled(ROOM, TransferError("no")),
     "stopped": rank_messages.Stopped(ROOM, TransferError("no")),
-    "sent": rank_messages.Sent(ROOM),
+    "sent": rank_messages.SentMessage(ROOM),
     "linked": rank_messages.Linked([PREFILL, DECODE]),
 }
 
@@ -306,7 +310,7 @@ STREAM: dict[str, Any] = {
     **{f"header {kind.name}": framing.Header(kind, 300) for kind in framing.MessageKind},
     **{f"header {kind.name} with a payload": framing.Header(kind, 300, 2**33, digested=True) for kind in _WRITES},
     "spans": [(0, 100), (2**40, 64)],
-    "ring offer": ring.Offer("10.0.0.1:12345", 2**47, 1 << 22, 8),
+    "ring offer": ring.RingOffer("10.0.0.1:12345", 2**47, 1 << 22, 8),
     "ring landed": ring.Landed(2**33, 1 << 22, 7, 2**64 - 1),
     "ring landed without a digest": ring.Landed(100, 64, 1, None),
     "ring credit": ring.Credit(7),
@@ -330,7 +334,14 @@ def protocols() -> tuple[Protocol, ...]:
     version = f"{wire.MAJOR}.{wire.MINOR}"
     return (
         Protocol("channel", "kv.wire.MINOR (or MAJOR)", version, CHANNEL, wire.encode, wire.decode),
-        Protocol("session", "messages.VERSION", str(messages.VERSION), SESSION, messages.encode, _decode_session),
+        Protocol(
+            "session",
+            "messages.MINOR (or VERSION)",
+            f"{messages.VERSION}.{messages.MINOR}",
+            SESSION,
+            messages.encode,
+            _decode_session,
+        ),
         Protocol(
             "ranks",
             "rank_messages.VERSION",

@@ -71,8 +71,8 @@ def record(key: bytes | None) -> dict[str, list[str]]:
         for transport, first in zip(transports, (0x10, 0x80), strict=True)
     )
     prefill.connect(decode.address)
-    prefill.tick()
-    decode.tick()
+    prefill.arrivals.tick()
+    decode.arrivals.tick()
     pages = prefill.pool.own(2)
     counted = torch.arange(prefill.pool.num_pages * prefill.pool.layout.page_bytes) % 251
     # behind the pages of each layer lies the scratch page, of which nothing is sent

@@ -7,6 +7,7 @@ import json
 import typing
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdinfer.engine.ranks import messages as rank_messages
@@ -37,16 +38,25 @@ def test_golden_bytes_are_read_as_the_values_they_were_made_of(protocol: Protoco
 
 def test_golden_bytes_of_a_stream_are_read() -> None:
     for sample in samples.STREAM.values():
-        if isinstance(sample, framing.Header | ring.Offer | ring.Landed | ring.Credit):
+        if isinstance(sample, framing.Header | ring.RingOffer | ring.Landed | ring.Credit):
             assert type(sample).parse(sample.packed()) == sample
 
 
-def test_earlier_minor_versions_of_the_channel_are_still_read() -> None:
-    paths = sorted(files.FOLDER.glob(f"channel-{wire.MAJOR}.*.json"))
+@pytest.mark.parametrize("name", ["channel", "session"])
+def test_earlier_minor_versions_are_still_read(name: str) -> None:
+    major = PROTOCOLS[name].version.split(".")[0]
+    paths = sorted(files.FOLDER.glob(f"{name}-{major}.*.json"))
     assert paths
     for path in paths:
-        for frame in json.loads(path.read_text("utf-8")).values():
-            wire.decode(bytes.fromhex(frame))
+        for data in json.loads(path.read_text("utf-8")).values():
+            PROTOCOLS[name].decode(bytes.fromhex(data))
+
+
+def test_an_older_session_is_told_both_versions() -> None:
+    """What it reads of a Ready has the place and the type that it had in every version before."""
+    ready = PROTOCOLS["session"].samples["ready prefill"]
+    told = msgspec.msgpack.decode(messages.encode(ready)[: -messages.DIGEST_BYTES])
+    assert (told["type"], told["version"]) == ("ready", messages.VERSION)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +78,21 @@ def test_every_kind_of_a_stream_has_golden_bytes() -> None:
         framing.MessageKind
     )
     assert {sample for sample in samples.STREAM.values() if isinstance(sample, ring.Signal)} == set(ring.Signal)
+
+
+def test_a_field_that_a_session_got_later_needs_no_version() -> None:
+    """One that is at its default in the sample: golden bytes, which lack it, are read as the sample."""
+    name = f"session-{messages.VERSION}.{messages.MINOR}.json"
+    now = CURRENT[name]
+    body = msgspec.msgpack.decode(bytes.fromhex(str(now["stepped decode"]))[: -messages.DIGEST_BYTES])
+
+    def with_load(**fields: object) -> dict[str, object]:
+        load = {**body["load"], "decode": {**body["load"]["decode"], **fields}}
+        return {**now, "stepped decode": messages.digested(msgspec.msgpack.encode({**body, "load": load})).hex()}
+
+    assert files.problem(name, with_load(colour="green")) is None
+    assert "stepped decode" in str(files.problem(name, with_load(num_tokens=7)))
+    assert "beat" in str(files.problem(name, {what: data for what, data in now.items() if what != "beat"}))
 
 
 def test_who_changes_bytes_is_told_what_to_do(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt that decode gave up stays in vLLM's queue",
-        "            if not self._channel_of(grant).awaits(room):",
+        "            if not self._channel_of(grant).receiver.awaits(room):",
         "            if False:",
         "test_vllm_prefill.py::test_a_prompt_that_decode_gave_up_is_dropped_at_vllm",
     ),

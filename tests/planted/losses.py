@@ -30,9 +30,9 @@ MUTANTS = [
     ),
     Mutant(
         "who must run alone is not told of it in another process",
-        "            alone=bare.alone,\n",
-        "",
-        "test_session.py::test_a_request_that_must_run_alone_is_told_to_other_processes",
+        'PAIRING_FIELDS = ("stop",)',
+        'PAIRING_FIELDS = ("stop", "alone")',
+        "test_messages.py::test_every_field_of_a_request_arrives[alone]",
     ),
     Mutant(
         "others wait until who runs alone has ended",

@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "half of what was sent before an alarm keeps its prompt for ever",
-        "        except BaseException:\n            self._in_doubt = True\n            raise",
+        "        except BaseException:\n            self.in_doubt = True\n            raise",
         "        except BaseException:\n            raise",
         "test_interrupts.py::test_an_alarm_while_bytes_are_sent_leaves_no_prompt_behind",
         "kv/channel/channel.py",
@@ -285,8 +285,8 @@ MUTANTS = [
     ),
     Mutant(
         "a transport is copied",
-        "class StreamTransport(NotCopied):",
-        "class StreamTransport:",
+        "class StreamTransport(NotCopied, Transport):",
+        "class StreamTransport(Transport):",
         f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied[deepcopy]",
     ),
     Mutant(

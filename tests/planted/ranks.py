@@ -55,8 +55,8 @@ MUTANTS = [
     ),
     Mutant(
         "a failed room is finished as landed by followers",
-        "say.Finish(grant.room, handoff.error)",
-        "say.Finish(grant.room, None)",
+        "say.FinishMessage(grant.room, handoff.error)",
+        "say.FinishMessage(grant.room, None)",
         "test_leader.py::test_pages_are_read_until_this_rank_has_sent_them",
     ),
     Mutant(
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "an abort is not sent to followers",
-        "        self._lockstep.tell(say.Abort(grant.room, error))\n",
+        "        self._lockstep.tell(say.AbortMessage(grant.room, error))\n",
         "",
         "test_leader.py::test_what_is_decided_is_done_and_told_in_order",
     ),

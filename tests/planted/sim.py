@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "a follower does not report what it has sent",
-        "            tell(say.Sent(room))\n",
+        "            tell(say.SentMessage(room))\n",
         "            pass\n",
         "test_runs.py::test_every_promise_holds",
     ),

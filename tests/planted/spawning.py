@@ -1,4 +1,4 @@
-"""Bugs with the processes that `spawn` starts."""
+"""Bugs with the processes of spawned engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "an interrupt while an engine loads leaves its process",
-        "        except BaseException:\n            child.kill()\n            raise\n",
-        "        except Exception:\n            child.kill()\n            raise\n",
+        "            except BaseException:\n                child.kill()\n",
+        "            except Exception:\n                child.kill()\n",
         _TESTS + "test_an_interrupt_while_it_loads_leaves_no_process",
     ),
     Mutant(
@@ -39,15 +39,15 @@ MUTANTS = [
     ),
     Mutant(
         "a function that counts bytes is told steps of a warm-up",
-        'telling(progress is True, f"warming up {role}", "steps")',
-        'telling(progress, f"warming up {role}", "steps")',
-        _TESTS + "test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted",
+        'telling(progress is True, f"warming up {cls.role}", "steps")',
+        'telling(progress, f"warming up {cls.role}", "steps")',
+        _TESTS + "test_progress_is_drawn_unless_it_is_not_wanted",
     ),
     Mutant(
         "the list of processes does not tell a prefill from a decode",
         'str(stderr), f"pdinfer-{role}", *sys.path],',
         'str(stderr), "pdinfer", *sys.path],',
-        _TESTS + "test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted",
+        _TESTS + "test_progress_is_drawn_unless_it_is_not_wanted",
     ),
     Mutant(
         "a process that loads does not notice that its parent is gone",

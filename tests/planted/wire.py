@@ -55,8 +55,8 @@ MUTANTS = [
     ),
     Mutant(
         "a served engine does not count the submits it takes",
-        "            engine.submit(command.request.unpack(), writers=command.writers)\n            self.num_seen += 1",
-        "            engine.submit(command.request.unpack(), writers=command.writers)",
+        "            self.num_seen += 1\n            self.submit_decode(engine, command)",
+        "            self.submit_decode(engine, command)",
         "test_faulty_peers.py::test_a_served_engine_tells_how_many_submits_it_has_seen",
     ),
     Mutant(

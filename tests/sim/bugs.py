@@ -18,7 +18,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.kv.channel import receiver
-from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.channel import ChannelArrivals, KVChannel
 from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms, Tombstones
 from pdinfer.kv.channel.sender import Pushes
 from pdinfer.kv.channel.wire import FrameMac
@@ -113,8 +113,8 @@ def pages_free_after_a_while(patch: pytest.MonkeyPatch) -> None:
 @bug(armed={"flip_payload": 1.0}, ports=("piped", "local"))
 def digests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """Bytes that did not verify are accepted (vllm#52234)."""
-    placed = KVChannel.placed
-    patch.setattr(KVChannel, "placed", lambda self, link, frame, error: placed(self, link, frame, None))
+    placed = ChannelArrivals.placed
+    patch.setattr(ChannelArrivals, "placed", lambda self, link, frame, error: placed(self, link, frame, None))
 
 
 @bug(rare=True, armed={"drop": 1.0, "duplicate": 1.0, "reorder": 1.0, "flip_frame": 1.0}, ports=("piped", "local"))

@@ -103,7 +103,7 @@ def pages_return_before_followers_have_sent(patch: pytest.MonkeyPatch) -> None:
 def a_follower_ignores_aborts(patch: pytest.MonkeyPatch) -> None:
     """The follower's room waits for writers that were not asked to stop there."""
     obey = Follower._obey
-    patch.setattr(Follower, "_obey", lambda self, order: isinstance(order, say.Abort) or obey(self, order))
+    patch.setattr(Follower, "_obey", lambda self, order: isinstance(order, say.AbortMessage) or obey(self, order))
 
 
 @bug(rare=True, **RANKS, armed={**TROUBLED, "slow": 1.0})

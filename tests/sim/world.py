@@ -69,13 +69,13 @@ class WatchedChannel(SimChannel):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
         self._finished: set[bytes] = set()
-        say_aborted = self._sender.say_aborted
+        say_aborted = self.sender.say_aborted
 
         def finish(peer, room, error):
             self._finished.add(room)
             say_aborted(peer, room, error)
 
-        self._sender.say_aborted = finish
+        self.sender.say_aborted = finish
 
     def push(self, grant, **more):
         if grant.room in self._finished:

@@ -72,11 +72,11 @@ def build(model: pd.Model) -> pd.Pairing:
 
 def start(role: str) -> pd.Pairing:
     """Start engines in processes of their own."""
-    ports = [pd.remote.spawn(each, "tiny", progress=False) for each in (role, "prefill")]
-    ports[0].process.terminate()
-    prefill, decode = pd.remote.spawn("prefill", "tiny"), pd.remote.spawn("decode", "tiny")
+    spawn = pd.remote.spawn_prefill if role == "prefill" else pd.remote.spawn_decode
+    spawn("tiny", progress=False).process.terminate()
+    prefill, decode = pd.remote.spawn_prefill("tiny"), pd.remote.spawn_decode("tiny")
     pd.Pairing(decode, prefill)  # type: ignore[arg-type]
-    pd.remote.spawn(1, "tiny")  # type: ignore[call-overload]
+    pd.remote.spawn_decode(1)  # type: ignore[arg-type]
     return pd.Pairing(prefill, decode)
 
 

@@ -166,7 +166,7 @@ FIELDS: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("reports", "stepped decode", ("granted", 0, 0, "generations"), b"\0" * 4),
     ("commands", "submit_prefill", ("grant", "generations"), b"\xff" * 12),
     ("reports", "stepped decode", ("granted", 0, 0, "grant", "request_id"), "another"),
-    ("reports", "stepped decode", ("granted", 0, 1, "prompt"), b"abc"),
+    ("reports", "stepped decode", ("granted", 0, 1, "request", "prompt"), b"abc"),
     ("reports", "stepped decode", ("num_seen",), -1),
     ("reports", "ready prefill", ("load", "prefill", "num_queued_tokens"), -1),
     ("reports", "ready prefill", ("limits", "vocab_size"), 0),

@@ -167,6 +167,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._arrived = deque()
         channel.notify(self._inbox.wake)
         channel.has_engine = True
+        self.peers = channel.peers
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

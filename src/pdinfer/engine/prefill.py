@@ -122,7 +122,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             **self._brief_load(),
             num_queued_requests=len(remaining) + len(new),
             num_queued_tokens=sum(remaining) + sum(new),
-            unsent_bytes=self.channel.unsent_bytes,
+            unsent_bytes=self.channel.sender.pushes.unsent_bytes,
             queued=QueuedSizes.of([*new, *missing, *remaining[len(queued) :]]),
             cost=PrefillCost(step_s=step_s, token_s=token_s, chunk_tokens=chunk or self.config.max_prefill_tokens),
         )

@@ -161,7 +161,7 @@ class DeviceCopies:
             _wait(source._stream, copied)
             source._note_arrival()  # a step there must not write what is still read
 
-    def _rows(self, starts: Ints, lengths: Ints) -> Iterator[tuple[Rows, Tensor]]:
+    def _rows(self, starts: Ints, lengths: Ints) -> Iterator[tuple[CopyRows, Tensor]]:
         """Yield the rows that pieces are made of, with their numbers on the device, which get there in one copy."""
         cut = list(rows_of(starts, lengths, self._borders))
         if not cut:
@@ -179,7 +179,7 @@ class DeviceCopies:
 
 
 @attrs.frozen(eq=False)
-class Rows:
+class CopyRows:
     """Pieces of one component as rows of one size, in one pool or in two: row r of pool p is the `width` bytes from
     `bases[p] + r * width` on. `numbers` [pools, rows] are theirs in each pool. They lie in a block from `start` on."""
 
@@ -204,7 +204,7 @@ class Rows:
         return bytes_N.view(word).view(-1, self.width // word.itemsize)
 
 
-def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[Rows]:
+def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[CopyRows]:
     """Cut pieces, with `starts` [pools, pieces], into rows as large as they allow. Pieces of different components are
     cut apart, since whole tokens, or pages, of one are multiples of its own size."""
     component = np.searchsorted(borders, starts[0], side="right")
@@ -219,7 +219,7 @@ def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[Row
         counts = sizes // width
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         numbers = np.repeat((there - bases[:, None]) // width, counts, axis=1) + within
-        yield Rows(offsets[first], width, tuple(bases.tolist()), numbers)
+        yield CopyRows(offsets[first], width, tuple(bases.tolist()), numbers)
 
 
 def _wait(stream: Stream | None, *events: Event | None) -> None:

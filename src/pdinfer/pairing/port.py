@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits
 
 
@@ -76,6 +76,14 @@ class BriefPort(Protocol):
     """A port that quickly tells what policies need. Others are asked for all of their load."""
 
     def brief_load(self) -> EngineLoad: ...
+
+
+@runtime_checkable
+class LinkedPort(Protocol):
+    """A port that tells of its links alone. Others are asked for all of their load."""
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        """Return what is `kv.peers` of its load."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
+from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, LinkedPort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
@@ -172,7 +172,7 @@ class Ports:
     def look(self) -> None:
         """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
         Channels dial again by themselves, so a pair may be back at the next look."""
-        peers = {port.address: port.load().kv.peers for port in self.all}
+        peers = {port.address: _peers_of(port) for port in self.all}
         told = {
             (peer_key(address), peer_key(peer.address)): peer.connected
             for address, of_port in peers.items()
@@ -224,7 +224,7 @@ class Ports:
     def _peers_of(self, port: Port) -> tuple[PeerStats, ...]:
         """Return the peers that a port had at the last look. A port that came since is asked now."""
         peers = self._peers.get(port.address)
-        return port.load().kv.peers if peers is None else peers
+        return _peers_of(port) if peers is None else peers
 
     def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
         """Return the ranks that write what is submitted to this prefill."""
@@ -286,6 +286,10 @@ class CachingPorts:
             for scheme, ports in self.by_scheme.items()
         }
         return CachingPorts({scheme: ports for scheme, ports in left.items() if ports})
+
+
+def _peers_of(port: Port) -> tuple[PeerStats, ...]:
+    return port.peers() if isinstance(port, LinkedPort) else port.load().kv.peers
 
 
 def _without(known: Mapping[PeerAddress, T], address: PeerAddress) -> dict[PeerAddress, T]:

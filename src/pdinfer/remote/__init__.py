@@ -1,6 +1,6 @@
 """Makes an engine in another process a port of a Pairing here.
 
-    spawning.py   `spawn` starts an engine in a process of its own
+    spawning.py   `spawn_prefill` and `spawn_decode` start engines in processes
     child.py      that process
     orders.py     what it is told, and what it says until it serves
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
@@ -19,7 +19,7 @@ from __future__ import annotations
 from pdinfer.config import RemoteConfig
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.served import serve
-from pdinfer.remote.spawning import SpawnedDecode, SpawnedPrefill, spawn
+from pdinfer.remote.spawning import SpawnedDecode, SpawnedPrefill, spawn_decode, spawn_prefill
 from pdinfer.types import Event
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "SpawnedDecode",
     "SpawnedPrefill",
     "serve",
-    "spawn",
+    "spawn_decode",
+    "spawn_prefill",
 ]

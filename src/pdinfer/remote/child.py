@@ -1,4 +1,4 @@
-"""The process that `spawn` starts: it loads a model, makes an engine and serves it, until its parent is gone or closes
+"""The process of a spawned engine: it loads a model, makes an engine and serves it, until its parent is gone or closes
 the port."""
 
 from __future__ import annotations

@@ -35,25 +35,9 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
 from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.messages import (
-    Beat,
-    Cancel,
-    ChangeWriters,
-    Close,
-    Command,
-    Connect,
-    Connected,
-    Disconnect,
-    PackedRequest,
-    Ready,
-    Renew,
-    Report,
-    Stepped,
-    SubmitDecode,
-    SubmitPrefill,
-)
+from pdinfer.remote.messages import Command, Connected, PackedRequest, Ready, Report, Stepped
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import Event, Granted, PageGrant, PeerAddress, Request
 
 READY_S = 300.0
@@ -67,7 +51,7 @@ _log = logging.getLogger("pdinfer")
 M = TypeVar("M")
 
 
-class _Client(OfOneProcess):
+class EngineClient(OfOneProcess):
     """What both clients share. Methods other than `step`, `recover` and `close` may be called from any thread. Only
     `connect` waits for the engine's process, and it delays no other method."""
 
@@ -134,12 +118,12 @@ class _Client(OfOneProcess):
         """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
         wait."""
         if timeout_s <= 0:
-            self._session.post(Connect(peer, timeout_s))
+            self._session.post(messages.ConnectMessage(peer, timeout_s))
             return
         waits_s = timeout_s + CONNECT_MARGIN_S
         with self._answered:
             self._answers[peer] = None
-            self._session.post(Connect(peer, timeout_s))
+            self._session.post(messages.ConnectMessage(peer, timeout_s))
             self._answered.wait_for(lambda: self._answers.get(peer) or not self._engine.is_live, waits_s)
             answer = self._answers.pop(peer, None)
         if answer is None:
@@ -149,12 +133,12 @@ class _Client(OfOneProcess):
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
         """Make the engine close its channel's link to a peer."""
-        self._session.post(Disconnect(peer))
+        self._session.post(messages.Disconnect(peer))
 
     @typed
     def cancel(self, request_id: str) -> None:
         """Make the engine end a request. Never blocks."""
-        self._session.post(Cancel(request_id))
+        self._session.post(messages.CancelMessage(request_id))
 
     def step(self) -> list[Event]:
         """Return the engine's events since the last call. Raises TransferError when its process is lost: gone, silent,
@@ -188,7 +172,7 @@ class _Client(OfOneProcess):
     def close(self) -> None:
         """Make the engine's process close it, without waiting for that. A second call does nothing."""
         self._closing.set()
-        self._session.close(Close())
+        self._session.close(messages.Close())
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         with self._lock:  # so that numbers are in the order of sending
@@ -209,6 +193,10 @@ class _Client(OfOneProcess):
     def count_known(self, keys: Sequence[bytes]) -> int:
         """Return how many of these keys, from the first, belong to pages that the engine has told of."""
         return self._engine.pages.count_known(keys)
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        """Return what is `kv.peers` of the load that the engine reported."""
+        return self._engine.peers
 
     def _told(self, *, brief: bool = False) -> Any:
         with self._lock:
@@ -233,7 +221,7 @@ class _Client(OfOneProcess):
     def _renew(self) -> None:
         with self._lock:
             self._engine.num_renewals += 1
-            self._session.post(Renew(self._engine.num_renewals))
+            self._session.post(messages.Renew(self._engine.num_renewals))
 
     def _silent(self, is_silent: bool) -> None:
         if is_silent:
@@ -281,7 +269,7 @@ class _Client(OfOneProcess):
             self._engine.num_renewals = 0
             self._meet(connection)
             if self._closing.is_set():
-                self._session.close(Close())
+                self._session.close(messages.Close())
             return
         self._gone = True
         self._inbox.wake()
@@ -292,7 +280,7 @@ class _Client(OfOneProcess):
         if report is None:
             self._disconnected()
             return
-        if isinstance(report, Beat):
+        if isinstance(report, messages.BeatMessage):
             with self._lock:
                 self._engine.beat(report.step_age_s or 0.0)
             self._check_step(report.step_age_s or 0.0)
@@ -355,7 +343,7 @@ class _Client(OfOneProcess):
                 raise self._no_answer(timeout_s)
 
 
-class PrefillClient(_Client):
+class PrefillClient(EngineClient):
     """A prefill engine behind a connection: a `PrefillPort`. The constructor waits until the engine is ready, and
     raises TransferError when its process goes away, takes longer than `timeout_s`, or serves a decode engine.
 
@@ -366,7 +354,7 @@ class PrefillClient(_Client):
 
     @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
-        message = SubmitPrefill(PackedRequest.of(request), PackedGrant.of(grant))
+        message = messages.SubmitPrefillMessage(PackedRequest.of(request), PackedGrant.of(grant))
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def load(self) -> PrefillLoad:
@@ -377,19 +365,19 @@ class PrefillClient(_Client):
         return cast(PrefillLoad, self._told(brief=True))
 
 
-class DecodeClient(_Client):
+class DecodeClient(EngineClient):
     """A decode engine behind a connection: a `DecodePort`. In all else like `PrefillClient`."""
 
     role = "decode"
 
     @typed
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
-        message = SubmitDecode(PackedRequest.of(request), tuple(writers))
+        message = messages.SubmitDecodeMessage(PackedRequest.of(request), tuple(writers))
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     @typed
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
-        self._session.post(ChangeWriters(request_id, tuple(writers)))
+        self._session.post(messages.ChangeWritersMessage(request_id, tuple(writers)))
 
     def load(self) -> DecodeLoad:
         return cast(DecodeLoad, self._told())

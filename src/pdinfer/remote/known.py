@@ -8,9 +8,9 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Computing, Load, Ready, Stepped
+from pdinfer.remote.messages import Computing, LoadMessage, Ready, Stepped
 from pdinfer.remote.pages import MirroredPages
-from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
+from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
 
 
 class KnownEngine:
@@ -23,7 +23,7 @@ class KnownEngine:
         self.role = role
         self.ready: Ready | None = None
         self.is_live = False
-        self.load = Load()
+        self.load = LoadMessage()
         self.pages = MirroredPages()
         self.computing: frozenset[str] = frozenset()
         self._brief: PrefillLoad | DecodeLoad | None = None
@@ -54,6 +54,12 @@ class KnownEngine:
         if self._brief is None:
             self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
         return self._brief
+
+    @property
+    def peers(self) -> tuple[PeerStats, ...]:
+        """The links that the engine reported."""
+        load = self.load.of_role(self.role)
+        return () if load is None else load.kv.peers
 
     @property
     def step_age_s(self) -> float:
@@ -126,6 +132,8 @@ class KnownEngine:
             raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
             raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
+        if unknown := set(ready.required) - messages.FEATURES:
+            raise TransferError(f"it requires features this end does not have: {', '.join(sorted(unknown))}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
             raise TransferError("it is another engine than before")
         self.ready, self.is_live, self.computing = ready, True, frozenset()

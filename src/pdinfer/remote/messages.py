@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import attrs
 import msgspec
@@ -13,84 +13,97 @@ from msgspec import Meta
 from pdinfer.bounds import FEW, MANY, Count, Differences, Index, Name, Packed, Seconds, broken_bound
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
+from pdinfer.values import changed_fields, fields_of
 
-VERSION = 6
-"""The version of these messages. An engine tells its own in Ready."""
+VERSION, MINOR = 7, 0
+"""The version of these messages. An engine tells its own in Ready, and a client refuses another VERSION. Within one,
+unknown fields are ignored and missing ones have their defaults, so a new field with a default raises neither number.
+MINOR counts what else is new: an end makes use of it when the other one is of that MINOR."""
+FEATURES: frozenset[str] = frozenset()
+"""What an engine may require of its client. A client refuses an engine that requires anything else."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
 MAX_EVENTS = 1 << 20
 """The most events of one step: a token for each of its sequences, and the drafted ones."""
 
 
-class BareRequest(msgspec.Struct):
-    """A `Request` without its tokens, and without `stop`, which a Pairing looks for itself."""
+PAIRING_FIELDS = ("stop",)
+"""The fields of a request that do not travel: a Pairing alone looks at them."""
+TOKEN_FIELDS = ("prompt", "output")
+"""Those that travel packed."""
+KNOWN = {field.name for field in attrs.fields(Request)} | {f"sampling.{f.name}" for f in attrs.fields(SamplingParams)}
+"""What this end knows of requests."""
 
-    alone: bool = False
-    cache_salt: bytes = b""
-    deadline_s: float | None = None
-    expected_new_tokens: int | None = None
-    output: tuple[()] = ()
-    priority: int = 0
-    prompt: tuple[()] = ()
-    request_id: str | None = None
-    sampling: SamplingParams = SamplingParams()
+
+def _travelling(kind: Any, **replaced: tuple[Any, object]) -> Any:
+    """Make a struct of the fields of a class that travel, those `replaced` with another type and default. It is encoded
+    without those that were left at their defaults."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [
+        (field.name, *replaced.get(field.name, (hints[field.name], default)))
+        for field, default in fields_of(kind)
+        if field.name not in PAIRING_FIELDS
+    ]
+    return msgspec.defstruct(f"Travelling{kind.__name__}", fields, frozen=True, omit_defaults=True, module=__name__)
+
+
+_Sampling = _travelling(SamplingParams)
+if TYPE_CHECKING:
+    TravellingRequest: TypeAlias = Any
+else:
+    _replaced = {**dict.fromkeys(TOKEN_FIELDS, (Packed, b"")), "sampling": (_Sampling, _Sampling())}
+    TravellingRequest = _travelling(Request, **_replaced)
 
 
 class PackedRequest(msgspec.Struct):
-    """A request with its token lists packed."""
+    """A request without the fields that are at their defaults, whose names are `required`: whoever does not know one of
+    them cannot serve it."""
 
-    request: BareRequest
-    prompt: Packed
-    output: Packed
+    request: TravellingRequest
+    required: Annotated[tuple[Name, ...], FEW] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError, which refuses the message, for bytes that are not packed tokens, which a `Request` cannot
         hold. All else is checked by `admission.check_request`."""
-        wire.check_ids("prompt", self.prompt)
-        wire.check_ids("output", self.output)
+        for name in TOKEN_FIELDS:
+            wire.check_ids(name, getattr(self.request, name))
 
     @classmethod
     def of(cls, request: Request) -> PackedRequest:
-        bare = BareRequest(
-            alone=request.alone,
-            cache_salt=request.cache_salt,
-            deadline_s=request.deadline_s,
-            expected_new_tokens=request.expected_new_tokens,
-            priority=request.priority,
-            request_id=request.request_id,
-            sampling=request.sampling,
-        )
-        return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
+        fields, sampling = changed_fields(request), changed_fields(request.sampling)
+        travelling = {name: field for name, field in fields.items() if name not in PAIRING_FIELDS}
+        required = *travelling, *(f"sampling.{name}" for name in sampling)
+        packed = {name: wire.pack_ints(fields[name]) for name in TOKEN_FIELDS if name in fields}
+        return cls(TravellingRequest(**{**travelling, **packed, "sampling": _Sampling(**sampling)}), required)
+
+    @property
+    def unknown(self) -> str:
+        """The fields that it requires and this end does not know."""
+        return ", ".join(name for name in self.required if name not in KNOWN)
 
     def unpack(self) -> Request:
-        bare = self.request
-        return Request(
-            request_id=bare.request_id,
-            prompt=wire.unpack_ints(self.prompt),
-            output=wire.unpack_ints(self.output),
-            sampling=bare.sampling,
-            priority=bare.priority,
-            deadline_s=bare.deadline_s,
-            cache_salt=bare.cache_salt,
-            alone=bare.alone,
-            expected_new_tokens=bare.expected_new_tokens,
-        )
+        """Return the request. Raises RequestError when it requires fields that are not known here, and names them."""
+        if unknown := self.unknown:
+            raise RequestError(f"the request sets {unknown}, which this engine does not know: update pdinfer there")
+        fields = msgspec.structs.asdict(self.request)
+        fields |= {name: wire.unpack_ints(fields[name]) for name in TOKEN_FIELDS}
+        return Request(**{**fields, "sampling": SamplingParams(**msgspec.structs.asdict(fields["sampling"]))})
 
 
-class Load(msgspec.Struct):
+class LoadMessage(msgspec.Struct):
     """The load of an engine: one of the two."""
 
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
 
     @classmethod
-    def of(cls, engine: PrefillEngine | DecodeEngine) -> Load:
+    def of(cls, engine: PrefillEngine | DecodeEngine) -> LoadMessage:
         if isinstance(engine, PrefillEngine):
             return cls(prefill=engine.load())
         return cls(decode=engine.load())
@@ -99,9 +112,9 @@ class Load(msgspec.Struct):
         """Return the load of a "prefill" or a "decode" engine, or None when it is that of the other role."""
         return self.prefill if role == "prefill" else self.decode
 
-    def ageless(self) -> Load:
+    def ageless(self) -> LoadMessage:
         """Return the load without ages, which change as time passes. Two equal loads bring no news."""
-        return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
+        return LoadMessage(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
 
 
 def _ageless(load: AnyLoad) -> AnyLoad:
@@ -127,41 +140,41 @@ class PageChanges(msgspec.Struct):
             raise ValueError(f"keys of pages have {KEY_BYTES} bytes each")
 
 
-class Beat(msgspec.Struct, tag="beat"):
+class BeatMessage(msgspec.Struct, tag="beat"):
     """A sign of life, in both directions. An engine's beat tells how many seconds ago its last step ended."""
 
     step_age_s: Seconds | None = None
 
 
-class Connect(msgspec.Struct, tag="connect"):
+class ConnectMessage(msgspec.Struct, tag="connect"):
     """Connect the channel to a peer. Connected answers, and other messages may come before it."""
 
     peer: PeerAddress
     timeout_s: Seconds
 
 
-class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
+class SubmitPrefillMessage(msgspec.Struct, tag="submit_prefill"):
     """A prompt and the pages granted for it."""
 
     request: PackedRequest
     grant: PackedGrant
 
 
-class SubmitDecode(msgspec.Struct, tag="submit_decode"):
+class SubmitDecodeMessage(msgspec.Struct, tag="submit_decode"):
     """A request and who will prefill it."""
 
     request: PackedRequest
     writers: Addresses
 
 
-class ChangeWriters(msgspec.Struct, tag="change_writers"):
+class ChangeWritersMessage(msgspec.Struct, tag="change_writers"):
     """Another prefill for a request that decode holds."""
 
     request_id: Name
     writers: Addresses
 
 
-class Cancel(msgspec.Struct, tag="cancel"):
+class CancelMessage(msgspec.Struct, tag="cancel"):
     """End a request."""
 
     request_id: Name
@@ -183,20 +196,33 @@ class Close(msgspec.Struct, tag="close"):
     """Close the engine."""
 
 
-Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Renew | Close
+Command = (
+    BeatMessage
+    | ConnectMessage
+    | Disconnect
+    | SubmitPrefillMessage
+    | SubmitDecodeMessage
+    | ChangeWritersMessage
+    | CancelMessage
+    | Renew
+    | Close
+)
 
 
 class Ready(msgspec.Struct, tag="ready"):
     """The first message of a session, and the first after each renewal, whose number is `session`. It tells who the
     engine is, with the addresses of all ranks behind this port. `version` is the VERSION it speaks, 1 where it says
-    none, and `hung_s` is how long its steps may take. `key_scheme` says how the keys of its cached pages are made,
-    and `pages` has all of them; both are None where none are cached."""
+    none, with its MINOR and the FEATURES that it requires of its client. `hung_s` is how long its steps may take.
+    `key_scheme` says how the keys of its cached pages are made, and `pages` has all of them; both are None where none
+    are cached."""
 
     address: PeerAddress
     limits: RequestLimits
-    load: Load
+    load: LoadMessage
     addresses: Addresses = ()
     version: Index = 1
+    minor: Index = 0
+    required: Annotated[tuple[Name, ...], FEW] = ()
     session: Count = 0
     hung_s: Seconds | None = None
     key_scheme: KeyScheme | None = None
@@ -230,20 +256,23 @@ class Stepped(msgspec.Struct, tag="stepped"):
     Ready, which the load includes."""
 
     num_seen: Count
-    load: Load
+    load: LoadMessage
     granted: Annotated[list[tuple[PackedGrant, PackedRequest]], MANY] = []
     refused: Annotated[list[Refused], MANY] = []
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
     pages: PageChanges | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which refuses the message, when a grant and the request beside it do not match."""
+        """Raise ValueError, which refuses the message, when a grant and the request next to it do not match, or for a
+        request that nobody can have sent from here."""
         for grant, request in self.granted:
+            if request.unknown:
+                raise ValueError(f"a granted request sets {request.unknown}, which is unknown here")
             if grant.grant.request_id != request.request.request_id:
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
 
 
-Report = Beat | Ready | Connected | Computing | Stepped
+Report = BeatMessage | Ready | Connected | Computing | Stepped
 
 DIGEST_BYTES = 8
 

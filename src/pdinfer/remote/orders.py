@@ -1,4 +1,4 @@
-"""What a process that `spawn` starts is told, and what it says until it serves. Each is one MessagePack frame.
+"""What the process of a spawned engine is told, and what it says until it serves. Each is one MessagePack frame.
 
     spawn ── Order ──────────────────────────► child        over the pipe, so that a key is in no list of processes
     spawn ◄── Loading … Loading, Loaded or Failed ── child

@@ -7,6 +7,7 @@ the old session is cancelled. In both cases it has `RemoteConfig.return_s` to co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -21,33 +22,33 @@ from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.messages import (
-    Beat,
-    Cancel,
-    ChangeWriters,
+    BeatMessage,
+    CancelMessage,
+    ChangeWritersMessage,
     Close,
     Command,
     Computing,
-    Connect,
     Connected,
+    ConnectMessage,
     Disconnect,
-    Load,
+    LoadMessage,
     PackedRequest,
     Ready,
     Renew,
     Stepped,
-    SubmitDecode,
-    SubmitPrefill,
+    SubmitDecodeMessage,
+    SubmitPrefillMessage,
 )
 from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.types import Event, Granted, PeerAddress, Refused
+from pdinfer.types import Event, Granted, Handoff, HandoffStatus, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old the reported load of a busy engine may get while no event carries a newer one."""
@@ -116,10 +117,11 @@ class _Host(OfOneProcess):
         self.renewal: int | None = 0
         self.has_begun = False
         self.num_seen = 0
+        self.refused: list[Refused] = []
         self.num_steps = 0
         self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
-        self.reported: Load | None = None
+        self.reported: LoadMessage | None = None
         self.reported_at = 0.0
         self.dismissed = False
         self.links: dict[PeerAddress, threading.Thread] = {}
@@ -175,15 +177,15 @@ class _Host(OfOneProcess):
     def deliver(self, command: Command | None) -> None:
         if isinstance(command, Close) or (command is None and not self.may_return):
             self.dismissed = True  # so that `watch` sees it even if the step hangs
-        if not isinstance(command, Beat):
+        if not isinstance(command, BeatMessage):
             self.inbox.put(command)
 
     @property
     def may_return(self) -> bool:
         return self.listener is not None
 
-    def beat(self) -> Beat:
-        return Beat(time.monotonic() - self.stepped_at)
+    def beat(self) -> BeatMessage:
+        return BeatMessage(time.monotonic() - self.stepped_at)
 
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
@@ -226,7 +228,8 @@ class _Host(OfOneProcess):
             if self.engine.closed:
                 _log.info("a served engine stops: it was closed on another of its ranks")
                 return
-            events = self.engine.step()
+            events = [*self.refused, *self.engine.step()]
+            self.refused.clear()
             self.num_steps += 1
             self.stepped_at = time.monotonic()
             busy = self.engine.wait(0.0)
@@ -250,9 +253,10 @@ class _Host(OfOneProcess):
             Ready(
                 engine.address,
                 engine.limits,
-                Load.of(engine),
+                LoadMessage.of(engine),
                 engine.addresses,
                 messages.VERSION,
+                messages.MINOR,
                 session=self.renewal,
                 hung_s=hung_s,
                 key_scheme=engine.key_scheme,
@@ -277,22 +281,44 @@ class _Host(OfOneProcess):
     def act(self, command: Command) -> None:
         """Act on a command that was sent after Ready."""
         engine = self.engine
-        if isinstance(command, Connect):
+        if isinstance(command, ConnectMessage):
             self.about(command.peer, self.connect, command, self.session)
         elif isinstance(command, Disconnect):
             self.about(command.peer, engine.disconnect, command.peer)
-        elif isinstance(command, Cancel):
+        elif isinstance(command, CancelMessage):
             engine.cancel(command.request_id)
-        elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
+        elif isinstance(command, ChangeWritersMessage) and isinstance(engine, DecodeEngine):
             engine.change_writers(command.request_id, writers=command.writers)
-        elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
-            engine.submit(command.request.unpack(), command.grant.unpack())
+        elif isinstance(command, SubmitPrefillMessage) and isinstance(engine, PrefillEngine):
             self.num_seen += 1
-        elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
-            engine.submit(command.request.unpack(), writers=command.writers)
+            self.submit_prefill(engine, command)
+        elif isinstance(command, SubmitDecodeMessage) and isinstance(engine, DecodeEngine):
             self.num_seen += 1
+            self.submit_decode(engine, command)
         else:
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+
+    def submit_prefill(self, engine: PrefillEngine, command: SubmitPrefillMessage) -> None:
+        """Submit a prompt, or end its room when it requires what this engine does not know."""
+        grant = command.grant.unpack()
+        try:
+            request = command.request.unpack()
+        except RequestError as error:
+            us, no = engine.channel.address, HandoffStatus.ABORTED
+            with contextlib.suppress(TransferError):  # decode has ended the room, or is gone
+                engine.channel.accept(grant)
+                engine.channel.finish(grant, Handoff(room=grant.room, writer=us, status=no, error=error))
+        else:
+            engine.submit(request, grant)
+
+    def submit_decode(self, engine: DecodeEngine, command: SubmitDecodeMessage) -> None:
+        """Submit a request, or refuse it when it requires what this engine does not know."""
+        try:
+            request = command.request.unpack()
+        except RequestError as error:
+            self.refused.append(Refused(request_id=command.request.request.request_id or "", error=error))
+        else:
+            engine.submit(request, writers=command.writers)
 
     def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
         """Do work about a peer in a thread of its own, since a peer that does not answer must not delay the steps. Work
@@ -307,7 +333,7 @@ class _Host(OfOneProcess):
 
         self.links[peer] = _start(work_in_turn)
 
-    def connect(self, command: Connect, session: Session[Command]) -> None:
+    def connect(self, command: ConnectMessage, session: Session[Command]) -> None:
         """Connect to a peer, and answer in any case."""
         error: PDInferError | None = None
         try:
@@ -345,7 +371,7 @@ def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
 
 
 def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, Load.of(engine))
+    report = Stepped(num_seen, LoadMessage.of(engine))
     for event in events:
         if isinstance(event, Granted):
             report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))

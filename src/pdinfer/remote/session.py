@@ -23,7 +23,7 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Beat, Command, Report
+from pdinfer.remote.messages import BeatMessage, Command, Report
 
 BEAT_S = 0.4
 MAX_UNSENT_BYTES = 256 << 20
@@ -65,7 +65,7 @@ class Session(OfOneProcess, Generic[M]):
         connection: MessageStream,
         decode: Callable[[bytes], M],
         deliver: Callable[[M | None], None],
-        beat: Callable[[], Beat] = Beat,
+        beat: Callable[[], BeatMessage] = BeatMessage,
         *,
         silent_s: float | None = None,
         return_s: float = 0.0,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Self
 
 import attrs
 import msgspec
@@ -34,7 +34,7 @@ from pdinfer.kv.transports.shm.transport import same_host_transport
 from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
-from pdinfer.remote.client import READY_S, DecodeClient, PrefillClient
+from pdinfer.remote.client import READY_S, DecodeClient, EngineClient, PrefillClient
 from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said, plain
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
@@ -49,8 +49,8 @@ STDERR = 2
 _log = logging.getLogger("pdinfer")
 
 
-class SpawnedPrefill(PrefillClient):
-    """A prefill engine that `spawn` started. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
+class _Spawned(EngineClient):
+    """A port to an engine that was spawned. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
         self.process = process
@@ -61,140 +61,79 @@ class SpawnedPrefill(PrefillClient):
         super().close()
         _end(self.process, self._config.exit_s + GRACE_S)
 
+    @classmethod
+    def _spawn(
+        cls,
+        checkpoint: AnyPath,
+        *,
+        cache: CacheConfig | None = None,
+        engine: EngineConfig | None = None,
+        transport: Callable[[], Transport] = same_host_transport,
+        device: Device = "cpu",
+        dtype: DType | None = None,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        trusted_roots: Sequence[AnyPath] = (),
+        key: bytes | None = None,
+        warm_up: bool = False,
+        progress: Progress = True,
+        timeout_s: float = READY_S,
+        config: RemoteConfig | None = None,
+    ) -> Self:
+        """Start a process with an engine of one rank, wait until it is ready, and return the port.
 
-class SpawnedDecode(DecodeClient):
-    """A decode engine that `spawn` started. In all else like `SpawnedPrefill`."""
+        The process loads `checkpoint` with `device`, `dtype` and `trusted_roots`, and makes a pool of `cache`, a
+        channel with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class
+        or function of a module, or a `functools.partial` of one with plain arguments, and so is each of
+        `logits_processors`. With `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called
+        here while the model is loaded; True draws a line on stderr, and one of the warm-up. `timeout_s` is how long the
+        process may say nothing before it is ready. `config` is for both ends of the connection. Any thread may call it.
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
-        self.process = process
-        super().__init__(connection, config=config)
+        The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this
+        over a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends with the port or with this process.
 
-    def close(self) -> None:
-        """Make the process close the engine and end, without waiting for that. One that does not is killed."""
-        super().close()
-        _end(self.process, self._config.exit_s + GRACE_S)
-
-
-@overload
-def spawn(
-    role: Literal["prefill"],
-    checkpoint: AnyPath,
-    *,
-    cache: CacheConfig | None = None,
-    engine: EngineConfig | None = None,
-    transport: Callable[[], Transport] = same_host_transport,
-    device: Device = "cpu",
-    dtype: DType | None = None,
-    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-    trusted_roots: Sequence[AnyPath] = (),
-    key: bytes | None = None,
-    warm_up: bool = False,
-    progress: Progress = True,
-    timeout_s: float = READY_S,
-    config: RemoteConfig | None = None,
-) -> SpawnedPrefill: ...
-@overload
-def spawn(
-    role: Literal["decode"],
-    checkpoint: AnyPath,
-    *,
-    cache: CacheConfig | None = None,
-    engine: EngineConfig | None = None,
-    transport: Callable[[], Transport] = same_host_transport,
-    device: Device = "cpu",
-    dtype: DType | None = None,
-    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-    trusted_roots: Sequence[AnyPath] = (),
-    key: bytes | None = None,
-    warm_up: bool = False,
-    progress: Progress = True,
-    timeout_s: float = READY_S,
-    config: RemoteConfig | None = None,
-) -> SpawnedDecode: ...
-@overload
-def spawn(
-    role: str,
-    checkpoint: AnyPath,
-    *,
-    cache: CacheConfig | None = None,
-    engine: EngineConfig | None = None,
-    transport: Callable[[], Transport] = same_host_transport,
-    device: Device = "cpu",
-    dtype: DType | None = None,
-    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-    trusted_roots: Sequence[AnyPath] = (),
-    key: bytes | None = None,
-    warm_up: bool = False,
-    progress: Progress = True,
-    timeout_s: float = READY_S,
-    config: RemoteConfig | None = None,
-) -> SpawnedPrefill | SpawnedDecode: ...
-def spawn(
-    role: str,
-    checkpoint: AnyPath,
-    *,
-    cache: CacheConfig | None = None,
-    engine: EngineConfig | None = None,
-    transport: Callable[[], Transport] = same_host_transport,
-    device: Device = "cpu",
-    dtype: DType | None = None,
-    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-    trusted_roots: Sequence[AnyPath] = (),
-    key: bytes | None = None,
-    warm_up: bool = False,
-    progress: Progress = True,
-    timeout_s: float = READY_S,
-    config: RemoteConfig | None = None,
-) -> SpawnedPrefill | SpawnedDecode:
-    """Start a process with a "prefill" or "decode" engine of one rank, wait until it is ready, and return the port.
-
-    The process loads `checkpoint` with `device`, `dtype` and `trusted_roots`, and makes a pool of `cache`, a channel
-    with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class or function
-    of a module, or a `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With
-    `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is
-    loaded; True draws a line on stderr, and one of the warm-up. `timeout_s` is how long the process may say nothing
-    before it is ready. `config` holds for both ends of the connection. Several threads may call this at once.
-
-    The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this over
-    a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed or this process has ended.
-
-    Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
-    TransferError, with the last that the process wrote, when it cannot start, ends or falls silent before it is ready.
-    """
-    config = config or RemoteConfig()
-    order = Order(
-        role=_role(role),
-        checkpoint=_path("checkpoint", checkpoint),
-        device=str(device),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        cache=_fields("cache", cache, CacheConfig),
-        engine=_fields("engine", engine, EngineConfig),
-        remote=_fields("config", config, RemoteConfig),
-        transport=Named.of("transport", transport),
-        logits_processors={
-            name: Named.of(f"logits processor {name!r}", made_by) for name, made_by in (logits_processors or {}).items()
-        },
-        trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
-        key=key,
-        warm_up=warm_up,
-        log_level=_log.getEffectiveLevel(),
-    )
-    warming_up = telling(progress is True, f"warming up {role}", "steps")
-    with telling(progress, f"loading {role}", "bytes") as loads, warming_up as warms:
-        child = _started(role)
-        try:
-            child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
-            port = SpawnedPrefill if role == "prefill" else SpawnedDecode
-            return port(child.process, child.connection, config)
-        except BaseException:
-            child.kill()
-            raise
+        Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
+        TransferError, with the last that it wrote, when it cannot start, ends or falls silent before it is ready.
+        """
+        config = config or RemoteConfig()
+        order = Order(
+            role=cls.role,
+            checkpoint=_path("checkpoint", checkpoint),
+            device=str(device),
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            cache=_fields("cache", cache, CacheConfig),
+            engine=_fields("engine", engine, EngineConfig),
+            remote=_fields("config", config, RemoteConfig),
+            transport=Named.of("transport", transport),
+            logits_processors={
+                name: Named.of(f"logits processor {name!r}", made_by)
+                for name, made_by in (logits_processors or {}).items()
+            },
+            trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
+            key=key,
+            warm_up=warm_up,
+            log_level=_log.getEffectiveLevel(),
+        )
+        warming_up = telling(progress is True, f"warming up {cls.role}", "steps")
+        with telling(progress, f"loading {cls.role}", "bytes") as loads, warming_up as warms:
+            child = _started(cls.role)
+            try:
+                child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
+                return cls(child.process, child.connection, config)
+            except BaseException:
+                child.kill()
+                raise
 
 
-def _role(role: str) -> str:
-    if role not in ("prefill", "decode"):
-        raise ConfigError(f'role must be "prefill" or "decode", got {clip(role)}')
-    return role
+class SpawnedPrefill(_Spawned, PrefillClient):
+    """A prefill engine that `spawn_prefill` started."""
+
+
+class SpawnedDecode(_Spawned, DecodeClient):
+    """A decode engine that `spawn_decode` started."""
+
+
+spawn_prefill = SpawnedPrefill._spawn  # noqa: SLF001 - one function, under a name for each role
+spawn_decode = SpawnedDecode._spawn  # noqa: SLF001
 
 
 def _path(what: str, folder: AnyPath) -> str:

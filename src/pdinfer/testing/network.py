@@ -18,7 +18,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, Transport, check_frame, total_bytes
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Parcel, ParcelKind
 from pdinfer.testing.simulation import Simulation
@@ -127,7 +127,7 @@ class SimChannel(KVChannel):
         self._changed.wait_for = lambda predicate, timeout=None: predicate()  # type: ignore[method-assign]
 
 
-class SimTransport:
+class SimTransport(Transport):
     """A Transport inside a `SimNetwork`. It calls `tick` about every TICK_S of virtual time. `connect` with a timeout
     and the handshake that follows it take no time at all, and fail at once when the peer cannot answer."""
 

@@ -94,8 +94,8 @@ def json_schema(
 def schema_processors(
     checkpoint: AnyPath, *, library: str = "auto", trusted_roots: Sequence[AnyPath] = ()
 ) -> dict[str, Callable[[str], LogitsProcessor]]:
-    """Return what engines take as `logits_processors` to know `json_schema` by its name, also those that `spawn`
-    starts. `trusted_roots` is as for `Tokenizer.load`. Where there is no library for it nothing is returned, and the
+    """Return what engines take as `logits_processors` to know `json_schema` by its name, spawned ones too.
+    `trusted_roots` is as for `Tokenizer.load`. Where there is no library for it nothing is returned, and the
     log says why."""
     try:
         found = schema_library(library)

@@ -56,7 +56,7 @@ def test_layers_leave_for_every_worker_as_they_are_computed(pair: Pairs, monkeyp
 
 def withhold(decode: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the second worker's grants never leave."""
-    monkeypatch.setattr(decode.workers[1]._worker.channel, "offer", lambda grant: None)
+    monkeypatch.setattr(decode.workers[1]._worker.channel.receiver, "offer", lambda grant: None)
 
 
 def test_a_prefill_waits_for_the_grants_of_all_workers(pair: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -44,7 +45,7 @@ def test_a_request_chooses_among_the_prefills_that_its_decode_may_dial(
         dialled.append(endpoint)
         raise TransferError("nobody is there")
 
-    decode.channel.dial = dial
+    decode.channel.links.dial = dial
     request = decode.add("d", tuple(range(40)), {"do_remote_prefill": True, "room": "ab" * 16, "prefill": prefill})
     run([decode], lambda: request.is_over)
     assert dialled == [prefill] * dials
@@ -68,7 +69,8 @@ def test_so_many_addresses_are_dialled_at_a_time() -> None:
             raise TransferError(f"{endpoint} does not answer")
 
     woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-    doors = Doors(Slow(), lambda: woken.put(None), clock=lambda: 0.0)  # type: ignore[arg-type]
+    channel: Any = SimpleNamespace(links=Slow())
+    doors = Doors(channel, lambda: woken.put(None), clock=lambda: 0.0)
     addresses = [f"tcp://127.0.0.1:{port}" for port in range(1, MAX_DIALS + 3)]
     assert {doors.at(address) for address in (*addresses, *addresses)} == {None}
     answered.set()

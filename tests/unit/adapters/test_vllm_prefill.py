@@ -46,7 +46,7 @@ def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monke
     """The prompt is computed and over when the grant comes: its blocks and its first token are held."""
     channel, engine = cross.engine.channel, cross.vllm.engine
     cross.vllm.wait_at_most(hold_s=0.0, lease_s=30.0)
-    real = channel.offer
+    real = channel.receiver.offer
 
     def later(grant: pd.PageGrant) -> None:
         def offer() -> None:
@@ -56,7 +56,7 @@ def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monke
 
         threading.Thread(target=offer, daemon=True).start()
 
-    monkeypatch.setattr(channel, "offer", later)
+    monkeypatch.setattr(channel.receiver, "offer", later)
     (events,) = cross.serve([prompt_of(40)])
     assert [event.token for event in events] == cross.vllm.network.alone(prompt_of(40))
     assert events[-1].usage is not None

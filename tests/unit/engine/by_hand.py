@@ -12,7 +12,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_arriving
 from pdinfer.testing import VirtualClock
 from tests.unit.kv.channel.channels import pool_of
 
@@ -80,13 +80,13 @@ class HandNet:
         while self.clock() < stop - 1e-9:
             self.clock.advance(min(every_s, stop - self.clock()))
             for end in ends:
-                while side := next((side for side in self.waiting() if side.owner.receiver is end), None):
+                while side := next((side for side in self.waiting() if side.owner.receiver is end.arrivals), None):
                     side.deliver()
-                end.tick()
+                end.arrivals.tick()
 
     def side(self, end: KVChannel) -> Side:
         """The only open link of an end."""
-        (side,) = [side for side in self.sides if side.open and side.owner.receiver is end]
+        (side,) = [side for side in self.sides if side.open and side.owner.receiver is end.arrivals]
         return side
 
     def cut(self, side: Side) -> None:
@@ -96,7 +96,7 @@ class HandNet:
             end.shut(error)
 
 
-class HandTransport:
+class HandTransport(Transport):
     """A Transport of a HandNet."""
 
     name = "hand"

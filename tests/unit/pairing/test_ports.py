@@ -74,6 +74,28 @@ def ports_of(fakes: dict[PeerAddress, FakePort]) -> Ports:
     return ports
 
 
+@attrs.define(eq=False)
+class LinkedFake(FakePort):
+    """A port that tells of its links alone."""
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        return tuple(PeerStats(address=at, connected=on) for at, on in self.links.items())
+
+
+def test_a_look_asks_a_port_for_its_links_alone() -> None:
+    fakes: dict[PeerAddress, FakePort] = {
+        PREFILLS[0]: LinkedFake(PREFILLS[0], {DECODES[0]: True}),
+        DECODES[0]: LinkedFake(DECODES[0], {PREFILLS[0]: True}),
+    }
+    ports = ports_of(fakes)
+    assert ports.linked(PREFILLS[0], DECODES[0])
+    fakes[DECODES[0]].links[PREFILLS[0]] = False
+    ports.look()
+    assert not ports.linked(PREFILLS[0], DECODES[0])
+    assert [*ports.links()] == []
+    assert [port.num_loads for port in fakes.values()] == [0, 0]
+
+
 def linked_fakes() -> dict[PeerAddress, FakePort]:
     """Return three ports of each side, all connected."""
     prefills = {address: FakePort(address, dict.fromkeys(DECODES, True)) for address in PREFILLS}

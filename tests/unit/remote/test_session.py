@@ -17,11 +17,11 @@ import pytest
 import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages, session
-from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
+from pdinfer.remote.messages import BeatMessage, CancelMessage, Close, Command, Report
 from pdinfer.remote.session import Session
 from tests.forks import FAR_S
 
-BEAT = messages.encode(Beat())
+BEAT = messages.encode(BeatMessage())
 
 
 class Sleep(threading.Event):
@@ -134,7 +134,7 @@ class OneEnd:
 
     def hear(self) -> Command:
         """Return the next message other than a beat."""
-        while isinstance(message := messages.decode_command(self.ours.recv_bytes()), Beat):
+        while isinstance(message := messages.decode_command(self.ours.recv_bytes()), BeatMessage):
             pass
         return message
 
@@ -177,18 +177,18 @@ def check_ends(connection: Connection) -> None:
 
 def test_messages_arrive_in_order_and_beats_between_them(end: OneEnd, passing: Passing) -> None:
     for number in range(100):
-        end.session.post(Cancel(str(number)))
-    assert [end.hear() for _ in range(100)] == [Cancel(str(number)) for number in range(100)]
+        end.session.post(CancelMessage(str(number)))
+    assert [end.hear() for _ in range(100)] == [CancelMessage(str(number)) for number in range(100)]
     for _ in range(3):
         passing.go_on(session.BEAT_S + SESSIONS.look_s)
         assert end.ours.poll(FAR_S)
-        assert isinstance(messages.decode_command(end.ours.recv_bytes()), Beat)
+        assert isinstance(messages.decode_command(end.ours.recv_bytes()), BeatMessage)
 
 
 def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end: OneEnd, passing: Passing) -> None:
     end.beat()
     check_lost_within_three_seconds(end, passing)
-    assert end.delivered == [Beat(), None]
+    assert end.delivered == [BeatMessage(), None]
     assert end.session.loss == "was silent for 2.4 s"
     check_ends(end.ours)  # it finds itself given up when it wakes
 
@@ -227,7 +227,7 @@ def test_what_died_is_lost_at_once_and_its_last_words_are_heard(end: OneEnd, wor
             pipe.write((100).to_bytes(4, "big") + bytes(50))
     end.ours.close()
     assert end.lost.wait(FAR_S)
-    assert end.delivered == ([Beat(), None] if word == "message" else [None])
+    assert end.delivered == ([BeatMessage(), None] if word == "message" else [None])
     assert end.session.loss == "is gone"
 
 
@@ -237,9 +237,9 @@ def test_last_words_are_heard_though_sending_finds_out_first(end: OneEnd, monkey
     for _ in range(20):
         end.ours.send_bytes(BEAT)
     end.ours.close()
-    end.session.post(Cancel("nobody reads this"))
+    end.session.post(CancelMessage("nobody reads this"))
     assert end.lost.wait(FAR_S)
-    assert end.delivered == [Beat()] * 20 + [None]
+    assert end.delivered == [BeatMessage()] * 20 + [None]
 
 
 def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(end: OneEnd, passing: Passing) -> None:
@@ -248,7 +248,7 @@ def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(
     with open(end.ours.fileno(), "wb", closefd=False) as pipe:
         pipe.write((100).to_bytes(4, "big") + bytes(50))
     for _ in range(64):
-        end.session.post(Cancel("x" * (1 << 16)))
+        end.session.post(CancelMessage("x" * (1 << 16)))
     check_lost_within_three_seconds(end, passing)
 
 
@@ -257,7 +257,7 @@ def test_posting_to_an_end_that_does_not_read_never_waits(end: OneEnd) -> None:
 
     def post() -> None:
         for _ in range(200):
-            end.session.post(Cancel("x" * (1 << 16)))
+            end.session.post(CancelMessage("x" * (1 << 16)))
 
     check_returns(post)
     assert not end.lost.is_set()
@@ -266,10 +266,10 @@ def test_posting_to_an_end_that_does_not_read_never_waits(end: OneEnd) -> None:
 def test_more_than_the_bound_waiting_means_lost(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_UNSENT_BYTES", 4 << 20)
     for _ in range(60):
-        end.session.post(Cancel("x" * (1 << 16)))
+        end.session.post(CancelMessage("x" * (1 << 16)))
     assert not end.lost.is_set()
     for _ in range(10):
-        end.session.post(Cancel("x" * (1 << 16)))
+        end.session.post(CancelMessage("x" * (1 << 16)))
     assert end.lost.is_set()
     assert end.delivered == [None]
     assert "does not read" in str(end.session.loss)
@@ -283,7 +283,7 @@ def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd, monkeypatch: 
     assert end.hear() == Close()
     with pytest.raises(EOFError):
         end.ours.recv_bytes()
-    end.session.post(Cancel("late"))
+    end.session.post(CancelMessage("late"))
     assert end.delivered == [None]  # for a thread that waits for an answer
 
 
@@ -294,7 +294,7 @@ def test_closing_does_not_wait_for_the_other_end(end: OneEnd, stuck: str) -> Non
             pipe.write((100).to_bytes(4, "big") + bytes(50))
     if stuck in ("sending", "both"):
         for _ in range(64):
-            end.session.post(Cancel("x" * (1 << 16)))
+            end.session.post(CancelMessage("x" * (1 << 16)))
         time.sleep(0.1)
     closers = [threading.Thread(target=end.session.close, args=(Close(),), daemon=True) for _ in range(2)]
     for closer in closers:
@@ -307,8 +307,8 @@ def test_closing_does_not_wait_for_the_other_end(end: OneEnd, stuck: str) -> Non
 
 def test_the_beat_tells_what_it_is_asked_to() -> None:
     ours, theirs = Pipe()
-    made = Session(theirs, messages.decode_report, lambda _: None, lambda: Beat(1.5))
-    assert messages.decode_report(ours.recv_bytes()) == Beat(1.5)
+    made = Session(theirs, messages.decode_report, lambda _: None, lambda: BeatMessage(1.5))
+    assert messages.decode_report(ours.recv_bytes()) == BeatMessage(1.5)
     made.close()
 
 
@@ -316,9 +316,9 @@ def test_what_has_left_does_not_count_as_waiting(end: OneEnd, monkeypatch: pytes
     """Otherwise every connection would end after that many bytes, however fast they are read."""
     monkeypatch.setattr(session, "MAX_UNSENT_BYTES", 1 << 20)
     for number in range(64):
-        end.session.post(Cancel(str(number).ljust(256)))
-        end.session.post(Cancel("x" * (1 << 16)))
-        assert end.hear() == Cancel(str(number).ljust(256))
+        end.session.post(CancelMessage(str(number).ljust(256)))
+        end.session.post(CancelMessage("x" * (1 << 16)))
+        assert end.hear() == CancelMessage(str(number).ljust(256))
         end.ours.recv_bytes()
     assert not end.lost.is_set()
     assert end.session.loss is None
@@ -344,24 +344,18 @@ def test_what_is_told_has_left_when_the_call_returns(end: OneEnd, monkeypatch: p
     line = Slow(end.session.connection)  # type: ignore[arg-type]
     end.session.connection = line
     monkeypatch.setattr(session, "TOLD_S", FAR_S)
-    telling = threading.Thread(target=end.session.tell, args=(Cancel("a"),), daemon=True)
+    telling = threading.Thread(target=end.session.tell, args=(CancelMessage("a"),), daemon=True)
     telling.start()
     telling.join(0.1)
     assert telling.is_alive()
     line.may_leave.release(9)
     telling.join(FAR_S)
     assert not telling.is_alive()
-    assert end.hear() == Cancel("a")
+    assert end.hear() == CancelMessage("a")
     monkeypatch.setattr(session, "TOLD_S", 0.0)
     line.may_leave = threading.Semaphore(0)
-    check_returns(lambda: end.session.tell(Cancel("b")))
+    check_returns(lambda: end.session.tell(CancelMessage("b")))
     line.may_leave.release(9)
-
-
-def test_a_request_that_must_run_alone_is_told_to_other_processes() -> None:
-    for alone in (False, True):
-        told = messages.PackedRequest.of(pd.Request(prompt=(1,), alone=alone))
-        assert told.unpack() == pd.Request(prompt=(1,), alone=alone)
 
 
 def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) -> None:
@@ -374,10 +368,10 @@ def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) 
     sender = Session(line, messages.decode_report, lambda message: None)
     receiver = Session(theirs, messages.decode_command, heard.append)
     line.may_leave.release()
-    until(lambda: heard == [Beat()])
-    sender.post(messages.SubmitDecode(packed, ()))
-    sender.post(Cancel("end"))
-    while Cancel("end") not in heard:
+    until(lambda: heard == [BeatMessage()])
+    sender.post(messages.SubmitDecodeMessage(packed, ()))
+    sender.post(CancelMessage("end"))
+    while CancelMessage("end") not in heard:
         num_heard = sender._num_heard, receiver._num_heard
         line.may_leave.release()
         until(lambda num_heard=num_heard: receiver._num_heard > num_heard[1])  # type: ignore[misc]
@@ -385,7 +379,10 @@ def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) 
         until(lambda num_heard=num_heard: sender._num_heard > num_heard[0])  # type: ignore[misc] # a beat
         assert receiver.loss is sender.loss is None
     assert passing.now_s > 2 * SESSIONS.silent_s
-    assert [type(message) for message in heard if not isinstance(message, Beat)] == [messages.SubmitDecode, Cancel]
+    assert [type(message) for message in heard if not isinstance(message, BeatMessage)] == [
+        messages.SubmitDecodeMessage,
+        CancelMessage,
+    ]
     line.may_leave.release(1 << 20)
     sender.close()
     receiver.close()

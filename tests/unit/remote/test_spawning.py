@@ -57,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
 def spawn(monkeypatch: pytest.MonkeyPatch, program: str, **more: Any) -> Any:
     monkeypatch.setattr(spawning, "CODE", CHILD + program)
-    return pd.remote.spawn("prefill", "a/folder", **more)
+    return pd.remote.spawn_prefill("a/folder", **more)
 
 
 def descriptors() -> set[str]:
@@ -192,18 +192,16 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
     ]
     for more, message in refused:
         with pytest.raises(pd.ConfigError, match=message):
-            pd.remote.spawn("decode", "a/folder", **more)
-    with pytest.raises(pd.ConfigError, match='role must be "prefill" or "decode", got \'both\''):
-        pd.remote.spawn("both", "a/folder")
+            pd.remote.spawn_decode("a/folder", **more)
     with pytest.raises(pd.ConfigError, match="checkpoint must be the path"):
-        pd.remote.spawn("decode", None)  # type: ignore[call-overload]
+        pd.remote.spawn_decode(None)  # type: ignore[arg-type]
     monkeypatch.setattr(_in_a_test, "__module__", "__main__")
     with pytest.raises(pd.ConfigError, match="not in a script"):
-        pd.remote.spawn("decode", "a/folder", transport=_in_a_test)
+        pd.remote.spawn_decode("a/folder", transport=_in_a_test)
     assert not started
 
 
-def test_a_role_is_a_text_and_progress_is_drawn_unless_it_is_not_wanted(
+def test_progress_is_drawn_unless_it_is_not_wanted(
     monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
     lines = "loading prefill: 100 % of 7.0 MB\nwarming up prefill: 100 % of 2 steps\n"

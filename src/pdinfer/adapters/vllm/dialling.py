@@ -66,7 +66,7 @@ class Doors:
 
     def _dial(self, endpoint: str, door: Door) -> None:
         try:
-            door.peer, door.error = self._channel.dial(endpoint, timeout_s=DIAL_S), None
+            door.peer, door.error = self._channel.links.dial(endpoint, timeout_s=DIAL_S), None
         except PDInferError as error:
             door.peer, door.error = None, error
         except Exception as error:  # noqa: BLE001 - a thread that died would leave its requests waiting

@@ -105,7 +105,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         engine = self._engine_at(peer)
         if timeout_s <= 0:
             engine.connect(self.address, timeout_s=timeout_s)
-        elif peer_key(engine.channel.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
+        elif peer_key(engine.channel.links.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
             raise TransferError(f"{self._reached.kv} answers as another engine: its vLLM was restarted")
 
     @typed
@@ -200,11 +200,11 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         """Link every engine to vLLM, and return who it is. One that was restarted is probed."""
         reached = self._reached
         first, *others = reached.engines
-        peer = first.channel.dial(reached.kv, timeout_s=LINK_S)
+        peer = first.channel.links.dial(reached.kv, timeout_s=LINK_S)
         try:
             probed = peer if peer_key(peer) == peer_key(self.address) else reached.check()
             for other in others:
-                other.channel.dial(reached.kv, timeout_s=LINK_S)
+                other.channel.links.dial(reached.kv, timeout_s=LINK_S)
             if peer_key(probed) != peer_key(peer):
                 raise TransferError(f"the vLLM at {reached.kv} was restarted again")
         except PDInferError:

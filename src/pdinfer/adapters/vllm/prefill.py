@@ -49,7 +49,7 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
         sends = {"do_remote_decode": True, "room": grant.room.hex(), "first_token": True}
         try:
             body = body_of(request, sends)
-            channel.offer(attrs.evolve(grant, request_id=proof_of(request.tokens)))
+            channel.receiver.offer(attrs.evolve(grant, request_id=proof_of(request.tokens)))
         except PDInferError as error:
             channel.abort(grant, error)
             return
@@ -73,7 +73,7 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
             if grant is not None and answer.error is not None:
                 self._channel_of(grant).abort(grant, answer.error)
         for room, (_, grant) in self._open.items():
-            if not self._channel_of(grant).awaits(room):
+            if not self._channel_of(grant).receiver.awaits(room):
                 self._prompts.drop(room)
         self._check_links()
         return []

@@ -106,7 +106,7 @@ class Probe:
         pages = ProbePages(self.layout, self.model.allocate_pages(self.layout, self.expected.num_pages))
         with_key = KVChannel(pages, _transport(kv), key=key)
         try:
-            peer = with_key.dial(kv)
+            peer = with_key.links.dial(kv)
             self._fetch(with_key, peer, complete)
         finally:
             with_key.close()
@@ -155,7 +155,7 @@ class Probe:
             layout_id=self.layout.layout_id,
         )
         channel.expect(grant)
-        channel.offer(grant)
+        channel.receiver.offer(grant)
         greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
         sends = {"do_remote_decode": True, "room": room.hex()}
         complete(body_of(Request(prompt=self.prompt, sampling=greedy), sends))

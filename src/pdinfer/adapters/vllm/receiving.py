@@ -130,7 +130,7 @@ class Receiving:
         )
         self._channel.expect(entry.grant)
         try:
-            self._channel.offer(entry.grant)
+            self._channel.receiver.offer(entry.grant)
         except PDInferError as error:
             self._give_up(entry, "refused", str(error))
 

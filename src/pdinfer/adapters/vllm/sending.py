@@ -247,7 +247,7 @@ class Sending:
             if (waiting := self._grants.pop(each, None)) is not None:
                 self._turn_away(waiting[0], why)
             else:
-                self._channel.decline(bytes.fromhex(each))
+                self._channel.sender.decline(bytes.fromhex(each))
 
     def _turn_away(self, grant: PageGrant, why: str) -> None:
         try:

@@ -68,17 +68,17 @@ class Follower:
         if agreement is None:
             return
         with self._lockstep.together():
-            work: say.Prefill | say.Decode | None = None
+            work: say.PrefillMessage | say.DecodeMessage | None = None
             for _, order in agreement.heard:
                 match order:
-                    case say.Prefill() | say.Decode():
+                    case say.PrefillMessage() | say.DecodeMessage():
                         work = order
                     case _:
                         self._obey(order)
             match work:
-                case say.Prefill():
+                case say.PrefillMessage():
                     self._prefill(work)
-                case say.Decode():
+                case say.DecodeMessage():
                     self._decode(work, agreement.num_passes)
                 case None if agreement.runs:
                     self._run_empty(self._runner, agreement)
@@ -95,7 +95,7 @@ class Follower:
             tell(say.Stopped(room, error))
         for room in [room for room, sent in self._sending.items() if sent.done]:
             del self._sending[room]
-            tell(say.Sent(room))
+            tell(say.SentMessage(room))
         if (now := self._lockstep.clock()) >= self._looked_at + LOOK_S:
             self._looked_at = now
             linked = [peer.address for peer in self._channel.stats.peers if peer.connected]
@@ -107,16 +107,16 @@ class Follower:
 
     def _obey(self, order: say.Message) -> None:
         match order:
-            case say.Connect(peer):
+            case say.DialMessage(peer):
                 self._channel.connect(peer, timeout_s=0.0)
             case say.Expect(grant):
                 self._expect(grant.unpack())
-            case say.Abort(room, error):
+            case say.AbortMessage(room, error):
                 if room in self._grants:  # otherwise it has settled meanwhile
                     self._channel.abort(self._grants[room], error)
             case say.Accept(grant):
                 self._accept(grant.unpack())
-            case say.Finish(room, cause):
+            case say.FinishMessage(room, cause):
                 self._finish(self._grants.pop(room), cause)
             case say.KeepDraft(number, states):
                 self._drafts[number] = self._runner.draft(states)
@@ -147,7 +147,7 @@ class Follower:
 
     # -- the model --------------------------------------------------------------------------------------------------
 
-    def _prefill(self, order: say.Prefill) -> None:
+    def _prefill(self, order: say.PrefillMessage) -> None:
         rows = [row.unpack() for row in order.rows]
         pushes = [
             (self._grants[room], share, row.pages)
@@ -159,7 +159,7 @@ class Follower:
             for grant, share, pages in pushes:
                 self._channel.push(grant, layers=range(layer, layer + 1), tokens=share, pages=pages, ready=ready)
 
-    def _decode(self, order: say.Decode, num_passes: int) -> None:
+    def _decode(self, order: say.DecodeMessage, num_passes: int) -> None:
         rows = [row.unpack() for row in order.rows]
         if not self._runner.drafts:
             self._runner.forward(rows)

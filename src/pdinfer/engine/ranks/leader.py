@@ -72,7 +72,7 @@ class RankRunner:
         """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
         if self._has_followers:
             packed = [say.PackedRow.of(row) for row in rows]
-            self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
+            self._lockstep.tell(say.PrefillMessage(packed, [grant.room for grant in grants], list(tokens)))
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         self._agree(num_rows=len(rows))
@@ -107,7 +107,7 @@ class RankRunner:
 
     def _decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         if self._has_followers:
-            order = say.Decode([say.PackedRow.of(row) for row in rows])
+            order = say.DecodeMessage([say.PackedRow.of(row) for row in rows])
             if self._runner.drafts:
                 order.drafts = [self._numbers.get(draft) for draft in drafts]
                 order.counts = [draft.num_tokens for draft in drafts]
@@ -165,7 +165,7 @@ class RankChannel:
                 self._settled.setdefault(room, []).append(error)
             case say.Stopped(room, cause):
                 self._stops.append((room, TransferError(str(cause))))
-            case say.Sent(room):
+            case say.SentMessage(room):
                 sent = self._sent[room]
                 sent.waits_for -= 1
                 if not sent.waits_for:
@@ -181,7 +181,7 @@ class RankChannel:
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Connect as a KVChannel does. Followers go on dialling until they are connected, which `connected` tells."""
         self._channel.connect(peer, timeout_s=timeout_s)
-        self._lockstep.tell(say.Connect(peer))
+        self._lockstep.tell(say.DialMessage(peer))
 
     def connected(self, peer: PeerAddress) -> bool:
         key = peer_key(peer)
@@ -213,7 +213,7 @@ class RankChannel:
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         self._channel.abort(grant, error)
-        self._lockstep.tell(say.Abort(grant.room, error))
+        self._lockstep.tell(say.AbortMessage(grant.room, error))
 
     def poll(self) -> list[Handoff]:
         """Return the hand-offs of rooms that are settled on every rank. A room is ABORTED if it is so on one rank."""
@@ -251,7 +251,7 @@ class RankChannel:
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> _Sent:
         sent = self._sent[grant.room] = _Sent(self._channel.finish(grant, handoff), self._num_followers)
-        self._lockstep.tell(say.Finish(grant.room, handoff.error))
+        self._lockstep.tell(say.FinishMessage(grant.room, handoff.error))
         return sent
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:

@@ -21,7 +21,7 @@ VERSION = 2
 """The version of these messages. All ranks of an engine must have the same, which is checked when it is made."""
 
 
-class Connect(msgspec.Struct, tag="connect"):
+class DialMessage(msgspec.Struct, tag="connect"):
     """Order: dial this peer until it answers."""
 
     peer: PeerAddress
@@ -33,7 +33,7 @@ class Expect(msgspec.Struct, tag="expect"):
     grant: wire.PackedGrant
 
 
-class Abort(msgspec.Struct, tag="abort"):
+class AbortMessage(msgspec.Struct, tag="abort"):
     """Order (decode): ask the writers of the room to stop."""
 
     room: Room
@@ -46,7 +46,7 @@ class Accept(msgspec.Struct, tag="accept"):
     grant: wire.PackedGrant
 
 
-class Finish(msgspec.Struct, tag="finish"):
+class FinishMessage(msgspec.Struct, tag="finish"):
     """Order (prefill): hand the room off, LANDED unless there is an `error`."""
 
     room: Room
@@ -73,7 +73,7 @@ class PackedRow(msgspec.Struct):
         return Row(wire.unpack_ints(self.tokens), self.start, wire.unpack_ints(self.pages), self.next_token)
 
 
-class Prefill(msgspec.Struct, tag="prefill"):
+class PrefillMessage(msgspec.Struct, tag="prefill"):
     """Order: run these rows, and after every layer push `tokens` of each into its room."""
 
     rows: Annotated[list[PackedRow], MANY]
@@ -85,7 +85,7 @@ class Prefill(msgspec.Struct, tag="prefill"):
             raise ValueError(f"{len(self.rows)} rows, {len(self.rooms)} rooms and {len(self.tokens)} ranges of tokens")
 
 
-class Decode(msgspec.Struct, tag="decode"):
+class DecodeMessage(msgspec.Struct, tag="decode"):
     """Order: run these rows. Where tokens are drafted, each row also has the number of its draft (None if it has none),
     how many tokens may be drafted, and the newest tokens of its output."""
 
@@ -137,7 +137,7 @@ class Stopped(msgspec.Struct, tag="stopped"):
     error: PDInferError
 
 
-class Sent(msgspec.Struct, tag="sent"):
+class SentMessage(msgspec.Struct, tag="sent"):
     """Report (prefill): nothing here reads the pages of a finished room any more."""
 
     room: Room
@@ -149,8 +149,18 @@ class Linked(msgspec.Struct, tag="linked"):
     peers: Annotated[list[PeerAddress], MANY]
 
 
-Order = Connect | Expect | Abort | Accept | Finish | Prefill | Decode | KeepDraft | DropDraft
-Report = Expecting | Settled | Stopped | Sent | Linked
+Order = (
+    DialMessage
+    | Expect
+    | AbortMessage
+    | Accept
+    | FinishMessage
+    | PrefillMessage
+    | DecodeMessage
+    | KeepDraft
+    | DropDraft
+)
+Report = Expecting | Settled | Stopped | SentMessage | Linked
 Message = Order | Report
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)

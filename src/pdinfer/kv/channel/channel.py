@@ -1,8 +1,9 @@
 """One end of a KV channel: grants and hand-offs above, a transport below, and between them three roles.
 
-    engine ──► KVChannel ──► HandoffSender      accept, push, finish, stops      prefill's side
-                        ──► HandoffReceiver    expect, place, abort, poll       decode's side
-                        ──► Links              connect, heartbeats, redial      both sides
+    engine ──► KVChannel ──► sender      HandoffSender     accept, push, finish, stops      prefill's side
+                        ──► receiver    HandoffReceiver   expect, place, abort, poll       decode's side
+                        ──► links       Links             connect, heartbeats, redial      both sides
+    transport ──► Arrivals ──► the three
 
 Decode's end *expects* a grant, is *placed* upon, and *polls* hand-offs. Prefill's end *accepts* a grant, *pushes* what
 it computes and *finishes*. An end can be both at once and has any number of peers.
@@ -24,7 +25,7 @@ from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.links import Links
+from pdinfer.kv.channel.links import ChannelLinks
 from pdinfer.kv.channel.peer import Totals
 from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
@@ -35,7 +36,7 @@ from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import Interrupted, LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
-from pdinfer.stats import ChannelStats
+from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import Handoff, PageGrant, PeerAddress, peer_key
 
 WINDOW_BYTES = 64 << 20
@@ -44,12 +45,13 @@ WINDOW_BYTES = 64 << 20
 class KVChannel(OfOneProcess):
     """One end of a KV channel over `transport`, for the pages of `pool`: a PagePool, or those of another engine.
 
-    `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine
-    is a new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and a peer
-    without the key gets no further than a first frame. With `takes_offers` decodes may send their grants over the
-    link, for `poll_offers`; otherwise such a grant is answered ABORTED at once. `window_bytes` may be set; past it
-    a peer `is_full`. `has_engine` is whether an engine was made over this end; there can be only one. Raises
-    ConfigError or TransferError when the transport cannot start.
+    `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine is a
+    new peer. What few hosts need is asked of its `sender`, `receiver` and `links`. With a `key` (at least 16 random
+    bytes, the same on every end) frames carry an HMAC, and a peer without the key gets no further than a first frame.
+    With `takes_offers` decodes may send their grants over the link, for `poll_offers`; otherwise such a grant is
+    answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `has_engine` is whether an engine was
+    made over this end; there can be only one. Once `in_doubt` it is time to `recover`: a host was interrupted inside
+    one of our callbacks, or while it sent. Raises ConfigError or TransferError when the transport cannot start.
     """
 
     @typed
@@ -63,7 +65,6 @@ class KVChannel(OfOneProcess):
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        self.authenticates = key is not None
         self.takes_offers = takes_offers
         self.window_bytes = WINDOW_BYTES
         self.pool = pool
@@ -73,7 +74,7 @@ class KVChannel(OfOneProcess):
         self._changed = threading.Condition(new_lock())
         self._listeners: list[Callable[[], None]] = []
         self._totals = Totals()
-        self._links = Links(
+        self.links = ChannelLinks(
             transport,
             pool.layout,
             self._changed,
@@ -82,17 +83,18 @@ class KVChannel(OfOneProcess):
             clock=clock,
             random_bytes=random_bytes,
         )
-        parts = pool, self._links.book, self._changed, self._totals, self._notify
-        self._sender = HandoffSender(*parts, takes_offers=takes_offers)
-        self._receiver = HandoffReceiver(*parts)
-        self._looked_at = clock()
-        self._in_doubt = False
-        self._closed = False
+        parts = pool, self.links.book, self._changed, self._totals, self.wake
+        self.sender = HandoffSender(*parts, takes_offers=takes_offers)
+        self.receiver = HandoffReceiver(*parts)
+        self.looked_at = clock()
+        self.in_doubt = False
+        self.is_closed = False
         self.has_engine = False
-        self.address = self._links.register(pool.memory, self)
+        self.arrivals = ChannelArrivals(self, authenticates=key is not None)
+        self.address = self.links.register(pool.memory, self.arrivals)
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._closed else ""
+        closed = ", closed" if self.is_closed else ""
         return f"{type(self).__name__}({self.address}, over {self.transport.name}, {self.pool}{closed})"
 
     @classmethod
@@ -110,32 +112,24 @@ class KVChannel(OfOneProcess):
         is dialled again automatically. With `timeout_s` 0 the call does not wait, and dialling goes on until
         `connected`, for at most a minute. Raises LayoutMismatch, which names each field that differs, and TransferError
         when the peer cannot be reached, does not answer in time, or is not the one that `peer` describes."""
-        self._links.connect(peer, timeout_s=timeout_s)
-
-    @typed
-    def dial(self, endpoint: str, *, timeout_s: float = 10.0) -> PeerAddress:
-        """Open a link to whoever listens at `endpoint` ("tcp://host:port"), compare layouts, and return who it is. When
-        there is a link to that peer, whatever name it was dialled by, the peer is returned at once. For hosts that know
-        where a peer is and not which one: without a key on both ends anyone may answer. Raises LayoutMismatch and
-        TransferError as `connect` does."""
-        return self._links.dial(endpoint, timeout_s=timeout_s)
+        self.links.connect(peer, timeout_s=timeout_s)
 
     @typed
     def drop_peer(self, peer: PeerAddress) -> None:
         """Close the link for good. Every room that the peer has not finished settles ABORTED. An unknown peer is
         ignored."""
-        self._links.drop(peer_key(peer))
+        self.links.drop(peer_key(peer))
 
     @typed
     def connected(self, peer: PeerAddress) -> bool:
         """Return whether there is an open link to this very peer."""
-        return self._links.book.link_to(peer_key(peer)) is not None
+        return self.links.book.link_to(peer_key(peer)) is not None
 
     @typed
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
         transfer."""
-        links = (self._links.book.link_to(peer_key(peer)) for peer in peers)
+        links = (self.links.book.link_to(peer_key(peer)) for peer in peers)
         return all(link is not None and link.same_memory for link in links)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
@@ -143,33 +137,23 @@ class KVChannel(OfOneProcess):
     @typed
     def expect(self, grant: PageGrant) -> None:
         """Let the grant's writers write it. A writer that is not connected counts as lost at once."""
-        self._receiver.expect(grant, self._clock())
-
-    @typed
-    def offer(self, grant: PageGrant) -> None:
-        """Send an expected grant to its writers over their links, for hosts that have no way of their own. A writer
-        that takes no offers answers ABORTED. Raises ConfigError for a grant that is too long to travel."""
-        self._receiver.offer(grant)
+        self.receiver.expect(grant, self._clock())
 
     def expects(self, room: bytes) -> bool:
         """Return whether the writers of an expected room may be told of it, which is at once."""
         return True
 
-    def awaits(self, room: bytes) -> bool:
-        """Return whether a writer of an expected room has yet to land it or to stop."""
-        return self._receiver.awaits(room)
-
     @typed
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the grant's writers to stop. `poll` returns their ABORTED, with `error`, or a LANDED that was on its
         way."""
-        self._receiver.abort(grant, error)
+        self.receiver.abort(grant, error)
 
     def poll(self) -> list[Handoff]:
         """Return the hand-offs of the rooms settled since the last call, each room's together. Their writers have
         stopped."""
-        self._looked_at = self._clock()
-        return self._receiver.take_settled()
+        self.looked_at = self._clock()
+        return self.receiver.take_settled()
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
@@ -177,7 +161,7 @@ class KVChannel(OfOneProcess):
     def accept(self, grant: PageGrant) -> None:
         """Accept a grant. Raises TransferError when a destination aborted it before or is not connected, or when it was
         made for another layout than the one that decode showed in the handshake. Then every destination is told."""
-        self._sender.accept(grant)
+        self.sender.accept(grant)
 
     @typed
     def push(
@@ -196,7 +180,7 @@ class KVChannel(OfOneProcess):
         Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
         tokens or heads, and for parts of packed pages."""
         with self._in_doubt_after():
-            return self._sender.push(grant, layers, tokens, pages, ready, heads)
+            return self.sender.push(grant, layers, tokens, pages, ready, heads)
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
@@ -204,67 +188,55 @@ class KVChannel(OfOneProcess):
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
         hand-off's state is too long to travel; the room stays open then."""
         with self._in_doubt_after():
-            return self._sender.finish(grant, handoff)
+            return self.sender.finish(grant, handoff)
 
     def poll_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
         """Return the grants that came over links since the last call, in order; with `rooms` only those for them, and
         the others wait. Each is to be accepted and finished, with ABORTED if nobody will write it."""
-        self._looked_at = self._clock()
-        return self._sender.take_offers(rooms)
-
-    @typed
-    def decline(self, room: bytes) -> None:
-        """Answer a grant that came over a link, or comes, for this room ABORTED: its request has ended here. That takes
-        no step of the engine. A room that was accepted is not affected."""
-        self._sender.decline(room)
+        self.looked_at = self._clock()
+        return self.sender.take_offers(rooms)
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Return the accepted rooms that decode gave up, or whose link was lost, since the last call, with the reasons.
         Each still needs `finish` with ABORTED."""
-        self._looked_at = self._clock()
-        return self._sender.take_stops()
-
-    @property
-    def unsent_bytes(self) -> int:
-        """The bytes pushed and not yet read from our pages."""
-        return self._sender.pushes.unsent_bytes
+        self.looked_at = self._clock()
+        return self.sender.take_stops()
 
     @typed
     def is_full(self, grant: PageGrant) -> bool:
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
-        return self._sender.pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
+        return self.sender.pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
 
     # -- both -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def has_news(self) -> bool:
         """Whether `poll`, `poll_stops` or `poll_offers` would return anything."""
         with self._changed:
-            return bool(self._receiver.num_settled or self._sender.num_stops or self._sender.num_offers)
+            return bool(self.receiver.num_settled or self.sender.num_stops or self.sender.num_offers)
 
     @property
     def stats(self) -> ChannelStats:
         """What has moved so far."""
-        return self._totals.stats(self._links.book.stats(self._sender.pushes.inflight(), self.window_bytes))
+        return self._totals.stats(self.peers())
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        """Return what `stats` says of every peer that is linked, or was lately."""
+        return self.links.book.stats(self.sender.pushes.inflight(), self.window_bytes)
 
     def snapshot(self) -> ChannelSnapshot:
         """Return what this end holds at this moment, for finding faults."""
-        book = self._links.book
+        book = self.links.book
         with self._changed:
             return ChannelSnapshot(
                 links=book.snapshot(),
                 wanted=tuple(wanted.address for wanted in book.wanted()),
-                expected=self._receiver.rooms(),
-                accepted=self._sender.rooms(),
-                pushing=self._sender.pushes.rooms(),
-                num_settled=self._receiver.num_settled,
-                num_stops=self._sender.num_stops,
+                expected=self.receiver.rooms(),
+                accepted=self.sender.rooms(),
+                pushing=self.sender.pushes.rooms(),
+                num_settled=self.receiver.num_settled,
+                num_stops=self.sender.num_stops,
             )
 
     @typed
@@ -276,28 +248,23 @@ class KVChannel(OfOneProcess):
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is news or the time is over. Return whether there is news."""
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self.has_news or self._closed, timeout_s))
+            return bool(self._changed.wait_for(lambda: self.has_news or self.is_closed, timeout_s))
 
     @typed
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything pushed has left or the time is over. Return whether it has left."""
-        self._sender.flush()
+        self.sender.flush()
         with self._changed:
-            return bool(self._changed.wait_for(lambda: not self._sender.pushes.unsent_bytes, timeout_s))
+            return bool(self._changed.wait_for(lambda: not self.sender.pushes.unsent_bytes, timeout_s))
 
     def close(self) -> None:
         """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self.transport.close()
-            self._notify()
+            self.wake()
 
     # -- after an interrupt or a loss -------------------------------------------------------------------------------
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it is time to recover: a host was interrupted inside one of our callbacks, or while it sent."""
-        return self._in_doubt
 
     @contextlib.contextmanager
     def _in_doubt_after(self) -> Iterator[None]:
@@ -307,37 +274,50 @@ class KVChannel(OfOneProcess):
         except PDInferError:
             raise
         except BaseException:
-            self._in_doubt = True
+            self.in_doubt = True
             raise
 
     def recover(self) -> None:
         """Close every link and forget all rooms, after a call that was interrupted at any line. Links go first, which
         proves that no peer writes any more. They come back as after any loss."""
-        if isinstance(self.transport, LoopbackTransport):
-            self.transport.cut()
-        self._links.book.cut()
+        self.transport.cut()
+        self.links.book.cut()
         with self._changed:
-            self._receiver.forget()
-            self._sender.forget()
-            self._in_doubt = False
+            self.receiver.forget()
+            self.sender.forget()
+            self.in_doubt = False
 
     def redial_in_s(self) -> float:
-        """Return in how many seconds `redial` would dial, infinity for a transport whose own thread dials lost
-        peers."""
-        return self._links.book.redial_in_s() if isinstance(self.transport, LoopbackTransport) else float("inf")
+        """Return in how many seconds `redial` would dial, infinity where a thread of the transport does it."""
+        return float("inf") if self.transport.ticks else self.links.book.redial_in_s()
 
     def redial(self) -> None:
         """Dial the lost peers that are due."""
         if self.redial_in_s() <= 0:
-            self._links.redial()
+            self.links.redial()
 
-    # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
+    def wake(self) -> None:
+        """Wake those who wait for news."""
+        with self._changed:
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+
+class ChannelArrivals:
+    """What the transport tells of `channel` (its `Receiver`): each call goes to the role that it is about."""
+
+    def __init__(self, channel: KVChannel, *, authenticates: bool) -> None:
+        self.authenticates = authenticates
+        self._channel = channel
+        self._links, self._sender, self._receiver = channel.links, channel.sender, channel.receiver
+        self._book = channel.links.book
 
     def opened(self, link: Link) -> None:
         self._links.opened(link)
 
     def received(self, link: Link, frame: bytes) -> None:
-        peer = self._links.book.at(link)
+        peer = self._book.at(link)
         if peer.refusal is not None or peer.address is None:
             self._links.handshake.read(peer, frame)
             self._sender.answer_turned_away(peer)
@@ -346,7 +326,7 @@ class KVChannel(OfOneProcess):
         if isinstance(message, wire.Finish):
             self._receiver.finished(key, message.handoff)
         elif isinstance(message, wire.Abort):
-            self._sender.stop(peer, key, message, self._clock())
+            self._sender.stop(peer, key, message, self._book.clock())
         elif isinstance(message, wire.Offer):
             self._sender.offered(peer, key, message)
         elif isinstance(message, wire.Beat):
@@ -355,29 +335,25 @@ class KVChannel(OfOneProcess):
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
-        return self._receiver.place(self._links.book.at(link), frame, num_bytes, self._clock())
+        return self._receiver.place(self._book.at(link), frame, num_bytes, self._book.clock())
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
-        self._receiver.placed(self._links.book.at(link), frame, error, self._clock())
+        self._receiver.placed(self._book.at(link), frame, error, self._book.clock())
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._book.clock()
         self._sender.tick(now)
         self._receiver.tick(now)
-        self._links.tick(max(0.0, now - self._looked_at))
+        self._links.tick(max(0.0, now - self._channel.looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        self._in_doubt |= isinstance(error, Interrupted)
-        with self._changed:  # one block, so that no room is made between the loss of a link and the end of its rooms
-            key, lost = self._links.book.close(link, error)
+        self._channel.in_doubt |= isinstance(error, Interrupted)
+        with (
+            self._book.changed
+        ):  # one block, so that no room is made between the loss of a link and the end of its rooms
+            key, lost = self._book.close(link, error)
             to_stop = {} if key is None else self._receiver.lost(key, lost)
             if key is not None:
                 self._sender.lost(key, lost)
         self._receiver.tell_to_stop(to_stop, lost)
-        self._notify()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        self._channel.wake()

@@ -15,6 +15,7 @@ from functools import partial
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.identity import TensorDigests
 from pdinfer.kv.channel import wire
@@ -186,7 +187,7 @@ class Handshake:
             peer.post(wire.rejection(error, again=is_occupied, refuser=self._book.us if is_occupied else None))
 
 
-class Links:
+class ChannelLinks:
     """The links of one channel: it opens, keeps and closes those in `book`. `changed` is the channel's condition; see
     `LinkBook`."""
 
@@ -268,8 +269,12 @@ class Links:
                 self.book.unwant(key)
             raise
 
-    def dial(self, endpoint: str, *, timeout_s: float) -> PeerAddress:
-        """Open a link to whoever listens at an endpoint; see `KVChannel.dial`."""
+    @typed
+    def dial(self, endpoint: str, *, timeout_s: float = 10.0) -> PeerAddress:
+        """Open a link to whoever listens at `endpoint` ("tcp://host:port"), compare layouts, and return who it is. When
+        there is a link to that peer, whatever name it was dialled by, the peer is returned at once. For hosts that know
+        where a peer is and not which one: without a key on both ends anyone may answer. Raises LayoutMismatch and
+        TransferError as `KVChannel.connect` does."""
         anyone, ends = PeerAddress(ANYONE, 0, 0, (endpoint,)), self._clock() + timeout_s
         occupied: Occupied | None = None
         while True:

@@ -57,7 +57,8 @@ class HandoffReceiver:
             self._notify()
 
     def offer(self, grant: PageGrant) -> None:
-        """Send a grant to its writers; see `KVChannel.offer`."""
+        """Send an expected grant to its writers over their links, for hosts that have no way of their own. A writer
+        that takes no offers answers ABORTED. Raises ConfigError for a grant that is too long to travel."""
         frame = wire.encode(wire.Offer(wire.PackedGrant.of(grant)))
         with self._changed:
             peers = [peer for peer in self._book.granted(grant.writers) if peer is not None]
@@ -65,7 +66,7 @@ class HandoffReceiver:
             peer.post(frame)
 
     def awaits(self, room: bytes) -> bool:
-        """Return whether a room has yet to settle; see `KVChannel.awaits`."""
+        """Return whether a writer of an expected room has yet to land it or to stop."""
         with self._changed:
             return room in self._rooms
 

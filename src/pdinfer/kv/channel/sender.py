@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
@@ -32,7 +33,7 @@ come: what leaves ahead of it is not waited for when prefill is done. Below that
 
 
 @attrs.define(eq=False)
-class Group:
+class PushGroup:
     """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination.
     `heads` are those pushed, None where pages have none. `shares` are those of them that a destination holds."""
 
@@ -68,7 +69,7 @@ class Pushes:
     def __init__(self, layout: KVLayout, changed: threading.Condition) -> None:
         self._layout = layout
         self._changed = changed
-        self._open: dict[bytes, Group] = {}
+        self._open: dict[bytes, PushGroup] = {}
         self._writing: Counter[bytes] = Counter()
         self._ended: dict[bytes, Transfer] = {}
         self._unsent: set[Transfer] = set()
@@ -83,16 +84,18 @@ class Pushes:
         ready: Callable[[], None] | None,
         heads: range | None,
         shares: Mapping[PeerKey, range],
-    ) -> tuple[Transfer, list[Group]]:
+    ) -> tuple[Transfer, list[PushGroup]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
-        full: list[Group] = []
+        full: list[PushGroup] = []
         with self._changed:
             group = self._open.get(grant.room)
             if group is not None and not group.joins(layers, tokens, heads, pages):
                 full.append(self._take(group))
                 group = None
             if group is None:
-                group = self._open[grant.room] = Group(grant, layers, tokens, heads, shares, tuple(pages), Transfer(0))
+                group = self._open[grant.room] = PushGroup(
+                    grant, layers, tokens, heads, shares, tuple(pages), Transfer(0)
+                )
                 self._unsent.add(group.transfer)
             group.layers = range(group.layers.start, layers.stop)
             group.transfer.num_bytes = self._layout.payload_bytes(group.layers, tokens, heads)
@@ -105,12 +108,12 @@ class Pushes:
                 full.append(self._take(group))
         return group.transfer, full
 
-    def flush(self, room: bytes) -> list[Group]:
+    def flush(self, room: bytes) -> list[PushGroup]:
         """Close the room's open group. Return it, if there is one, to be written now."""
         with self._changed:
             return [self._take(self._open[room])] if room in self._open else []
 
-    def flush_all(self) -> list[Group]:
+    def flush_all(self) -> list[PushGroup]:
         """Close every open group. Return them, to be written now."""
         with self._changed:
             return [self._take(group) for group in list(self._open.values())]
@@ -122,7 +125,7 @@ class Pushes:
                 return Transfer(0, done=True)
             return self._ended.setdefault(room, Transfer(0))
 
-    def written(self, group: Group, error: TransferError | None) -> None:
+    def written(self, group: PushGroup, error: TransferError | None) -> None:
         """Note that one of the group's writes no longer reads our memory."""
         with self._changed:
             group.num_writes -= 1
@@ -164,7 +167,7 @@ class Pushes:
         with self._changed:
             return max((self._inflight[peer] for peer in peers), default=0)
 
-    def _take(self, group: Group) -> Group:
+    def _take(self, group: PushGroup) -> PushGroup:
         del self._open[group.grant.room]
         self._writing[group.grant.room] += 1
         group.num_writes = len(group.grant.destinations)
@@ -261,8 +264,10 @@ class HandoffSender:
         with self._changed:
             return self._offers.take(rooms)
 
+    @typed
     def decline(self, room: bytes) -> None:
-        """Answer a grant of this room ABORTED; see `KVChannel.decline`."""
+        """Answer a grant that came over a link, or comes, for this room ABORTED: its request has ended here. That takes
+        no step of the engine. A room that was accepted is not affected."""
         with self._changed:
             key = self._offers.decline(room)
         if key is not None and (peer := self._book.peer_at(key)) is not None:
@@ -347,7 +352,7 @@ class HandoffSender:
         peers = {key: self._book.peer_at(key) for key in map(peer_key, grant.destinations)}
         return {key: common(heads, peer.heads) for key, peer in peers.items() if peer is not None}
 
-    def _write(self, groups: Iterable[Group]) -> None:
+    def _write(self, groups: Iterable[PushGroup]) -> None:
         """Hand joined pushes to the transport, one write per destination."""
         layout = self._pool.layout
         for group in groups:
@@ -369,7 +374,7 @@ class HandoffSender:
                     )
                 self._write_to(key, group, heads, sources[heads])
 
-    def _write_to(self, key: PeerKey, group: Group, heads: range | None, source: Spans) -> None:
+    def _write_to(self, key: PeerKey, group: PushGroup, heads: range | None, source: Spans) -> None:
         pushes, num_bytes = self.pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
 
         def sent(write: Transfer) -> None:

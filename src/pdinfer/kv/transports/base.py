@@ -111,7 +111,7 @@ class Receiver(Protocol):
 
 class Transport(Protocol):
     """What a channel needs. Methods may be called from any thread unless they say otherwise, and never hold a lock
-    while calling the receiver."""
+    while calling the receiver. One that is derived from this class has its own `ticks` and `cut` where they differ."""
 
     @property
     def name(self) -> str:
@@ -160,6 +160,16 @@ class Transport(Protocol):
         The caller holds no lock that a callback needs, so this may wait for the I/O thread. It may also be called from
         inside a receiver callback or `ready`. Then it must not wait for the call that it is in. It calls `closed`
         itself, and nothing is placed after that."""
+
+    @property
+    def ticks(self) -> bool:
+        """Whether a thread of its own calls `Receiver.tick`, which also dials lost peers. Otherwise the host does."""
+        return True
+
+    def cut(self) -> None:
+        """Close every link after a call that was interrupted at any line. The channel fences each link behind that,
+        which is enough where such a call leaves nothing half changed."""
+        return
 
     def close(self) -> None:
         """Fence every link and free what was opened. A second call does nothing."""

@@ -20,7 +20,16 @@ from pdinfer.checks import typed
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed, total_bytes
+from pdinfer.kv.transports.base import (
+    Link,
+    Receiver,
+    Transfer,
+    Transport,
+    check_arriving,
+    check_frame,
+    check_placed,
+    total_bytes,
+)
 from pdinfer.process.forked import NotCopied
 from pdinfer.process.locks import new_lock
 
@@ -181,7 +190,7 @@ class _End:
             self._run(last)
 
 
-class LoopbackTransport(NotCopied):
+class LoopbackTransport(NotCopied, Transport):
     """Moves frames and bytes between engines of one process, found through `hub`.
 
     A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A
@@ -200,6 +209,10 @@ class LoopbackTransport(NotCopied):
     @property
     def name(self) -> str:
         return "loopback"
+
+    @property
+    def ticks(self) -> bool:
+        return False
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         if self._owned is not None:

@@ -75,10 +75,10 @@ def accept(grant: Any = GRANT) -> say.Accept:
 
 def test_orders_are_obeyed_in_order_with_the_pages_own_generations() -> None:
     following = Following()
-    assert following.step(say.Connect(DECODE), expect()) == [say.Expecting(ROOM)]
+    assert following.step(say.DialMessage(DECODE), expect()) == [say.Expecting(ROOM)]
     ours = attrs.evolve(GRANT, generations=(0, 0, 0))
     assert following.channel.take() == [("connect", DECODE, 0.0), ("expect", ours)]
-    following.step(say.Abort(ROOM, TransferError("enough")))
+    following.step(say.AbortMessage(ROOM, TransferError("enough")))
     assert following.channel.take() == [("abort", ours, "enough")]
     assert not following.emptied
 
@@ -88,7 +88,7 @@ def test_a_room_that_settled_is_reported_and_not_aborted_any_more() -> None:
     following.step(expect(), expect(OTHER_GRANT))
     following.channel.take()
     following.channel.handoffs = [handoff()]
-    assert following.step(say.Abort(ROOM, TransferError("too late"))) == [say.Settled(ROOM, None)]
+    assert following.step(say.AbortMessage(ROOM, TransferError("too late"))) == [say.Settled(ROOM, None)]
     assert following.channel.take() == []
     lost = handoff(OTHER_GRANT.room, ABORTED, TransferError("a bit fell over"))
     following.channel.handoffs = [handoff(OTHER_GRANT.room), lost]
@@ -102,8 +102,8 @@ def test_a_room_that_settled_is_reported_and_not_aborted_any_more() -> None:
 ROWS = [Row((5, 6, 7, 8), 0, (4, 2, 7), 9), Row((3, 4), 4, (1, 3), None)]
 
 
-def prefill(*tokens: range) -> say.Prefill:
-    return say.Prefill([say.PackedRow.of(row) for row in ROWS], [ROOM, OTHER_GRANT.room], list(tokens))
+def prefill(*tokens: range) -> say.PrefillMessage:
+    return say.PrefillMessage([say.PackedRow.of(row) for row in ROWS], [ROOM, OTHER_GRANT.room], list(tokens))
 
 
 def test_it_runs_the_rows_and_pushes_its_share_of_each_layer() -> None:
@@ -132,7 +132,7 @@ def test_a_room_that_its_channel_refused_is_reported_and_never_pushed_into() -> 
     following.step(prefill(range(6), range(2, 8)), num_rows=2)
     assert {call[1] for call in following.channel.take()} == {OTHER_GRANT.room}
     assert following.runner.calls[-1] == ("layer", 1, ROWS)  # its rows run all the same: they are everybody's
-    following.step(say.Finish(ROOM, TransferError("stopped")))
+    following.step(say.FinishMessage(ROOM, TransferError("stopped")))
     (finish,) = following.channel.take()
     assert (finish[1].room, finish[2]) == (ROOM, ABORTED)
     following.channel.refuses = set()
@@ -144,17 +144,17 @@ def test_what_it_has_sent_is_reported_once() -> None:
     following = Following()
     following.step(accept(), accept(OTHER_GRANT))
     error = PDInferError("the prompt failed")
-    following.step(say.Finish(ROOM, None), say.Finish(OTHER_GRANT.room, error))
+    following.step(say.FinishMessage(ROOM, None), say.FinishMessage(OTHER_GRANT.room, error))
     assert following.channel.take()[2:] == [
         ("finish", GRANT, LANDED, None),
         ("finish", OTHER_GRANT, ABORTED, error),
     ]
     assert following.step() == []
     following.channel.sent[1].complete(None)
-    assert following.step() == [say.Sent(OTHER_GRANT.room)]
+    assert following.step() == [say.SentMessage(OTHER_GRANT.room)]
     assert following.step() == []
     following.channel.sent[0].complete(TransferError("the link broke"))
-    assert following.step() == [say.Sent(ROOM)]
+    assert following.step() == [say.SentMessage(ROOM)]
 
 
 def test_stops_and_links_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,21 +198,23 @@ def test_it_runs_nothing_while_no_agreement_is_due() -> None:
 @pytest.mark.parametrize(("num_rows", "runs"), [(0, False), (3, True)])
 def test_it_runs_without_rows_when_others_have_some(num_rows: int, runs: bool) -> None:
     following = Following()
-    following.step(say.Connect(DECODE), num_rows=num_rows)
+    following.step(say.DialMessage(DECODE), num_rows=num_rows)
     assert bool(following.emptied) is runs
     assert following.lockstep.num_together == 1
 
 
 def test_without_drafts_it_runs_rows_and_draws_nothing() -> None:
     following = Following()
-    following.step(say.Decode([say.PackedRow.of(row) for row in ROWS]), num_rows=2)
+    following.step(say.DecodeMessage([say.PackedRow.of(row) for row in ROWS]), num_rows=2)
     assert following.runner.calls == [("forward", ROWS)]
 
 
 def test_drafts_are_those_of_their_numbers() -> None:
     following = Following(drafts=True)
     following.step(say.KeepDraft(5, [STATE]), say.KeepDraft(6, [STATE]))
-    order = say.Decode([say.PackedRow.of(row) for row in ROWS], [None, 5], [0, 2], [pack_ints([1]), pack_ints([2, 3])])
+    order = say.DecodeMessage(
+        [say.PackedRow.of(row) for row in ROWS], [None, 5], [0, 2], [pack_ints([1]), pack_ints([2, 3])]
+    )
     following.step(order, num_rows=2, num_passes=4)
     ((_, rows, draws, drafts, num_passes),) = following.runner.calls
     assert (rows, num_passes) == (ROWS, 4)

@@ -59,13 +59,13 @@ def test_pages_are_read_until_every_rank_has_sent_them() -> None:
     leader = Leader()
     sent = leader.ends.finish(GRANT, handoff())
     other = leader.ends.finish(grant_of(b"o" * 16), handoff())
-    assert leader.lockstep.take() == [say.Finish(ROOM, None), say.Finish(b"o" * 16, None)]
+    assert leader.lockstep.take() == [say.FinishMessage(ROOM, None), say.FinishMessage(b"o" * 16, None)]
     (own, _) = leader.channel.sent
     own.complete(None)
     assert not sent.done
-    leader.ends.hear(1, say.Sent(ROOM))
+    leader.ends.hear(1, say.SentMessage(ROOM))
     assert not sent.done
-    leader.ends.hear(2, say.Sent(ROOM))
+    leader.ends.hear(2, say.SentMessage(ROOM))
     assert sent.done
     assert not other.done
 
@@ -76,7 +76,7 @@ def test_pages_are_read_until_this_rank_has_sent_them() -> None:
     (finish,) = leader.lockstep.take()
     assert (finish.room, str(finish.error)) == (ROOM, "stop")  # type: ignore[union-attr]
     for rank in (1, 2):
-        leader.ends.hear(rank, say.Sent(ROOM))
+        leader.ends.hear(rank, say.SentMessage(ROOM))
     assert not sent.done
     leader.channel.sent[0].complete(None)
     assert sent.done
@@ -98,7 +98,7 @@ def test_each_rank_pushes_its_share_of_the_tokens() -> None:
     leader = Leader()
     row = Row([5, 6, 7, 8], 3, (4, 2, 7), 9)
     leader.runs.announce([row], [GRANT], [range(1, 7)])
-    assert leader.lockstep.take() == [say.Prefill([say.PackedRow.of(row)], [ROOM], [range(1, 7)])]
+    assert leader.lockstep.take() == [say.PrefillMessage([say.PackedRow.of(row)], [ROOM], [range(1, 7)])]
     leader.ends.push(GRANT, layers=range(2, 3), tokens=range(1, 7), pages=row.pages, ready=ready)
     ((share,), *_) = even_slices(range(1, 7), SIZE)
     assert leader.channel.take() == [("push", ROOM, range(2, 3), share, row.pages, ready)]
@@ -143,11 +143,11 @@ def test_what_is_decided_is_done_and_told_in_order() -> None:
     ]
     connect, expect, abort, accept = leader.lockstep.take()
     assert (connect, expect, accept) == (
-        say.Connect(DECODE),
+        say.DialMessage(DECODE),
         say.Expect(PackedGrant.of(GRANT)),
         say.Accept(PackedGrant.of(GRANT)),
     )
-    assert isinstance(abort, say.Abort)
+    assert isinstance(abort, say.AbortMessage)
     assert (abort.room, str(abort.error)) == (ROOM, "enough")
 
 
@@ -230,7 +230,7 @@ def test_what_decode_runs_is_told_before_all_agree() -> None:
     leader = Leader()
     leader.lockstep.next = [agreement((2, say.Stopped(ROOM, PDInferError("no"))), num_rows=2)]
     leader.runs.decode(ROWS, draws_of(1, 2), [Draft(), Draft()])
-    assert leader.lockstep.take() == [say.Decode([say.PackedRow.of(row) for row in ROWS])]
+    assert leader.lockstep.take() == [say.DecodeMessage([say.PackedRow.of(row) for row in ROWS])]
     assert leader.lockstep.said == [{"num_rows": 2, "num_passes": 0, "is_closing": False}]
     assert leader.lockstep.num_together == 1
     assert [room for room, _ in leader.ends.poll_stops()] == [ROOM]
@@ -243,7 +243,7 @@ def test_followers_run_rows_in_the_order_of_the_leader() -> None:
     rows = [*ROWS, Row([9], 1, (6,))]
     drawn = leader.runs.decode(rows, draws_of(1, 2, 3), [Draft() for _ in rows])
     (order,) = leader.lockstep.take()
-    assert order == say.Decode([say.PackedRow.of(rows[index]) for index in (1, 2, 0)])
+    assert order == say.DecodeMessage([say.PackedRow.of(rows[index]) for index in (1, 2, 0)])
     (_, ran, draws, _, _) = leader.runner.calls[-1]
     assert ran == [rows[index] for index in (1, 2, 0)]
     assert [len(draw.output) for draw in draws] == [2, 3, 1]
@@ -258,7 +258,7 @@ def test_drafts_are_told_by_number_until_they_are_gone() -> None:
     leader.lockstep.next = [agreement(num_rows=1, num_passes=4)]
     leader.runs.decode([*ROWS, ROWS[0]], draws_of(9, 2, 1), [other, none, one])
     (order,) = leader.lockstep.take()
-    assert isinstance(order, say.Decode)
+    assert isinstance(order, say.DecodeMessage)
     assert (order.drafts, order.counts) == ([1, None, 0], [1, 0, 2])
     assert order.newest == [pack_ints(range(9 - MAX_NEWEST, 9)), pack_ints([0, 1]), pack_ints([0])]
     assert leader.lockstep.said[-1]["num_passes"] == 2

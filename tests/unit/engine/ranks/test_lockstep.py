@@ -88,10 +88,10 @@ def test_orders_reach_the_followers_and_reports_the_leader() -> None:
     groups = groups_of(dp_size=2, tp_size=3)
     with locksteps(groups) as (made, _):
         for rank, message in (
-            (0, say.Connect(PEER)),
-            (2, say.Sent(b"x")),
+            (0, say.DialMessage(PEER)),
+            (2, say.SentMessage(b"x")),
             (2, say.Linked([PEER])),
-            (4, say.Sent(b"y")),
+            (4, say.SentMessage(b"y")),
         ):
             made[rank].tell(message)
         agreements = on_ranks(groups, lambda one: meet(made[one.world.rank]))
@@ -99,8 +99,15 @@ def test_orders_reach_the_followers_and_reports_the_leader() -> None:
     assert not any(agreement.heard for agreement in again)
     heard = [agreement.heard for agreement in agreements]
     assert not any(agreement.runs for agreement in agreements)
-    connect = ((0, say.Connect(PEER)),)
-    assert heard == [((2, say.Sent(b"x")), (2, say.Linked([PEER]))), connect, connect, ((1, say.Sent(b"y")),), (), ()]
+    connect = ((0, say.DialMessage(PEER)),)
+    assert heard == [
+        ((2, say.SentMessage(b"x")), (2, say.Linked([PEER]))),
+        connect,
+        connect,
+        ((1, say.SentMessage(b"y")),),
+        (),
+        (),
+    ]
 
 
 def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:

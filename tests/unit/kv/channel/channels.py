@@ -13,7 +13,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.links import Links
+from pdinfer.kv.channel.links import ChannelLinks
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.pool import PagePool
@@ -167,9 +167,9 @@ def handoff(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED,
     return Handoff(room=grant.room, writer=writer.address, status=status, error=error, **more)  # type: ignore[arg-type]
 
 
-def links(end: KVChannel) -> Links:
+def links(end: KVChannel) -> ChannelLinks:
     """Return the part of an end that a test replaces to make it a peer that breaks the rules."""
-    return end._links
+    return end.links
 
 
 def link_to(end: KVChannel, address: PeerAddress) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kernels import torch_ops
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.transports.base import Transport
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import PageGrant
 from tests.unit.kv.channel.channels import (
@@ -20,6 +23,7 @@ from tests.unit.kv.channel.channels import (
     TIMEOUT_S,
     Case,
     handoff,
+    pool_of,
     settled,
     until,
 )
@@ -108,7 +112,7 @@ def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -
     transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     assert transfer.done
     assert transfer.error is not None
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     prefill.finish(grant, handoff(grant, prefill, ABORTED))
 
 
@@ -206,3 +210,27 @@ def test_leaving_the_context_closes_and_ends_a_sleep(case: Case) -> None:
     start = time.monotonic()
     decode.wait(TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+class Ticking(LoopbackTransport):
+    """A transport that has a thread to dial lost peers."""
+
+    ticks = Transport.ticks
+    num_cut = 0
+
+    def cut(self) -> None:
+        self.num_cut += 1
+
+
+def test_who_dials_lost_peers_and_cuts_is_asked_of_the_transport() -> None:
+    hub = LoopbackHub()
+    quiet, ticking, other = (
+        KVChannel(pool_of(), made(hub)) for made in (LoopbackTransport, Ticking, LoopbackTransport)
+    )
+    for end in (quiet, ticking):
+        end.connect(other.address)
+    for transport in (quiet.transport, ticking.transport, other.transport):
+        LoopbackTransport.cut(transport)  # type: ignore[arg-type]
+    assert (quiet.redial_in_s() < math.inf, ticking.redial_in_s()) == (True, math.inf)
+    ticking.recover()
+    assert ticking.transport.num_cut == 1  # type: ignore[attr-defined]

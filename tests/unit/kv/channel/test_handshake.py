@@ -246,7 +246,7 @@ def test_ends_that_do_not_share_a_key_both_say_so(
 
 def test_ends_that_share_a_key_hand_rooms_over(two_pools: Case) -> None:
     prefill, decode = two_pools.end(key=KEY), two_pools.end(key=KEY)
-    assert prefill.authenticates
+    assert prefill.arrivals.authenticates
     prefill.connect(decode.address)
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.accept(prefill, grant)

@@ -74,7 +74,7 @@ def test_every_byte_lands_between_ranks_with_other_heads(kind: str, key: bytes |
         for decode in decodes:
             assert {landed.status for landed in settled(decode, len(prefills))} == {LANDED}
             check_landed(decode, grant)
-        until(lambda: not any(prefill.unsent_bytes for prefill in prefills))
+        until(lambda: not any(prefill.sender.pushes.unsent_bytes for prefill in prefills))
         assert all(not peer.inflight_bytes for prefill in prefills for peer in prefill.stats.peers)
         landed = sum(decode.stats.bytes_received for decode in decodes)
         assert landed == decodes[0].pool.layout.payload_bytes(range(9), grant.tokens, range(NUM_HEADS))

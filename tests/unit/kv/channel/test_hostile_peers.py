@@ -283,7 +283,7 @@ def test_guests_are_few_and_who_has_something_to_do_is_none(net: HandNet, monkey
 
 def test_an_answer_does_not_carry_what_the_peer_said(net: HandNet) -> None:
     hostile, victim = linked(net)
-    side = next(side for side in net.sides if side.owner.receiver is victim)
+    side = next(side for side in net.sides if side.owner.receiver is victim.arrivals)
     before = len(side.sent)
     say(hostile, victim, wire.Abort(b"r" * 16, TransferError("poem " * 800)))
     net.settle()

@@ -159,7 +159,7 @@ def test_an_end_that_slept_reads_before_it_judges(slept_s: float) -> None:
     net.pass_time(2.0, prefill, decode)
     net.pass_time(0.4, prefill)  # a beat that waits to be read
     net.clock.advance(slept_s)
-    decode.tick()  # the first thing it does when it wakes, at worst
+    decode.arrivals.tick()  # the first thing it does when it wakes, at worst
     assert decode.connected(prefill.address)
     net.pass_time(2.0, prefill, decode)
     assert are_linked(prefill, decode)

@@ -56,9 +56,9 @@ def taking(case: Case, key: bytes | None = None, page_size: int = 4) -> KVChanne
 def offered(case: Case, key: bytes | None = None) -> tuple[KVChannel, KVChannel, PageGrant]:
     """Make a prefill and a decode, which dialled it without knowing who it is and offered it a grant."""
     prefill, decode = taking(case, key, page_size=8), case.end(key=key)
-    assert decode.dial(prefill.address.endpoints[0]) == prefill.address
+    assert decode.links.dial(prefill.address.endpoints[0]) == prefill.address
     grant = case.grant(decode, prefill)
-    decode.offer(grant)
+    decode.receiver.offer(grant)
     return prefill, decode, grant
 
 
@@ -76,7 +76,7 @@ def test_a_grant_travels_over_the_link_and_lands(two_pools: Case, key: bytes | N
 
 def test_an_end_that_takes_no_offers_answers_aborted(two_pools: Case) -> None:
     prefill, decode = two_pools.pair()
-    decode.offer(two_pools.grant(decode, prefill))
+    decode.receiver.offer(two_pools.grant(decode, prefill))
     (answer,) = settled(decode)
     assert answer.status is ABORTED
     assert prefill.connected(decode.address)
@@ -109,14 +109,14 @@ def test_a_declined_room_is_answered_without_a_step(two_pools: Case, is_here: bo
     if not is_here:
         assert prefill.poll_offers() == [grant]
         grant = two_pools.grant(decode, prefill)
-    prefill.decline(grant.room)
+    prefill.sender.decline(grant.room)
     if not is_here:
-        decode.offer(grant)
+        decode.receiver.offer(grant)
     (answer,) = settled(decode)
     assert (answer.room, answer.status) == (grant.room, ABORTED)
     assert "its request has ended" in str(answer.error)
     assert not prefill.has_news
-    decode.offer(other := two_pools.grant(decode, prefill))  # other rooms are as welcome as before
+    decode.receiver.offer(other := two_pools.grant(decode, prefill))  # other rooms are as welcome as before
     until(lambda: prefill.poll_offers() == [other])
 
 
@@ -126,9 +126,9 @@ def test_declined_rooms_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyP
     until(prefill.poll_offers)
     grants = [two_pools.grant(decode, prefill) for _ in range(3)]
     for grant in grants:
-        prefill.decline(grant.room)
+        prefill.sender.decline(grant.room)
     for grant in grants:
-        decode.offer(grant)
+        decode.receiver.offer(grant)
     assert {answer.room for answer in settled(decode, 2)} == {grants[1].room, grants[2].room}
     assert prefill.poll_offers() == [grants[0]]  # forgotten: it waits as any other
 
@@ -145,17 +145,17 @@ def test_offers_that_nobody_takes_are_bounded(two_pools: Case, monkeypatch: pyte
     monkeypatch.setattr(offers, "MAX_OFFERS_BYTES", offers.OFFER_BYTES + 100)
     prefill, decode, first = offered(two_pools)
     until(lambda: prefill.has_news)
-    decode.offer(second := two_pools.grant(decode, prefill))
+    decode.receiver.offer(second := two_pools.grant(decode, prefill))
     (answer,) = settled(decode)
     assert (answer.room, answer.status) == (second.room, ABORTED)
     assert prefill.poll_offers() == [first]
-    decode.offer(third := two_pools.grant(decode, prefill))  # there is room again
+    decode.receiver.offer(third := two_pools.grant(decode, prefill))  # there is room again
     until(lambda: prefill.poll_offers() == [third])
-    decode.offer(fourth := two_pools.grant(decode, prefill))
+    decode.receiver.offer(fourth := two_pools.grant(decode, prefill))
     until(lambda: prefill.has_news)
     decode.abort(fourth, TransferError("not wanted"))
     assert settled(decode)[0].room == fourth.room
-    decode.offer(fifth := two_pools.grant(decode, prefill))  # what was withdrawn does not count
+    decode.receiver.offer(fifth := two_pools.grant(decode, prefill))  # what was withdrawn does not count
     until(lambda: prefill.poll_offers() == [fifth])
 
 
@@ -177,13 +177,13 @@ def test_an_offer_that_is_not_the_peers_to_make_costs_its_link(two_pools: Case, 
 def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case: Case) -> None:
     prefill, decode = case.end(), case.end(pool_of())
     endpoint = prefill.address.endpoints[0]
-    assert decode.dial(endpoint) == decode.dial(endpoint) == prefill.address
+    assert decode.links.dial(endpoint) == decode.links.dial(endpoint) == prefill.address
     assert len(decode.snapshot().links) == 1
     assert decode.snapshot().wanted == (prefill.address,)  # it is dialled again when the link breaks
     links(decode).book.want(attrs.evolve(prefill.address, engine_id=b"before"), 1.0)
     decode.drop_peer(prefill.address)
     until(lambda: not prefill.connected(decode.address))
-    assert decode.dial(endpoint) == prefill.address
+    assert decode.links.dial(endpoint) == prefill.address
     assert decode.snapshot().wanted == (prefill.address,)  # what listened there before is given up
 
 
@@ -191,9 +191,9 @@ def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case
 def test_a_peer_is_found_under_another_name_too(tcp: Case, key: bytes | None) -> None:
     decode, other, prefill = tcp.end(key=key), tcp.end(key=key), taking(tcp, key)
     peers = tuple(end.address for end in (other, prefill))
-    assert tuple(decode.dial(*peer.endpoints) for peer in peers) == peers
-    decode.offer(grant := tcp.grant(decode, prefill))
-    assert decode.dial(other_name(prefill)) == prefill.address
+    assert tuple(decode.links.dial(*peer.endpoints) for peer in peers) == peers
+    decode.receiver.offer(grant := tcp.grant(decode, prefill))
+    assert decode.links.dial(other_name(prefill)) == prefill.address
     assert decode.snapshot().wanted == peers
     until(lambda: (len(prefill.snapshot().links), len(decode.snapshot().links)) == (1, 2))
     until(lambda: prefill.poll_offers() == [grant])
@@ -204,7 +204,7 @@ def test_two_names_of_a_peer_that_are_dialled_at_once_make_one_link(tcp: Case) -
     prefill, decode = tcp.end(), tcp.end()
     names = [*prefill.address.endpoints, other_name(prefill)] * 3
     with ThreadPoolExecutor(len(names)) as pool:
-        assert set(pool.map(decode.dial, names)) == {prefill.address}
+        assert set(pool.map(decode.links.dial, names)) == {prefill.address}
     until(lambda: len(prefill.snapshot().links) == len(decode.snapshot().links) == 1)
 
 
@@ -214,25 +214,25 @@ def test_a_peer_that_does_not_say_who_it_is_is_not_found_under_another_name(
     rejection = wire.rejection
     monkeypatch.setattr(wire, "rejection", lambda error, again, refuser: rejection(error, again=again))
     prefill, decode = tcp.end(), tcp.end()
-    assert decode.dial(*prefill.address.endpoints) == prefill.address
-    assert "has an open link already" in refusal(partial(decode.dial, other_name(prefill)))
+    assert decode.links.dial(*prefill.address.endpoints) == prefill.address
+    assert "has an open link already" in refusal(partial(decode.links.dial, other_name(prefill)))
     assert decode.connected(prefill.address)
 
 
 def test_dialling_an_endpoint_compares_layouts_and_keys(two_pools: Case) -> None:
     other = two_pools.end(pool_of(weights_id=b"others"))  # type: ignore[arg-type]
     with pytest.raises(LayoutMismatch, match="weights_id"):
-        two_pools.end().dial(other.address.endpoints[0])
+        two_pools.end().links.dial(other.address.endpoints[0])
     with pytest.raises(TransferError, match="has a key"):
-        two_pools.end(key=KEY).dial(other.address.endpoints[0])
+        two_pools.end(key=KEY).links.dial(other.address.endpoints[0])
     with pytest.raises(TransferError):
-        two_pools.end().dial("tcp://127.0.0.1:1", timeout_s=0.2)
+        two_pools.end().links.dial("tcp://127.0.0.1:1", timeout_s=0.2)
 
 
 def test_two_ends_that_dial_each_other_without_knowing_whom_have_one_link(two_pools: Case) -> None:
     one, other = two_pools.end(), two_pools.end()
-    assert one.dial(other.address.endpoints[0]) == other.address
-    assert other.dial(one.address.endpoints[0]) == one.address
+    assert one.links.dial(other.address.endpoints[0]) == other.address
+    assert other.links.dial(one.address.endpoints[0]) == one.address
     assert len(one.snapshot().links) == len(other.snapshot().links) == 1
     grant = two_pools.grant(other, one)
     two_pools.hand_over(one, other, grant, two_pools.accept(one, grant))

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import sender
-from pdinfer.kv.channel.sender import Group, Pushes
+from pdinfer.kv.channel.sender import Pushes, PushGroup
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import PageGrant, PeerAddress, peer_key
 from tests.unit.kv.channel.channels import LAYERS, SmallModel
@@ -43,7 +43,7 @@ class Room:
     grant: PageGrant
     layer: int = 0
     open: list[Transfer] = attrs.field(factory=list)
-    reading: list[Group] = attrs.field(factory=list)
+    reading: list[PushGroup] = attrs.field(factory=list)
     end: Transfer | None = None
 
 
@@ -58,7 +58,7 @@ class PushesMachine(RuleBasedStateMachine):
         self.failed: set[Transfer] = set()
         self.written: set[Transfer] = set()
 
-    def write(self, groups: list[Group]) -> None:
+    def write(self, groups: list[PushGroup]) -> None:
         for group in groups:
             room = next(room for room in self.rooms if room.grant.room == group.grant.room)
             room.reading += [group] * len(group.grant.destinations)

@@ -165,8 +165,10 @@ def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
 
 def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = two_pools.pair()
-    placed = decode.placed
-    monkeypatch.setattr(decode, "placed", lambda link, frame, error: placed(link, frame, TransferError("digest")))
+    placed = decode.arrivals.placed
+    monkeypatch.setattr(
+        decode.arrivals, "placed", lambda link, frame, error: placed(link, frame, TransferError("digest"))
+    )
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.accept(prefill, grant)
     two_pools.push_all(prefill, grant, pages)
@@ -252,17 +254,17 @@ def test_a_writer_that_does_not_answer_an_abort_loses_its_link() -> None:
     prefill.connect(decode.address)
     grant = Case("loopback").grant(decode, prefill)
     prefill.accept(grant)
-    decode.tick()
+    decode.arrivals.tick()
     clock.advance(2.0)
     decode.abort(grant, TransferError("cancelled"))
-    decode.tick()
+    decode.arrivals.tick()
     clock.advance(ANSWER_S - 0.1)
     for link in [record(decode, prefill).link, record(prefill, decode).link]:
         link.heard_at = clock()
-    decode.tick()
+    decode.arrivals.tick()
     assert not decode.poll()
     clock.advance(0.2)
-    decode.tick()
+    decode.arrivals.tick()
     (aborted,) = decode.poll()
     assert aborted.status is ABORTED
     assert "did not stop writing" in str(aborted.error)
@@ -277,15 +279,15 @@ def test_a_writer_that_is_silent_as_well_is_not_waited_for_as_long(beats: bool) 
     prefill.connect(decode.address)
     grant = Case("loopback").grant(decode, prefill)
     prefill.accept(grant)
-    decode.tick()
+    decode.arrivals.tick()
     decode.abort(grant, TransferError("cancelled"))
     for _ in range(5):
         clock.advance(0.4)
         if beats:
-            prefill.tick()
+            prefill.arrivals.tick()
             for one, other in ((prefill, decode), (decode, prefill)):
                 record(one, other).link.heard_at = clock()
-        decode.tick()
+        decode.arrivals.tick()
         assert decode.connected(prefill.address) is (beats or clock() < MUTE_S + 0.4)
     assert [handoff.status for handoff in decode.poll()] == ([] if beats else [ABORTED])
 

@@ -96,7 +96,7 @@ def test_tokens_beyond_their_pages_are_refused(case: Case) -> None:
     prefill, _, grant, pages = case.room(tokens=range(4, 14))
     with pytest.raises(ConfigError, match="tokens up to 14 were pushed out of 3 pages"):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages[:3])
-    assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
+    assert prefill.sender.pushes.unsent_bytes == prefill.stats.writes_sent == 0
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -120,16 +120,16 @@ def test_a_transfer_is_done_when_the_last_destination_has_it(two_pools: Case, sl
         target=lambda: pushed.append(prefill.push(both, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait))
     )
     pushing.start()
-    until(lambda: prefill.unsent_bytes)
+    until(lambda: prefill.sender.pushes.unsent_bytes)
     if slow == 1:
         until(lambda: decode.stats.writes_received)
-    assert prefill.unsent_bytes == len(grant.tokens) * 4 * len(LAYERS)
+    assert prefill.sender.pushes.unsent_bytes == len(grant.tokens) * 4 * len(LAYERS)
     assert not prefill.drain(0.02)
     assert not any(transfer.done for transfer in pushed)
     go.set()
     pushing.join(TIMEOUT_S)
     until(lambda: pushed[0].done)
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
 
 
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
@@ -137,11 +137,11 @@ def test_finish_sends_what_is_still_joined(case: Case) -> None:
     transfer = prefill.push(grant, layers=range(2), tokens=grant.tokens, pages=pages)
     assert not transfer.done
     assert prefill.stats.writes_sent == 0
-    assert prefill.unsent_bytes == transfer.num_bytes > 0
+    assert prefill.sender.pushes.unsent_bytes == transfer.num_bytes > 0
     prefill.finish(grant, handoff(grant, prefill))
     until(lambda: transfer.done)
     assert transfer.error is None
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     assert settled(decode)[0].status is ABORTED, "the third layer never came"
 
 
@@ -150,7 +150,7 @@ def test_drain_sends_what_is_still_joined(case: Case) -> None:
     transfer = prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
     assert prefill.drain(TIMEOUT_S)
     assert transfer.done
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
 
 
 def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
@@ -180,7 +180,7 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
     during: list[int] = []
 
     def wait() -> None:
-        during.append(prefill.unsent_bytes)
+        during.append(prefill.sender.pushes.unsent_bytes)
         assert go.wait(TIMEOUT_S)
 
     pushing = threading.Thread(
@@ -188,12 +188,12 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
     )
     pushing.start()
     until(lambda: during)
-    assert prefill.unsent_bytes == during[0] == len(grant.tokens) * 4 * len(LAYERS)
+    assert prefill.sender.pushes.unsent_bytes == during[0] == len(grant.tokens) * 4 * len(LAYERS)
     assert not prefill.drain(0.01)
     go.set()
     pushing.join(TIMEOUT_S)
     assert prefill.drain(TIMEOUT_S)
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
 
 
 @pytest.mark.parametrize("status", HandoffStatus)
@@ -228,7 +228,7 @@ def test_finish_tells_when_nothing_reads_the_pages_any_more(
     writing.join(TIMEOUT_S)
     until(lambda: finished[0].done)
     assert finished[0].error is None
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     prefill.pool.memory.buffer.zero_()
     assert settled(decode)[0].status is status
     assert two_pools.arrived(decode, grant) == expected
@@ -341,7 +341,7 @@ def test_a_push_that_was_refused_leaves_no_trace(case: Case) -> None:
     grant = case.grant(decode, prefill)
     with pytest.raises(TransferError, match="not open for writing"):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=grant.pages)
-    assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
+    assert prefill.sender.pushes.unsent_bytes == prefill.stats.writes_sent == 0
 
 
 def test_a_link_that_breaks_while_a_grant_is_accepted_stops_it(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_a_write_that_cannot_be_posted_completes_and_closes_the_link(
     push()
     assert all(transfer.done and isinstance(transfer.error, TransferError) for transfer in transfers)
     assert repr(error) in str(transfers[0].error) or "not connected" in str(transfers[0].error)
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     assert [room for room, _ in prefill.poll_stops()] == [grant.room]
     end = prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED))
     assert end.done
@@ -429,7 +429,7 @@ def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkey
     monkeypatch.setattr(prefill.transport, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     assert prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED)).done
 
 
@@ -440,7 +440,7 @@ def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) ->
     prefill.accept(grant)
     with pytest.raises(ConfigError, match="not in a pool"):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=(0, 1, 999, 2))
-    assert prefill.unsent_bytes == 0
+    assert prefill.sender.pushes.unsent_bytes == 0
     pages = case.source(prefill, grant)
     case.push_all(prefill, grant, pages)
     prefill.finish(grant, handoff(grant, prefill))

@@ -176,7 +176,7 @@ shared = {
     "kv": values(ChannelStats, bytes_sent=counts, receive_s=seconds),
 }
 loads = values(
-    messages.Load,
+    messages.LoadMessage,
     prefill=st.none()
     | values(PrefillLoad, num_queued_requests=counts, num_queued_tokens=counts, unsent_bytes=counts, **shared),
     decode=st.none()
@@ -192,11 +192,11 @@ loads = values(
 )
 packed_requests = requests.map(messages.PackedRequest.of)
 commands = st.one_of(
-    values(messages.Connect, peer=addresses, timeout_s=seconds),
-    values(messages.SubmitPrefill, request=packed_requests, grant=packed_grants),
-    values(messages.ChangeWriters, request_id=texts, writers=tuples(addresses)),
-    values(messages.SubmitDecode, request=packed_requests, writers=tuples(addresses)),
-    values(messages.Cancel, request_id=texts),
+    values(messages.ConnectMessage, peer=addresses, timeout_s=seconds),
+    values(messages.SubmitPrefillMessage, request=packed_requests, grant=packed_grants),
+    values(messages.ChangeWritersMessage, request_id=texts, writers=tuples(addresses)),
+    values(messages.SubmitDecodeMessage, request=packed_requests, writers=tuples(addresses)),
+    values(messages.CancelMessage, request_id=texts),
     st.just(messages.Close()),
 )
 granted = st.builds(
@@ -311,7 +311,7 @@ def test_what_errors_carry_beside_their_text_has_defaults() -> None:
 def test_when_to_try_again_travels_and_is_said_once() -> None:
     refused = Refused(request_id="a", error=Overloaded("full", retry_after_s=9.0))
     for _ in range(3):
-        report = messages.Stepped(0, messages.Load(), refused=[refused])
+        report = messages.Stepped(0, messages.LoadMessage(), refused=[refused])
         decoded = messages.decode_report(messages.encode(report))
         assert isinstance(decoded, messages.Stepped)
         (refused,) = decoded.refused

@@ -20,7 +20,7 @@ CACHED_BYTES = 1 << 18
 """Bytes that are copied at once: a core's cache still holds them when the digest reads them."""
 
 
-class Engine(Protocol):
+class RingEngine(Protocol):
     """What is used of `mooncake.engine.TransferEngine`. Addresses and sizes are plain ints, segments are names of
     peers."""
 
@@ -41,8 +41,8 @@ class Engine(Protocol):
 class NamedEngine:
     """An engine, the name by which peers address its memory, and the addresses that must not be used again."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine: Engine | None = engine
+    def __init__(self, engine: RingEngine, name: str) -> None:
+        self.engine: RingEngine | None = engine
         self.name = name
         self._retired: list[mmap.mmap] = []
         self._kept: list[Tensor] = []
@@ -82,7 +82,7 @@ class NamedEngine:
         self.engine = None
 
 
-class Block(Protocol):
+class RingBlock(Protocol):
     """Memory that the engine may read and write."""
 
     address: int
@@ -99,7 +99,7 @@ class Block(Protocol):
         """Withdraw the block from the engine. `clean` promises that no write from it or into it is under way."""
 
 
-MakeBlock = Callable[[int], Block]
+MakeBlock = Callable[[int], RingBlock]
 """Makes a block of so many bytes. Raises TransferError when it cannot be registered."""
 
 

@@ -48,7 +48,7 @@ class Signal(enum.IntEnum):
 
 
 @attrs.frozen
-class Offer:
+class RingOffer:
     """A ring of `num_slots` slots at `address`, in the memory that peers know as `segment`, Mooncake's name for it.
     PROBE_BYTES follow the slots."""
 
@@ -63,7 +63,7 @@ class Offer:
         return self._HEAD.pack(self.address, self.slot_bytes, self.num_slots) + self.segment.encode()
 
     @classmethod
-    def parse(cls, data: bytes) -> Offer:
+    def parse(cls, data: bytes) -> RingOffer:
         """Return the offer in `data`. Raise TransferError when it does not describe a ring."""
         try:
             address, slot_bytes, num_slots = cls._HEAD.unpack_from(data)
@@ -163,7 +163,7 @@ class _Arriving:
     error: TransferError | None = None
 
 
-class Incoming:
+class RingIncoming:
     """The receiving direction of a link: a ring that only its peer knows, and what lands in it.
 
     Belongs to the I/O thread. Each method raises TransferError when the link must be closed. `credit` is called with
@@ -186,7 +186,7 @@ class Incoming:
         self._link, self._memory, self._receiver = link, memory, receiver
         self._digest, self._credit = digest, credit
         self._block = make_block(slot_bytes * num_slots + PROBE_BYTES)
-        self.offer = Offer(segment.name, self._block.address, slot_bytes, num_slots)
+        self.offer = RingOffer(segment.name, self._block.address, slot_bytes, num_slots)
         self._write: _Arriving | None = None
         self._closed = False
 

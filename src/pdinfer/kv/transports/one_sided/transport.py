@@ -33,9 +33,9 @@ from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
     MAX_SLOTS,
     Credit,
-    Incoming,
     Landed,
-    Offer,
+    RingIncoming,
+    RingOffer,
     Signal,
     SignalMemory,
 )
@@ -73,7 +73,7 @@ class _Registered:
     make_block: MakeBlock
 
 
-class RingTransport(NotCopied):
+class RingTransport(NotCopied, Transport):
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
     `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
@@ -108,7 +108,7 @@ class RingTransport(NotCopied):
                 f"nothing digests what a NIC writes to a device, which copies {WORD_BYTES} bytes at once: give "
                 f"digest=False and slot_bytes divided by {WORD_BYTES}"
             )
-        self.name = name
+        self._name = name
         self._on_device = on_device
         self._segment, self._stream = segment, stream
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
@@ -116,11 +116,15 @@ class RingTransport(NotCopied):
         self._lock = new_lock()
         self._owned: _Registered | None = None
         self._writers: dict[Link, RingWriter] = {}
-        self._rings: dict[Link, Incoming] = {}
+        self._rings: dict[Link, RingIncoming] = {}
         self._signals: dict[Link, Signal] = {}
         self._reasons: dict[Link, TransferError] = {}
         self._threads: list[threading.Thread] = []
         self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
@@ -289,7 +293,7 @@ class RingTransport(NotCopied):
             if writer is None:
                 raise TransferError(f"{link.endpoint} offers a ring that nobody asked for")
             if signal is Signal.OFFER:
-                writer.offered(Offer.parse(frame))
+                writer.offered(RingOffer.parse(frame))
             else:
                 writer.credited(Credit.parse(frame).slot)
 
@@ -321,7 +325,7 @@ class RingTransport(NotCopied):
         def credit(slot: int) -> None:
             self._say(link, Signal.CREDIT, Credit(slot).packed())
 
-        ring = Incoming(
+        ring = RingIncoming(
             link,
             owned.segment,
             owned.memory,

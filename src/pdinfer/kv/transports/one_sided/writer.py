@@ -24,8 +24,8 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.one_sided.block import Block, MakeBlock, NamedEngine, take
-from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, Offer, Signal
+from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock, take
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
@@ -48,7 +48,7 @@ class _Part:
     total: int
     num_bytes: int
     digest: int | None = None
-    block: Block | None = None
+    block: RingBlock | None = None
     slot: int = 0
     number: int = 0
     repeated: bool = False
@@ -89,15 +89,15 @@ class RingWriter:
         self._changed = threading.Condition(new_lock())
         self._queue: deque[Message] = deque()
         self._closed = False
-        self._ring: Offer | None = None
+        self._ring: RingOffer | None = None
         self._free: deque[int] = deque()
         self._lent: set[int] = set()
         self._lost: set[int] = set()
         self._reading: Transfer | None = None
         self._flying: _Part | None = None
         self._met = False
-        self._blocks: list[Block] = []
-        self._unclean: list[Block] = []
+        self._blocks: list[RingBlock] = []
+        self._unclean: list[RingBlock] = []
         self.is_busy = False
         self.thread = threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
 
@@ -130,7 +130,7 @@ class RingWriter:
             self._changed.notify()
         return True
 
-    def offered(self, ring: Offer) -> None:
+    def offered(self, ring: RingOffer) -> None:
         """Take the peer's answer to ASK. Raise TransferError for a second one."""
         with self._changed:
             if self._ring is not None:
@@ -261,7 +261,7 @@ class RingWriter:
         landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
         self._control.say(Signal.LANDED, landed.packed())
 
-    def _mend(self, part: _Part, block: Block) -> None:
+    def _mend(self, part: _Part, block: RingBlock) -> None:
         """Repair a write whose fate is unknown: keep silent, probe until probes land, and write once more."""
         name = self._link.endpoint
         logging.getLogger("pdinfer").warning(
@@ -286,20 +286,20 @@ class RingWriter:
         if not self._landed(part.number, self._timeout_s):
             raise TransferError(f"a write of {part.num_bytes} bytes to {name} failed twice")
 
-    def _probe(self, block: Block) -> int:
+    def _probe(self, block: RingBlock) -> int:
         return self._submit(block, self._slot_address(self._num_slots), min(PROBE_BYTES, self._slot_bytes))
 
-    def _borrow_block(self) -> Block:
+    def _borrow_block(self) -> RingBlock:
         block = self._blocks.pop() if self._blocks else self._make_block(self._slot_bytes)
         self._unclean.append(block)
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: RingBlock) -> None:
         """Take back a block that nothing reads any more."""
         self._unclean.remove(block)
         self._blocks.append(block)
 
-    def _submit(self, block: Block, address: int, num_bytes: int) -> int:
+    def _submit(self, block: RingBlock, address: int, num_bytes: int) -> int:
         engine, ring = self._segment.engine, self._ring
         assert ring is not None
         return 0 if engine is None else engine.transfer_submit_write(ring.segment, block.address, address, num_bytes)

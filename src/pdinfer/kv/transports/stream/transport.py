@@ -20,7 +20,7 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.acceptor import Acceptor
@@ -41,7 +41,7 @@ class _Registered:
     io: IOThread
 
 
-class StreamTransport(NotCopied):
+class StreamTransport(NotCopied, Transport):
     """Frames and writes over stream sockets.
 
     `listen` opens the socket that peers find, `schemes` are the endpoints that can be dialled, and `payloads` makes the
