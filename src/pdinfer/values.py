@@ -1,4 +1,4 @@
-"""A value is shown in one short line or a table, and told as plain data; none of them looks into a tensor."""
+"""Values in one short line, as a table, or as plain data; none of them looks into a tensor."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
 
 
 def _is_brief(value: object) -> bool:
-    """Whether a value is shown by its fields: one of ours, or one whose `__repr__` attrs made, which shows all of them
-    whole."""
+    """Return whether a value is shown by its fields: one of ours, or one whose `__repr__` attrs made, which shows all
+    of them whole."""
     method: Any = type(value).__repr__
     return method is brief or (attrs.has(type(value)) and "attrs generated" in method.__code__.co_filename)
 
@@ -133,7 +133,7 @@ def _told(value: object) -> Iterator[tuple[str, Any, object]]:
 
 
 def _equal(value: object, default: object) -> bool:
-    """Whether a field has its default; what may hold tensors is not compared."""
+    """Return whether a field has its default; what may hold tensors is not compared."""
     comparable = isinstance(value, _PLAIN) or _is_brief(value)
     return value is default or (comparable and type(value) is type(default) and bool(value == default))
 
@@ -143,11 +143,11 @@ def asdict(value: Any) -> dict[str, Any]:
     layout, a plan. Bytes become their hexadecimal digits, enums their values, ranges [start, stop], addresses that are
     keys their text, errors their `code` and `message`; a number that is not finite becomes None.
 
-    Raises ConfigError for what is no value, such as an engine or a tensor: ask it for its `load()` or `stats`."""
+    Raises ConfigError for anything but a value, such as an engine or a tensor: ask it for its `load()` or `stats`."""
     if not (isinstance(value, msgspec.Struct) or attrs.has(type(value))):
         raise ConfigError(f"asdict takes a value such as a load, stats or an event, got {shown(value)}")
-    told: dict[str, Any] = _plain(value)
-    return told
+    plain: dict[str, Any] = _plain(value)
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -174,5 +174,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Collection) and _tensor(value) is None:
         return [_plain(item) for item in value]
     raise ConfigError(
-        f"asdict tells plain data, and {shown(value)} is none: ask engines and channels for their load() or stats"
+        f"asdict takes values of pdinfer, got {shown(value)}: ask engines and channels for their load() or stats"
     )

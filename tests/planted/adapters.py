@@ -9,7 +9,7 @@ PROMPTS = "test_vllm_prompts.py::"
 VLLM = "test_vllm.py::"
 DECODE_RANKS = "test_vllm_decode_ranks.py::"
 DATA_RANKS = "test_vllm_data_ranks.py::"
-TOLD = "test_vllm_told.py::"
+TOLD = "test_vllm_overrides.py::"
 ORDER = "test_vllm_order.py::"
 DIALLING = "test_vllm_dialling.py::"
 
@@ -232,13 +232,13 @@ MUTANTS = [
     ),
     Mutant(
         "overrides of a checkpoint's config are no part of the model's id",
-        "return attrs.evolve(layout, model_id=folded(layout.model_id, said))",
+        "return attrs.evolve(layout, model_id=folded(layout.model_id, changes))",
         "return layout",
         f"{TOLD}test_overrides_at_one_end_are_refused_by_name_and_at_both_served",
     ),
     Mutant(
         "a vLLM that was told something keeps the id of the files",
-        "    if not said:\n        return model_id\n",
+        "    if not changes:\n        return model_id\n",
         "    return model_id\n",
         f"{TOLD}test_every_value_that_is_told_gives_another_id",
     ),
@@ -259,7 +259,7 @@ MUTANTS = [
         "not in FORMATS:",
         "in ():",
         f"{TOLD}test_what_has_no_value_ends_at_start",
-        where="told.py",
+        where="overrides.py",
     ),
     Mutant(
         "all data-parallel ranks listen at one address",

@@ -24,7 +24,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens count as made when they were read",
-        "read_s if told is None else min(read_s, base_s + told)",
+        "read_s if made is None else min(read_s, base_s + made)",
         "read_s",
         f"{_RUN}::test_tokens_that_a_sleeping_host_reads_late_are_delivered_late",
     ),

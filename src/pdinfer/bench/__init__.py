@@ -4,7 +4,7 @@
     print(bench.run(pairing, bench.open_loop(4.0, 200, prompt_tokens=512, output_tokens=64), slo=bench.SLO(ttft_s=1.0)))
 
     plots/                 columns of plots, drawn when asked
-    compare.py             two summaries beside each other, if that makes sense
+    compare.py             two summaries side by side, if they can be compared
     search.py              several runs: a sweep, and the highest rate that keeps an SLO
     run.py                 sends a load on an absolute schedule, and reads what comes
     formats.py             result files of other tools

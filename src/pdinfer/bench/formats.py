@@ -241,7 +241,7 @@ def _aiperf_records(lines: list[bytes]) -> Summary:
                 ended_s=end_s,
             )
         )
-    note = "AIPerf does not tell single tokens: ITL, delivery and stages are left out, and slip is unknown"
+    note = "AIPerf does not report single tokens: ITL, delivery and stages are left out, and slip is unknown"
     blank = {name: None for name in Summary.__struct_fields__ if "_itl_" in name or "_slip_" in name}
     blank |= {"p99_delivery_ms": None, "max_delivery_ms": None, "fastest_step_ms": None}
     summary = summarize(records, source="aiperf", notes=(note,))

@@ -29,14 +29,14 @@ from pdinfer.types import Request, SamplingParams, TokenEvent
 
 PROGRESS_S = 10.0
 SAMPLE_S = 1.0
-"""How often loads are looked at for the use of slots and pages."""
+"""Seconds between two looks at loads, for the use of slots and pages."""
 WAIT_S = 0.05
 VERSIONS = ("pdinfer", "torch", "numpy", "msgspec")
 _log = logging.getLogger("pdinfer")
 
 
 class Serving(Protocol):
-    """What `run` needs of a Pairing."""
+    """The part of a Pairing that `run` needs."""
 
     @property
     def ports(self) -> Sequence[Any]: ...
@@ -115,7 +115,7 @@ class Sender:
 
     @property
     def engines(self) -> tuple[EngineUse, ...]:
-        """What loads told of slots and pages, one value per engine."""
+        """The use of slots and pages that loads reported, one value per engine."""
         return tuple(gauge.use(role, name) for (role, name), gauge in self._gauges.items())
 
     def run(self, timeout_s: float, tell: Tell = nobody) -> tuple[Record, ...]:
@@ -201,7 +201,7 @@ class Sender:
 
 
 class _Gauge:
-    """The use of one engine, as its loads told it."""
+    """The use of one engine, as its loads reported it."""
 
     def __init__(self) -> None:
         self._slots: list[float] = []

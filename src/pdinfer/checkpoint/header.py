@@ -186,7 +186,7 @@ def _skip_metadata(text: str, position: int, source: HeaderSource) -> int:
 
 
 def _tensor(entry: str, position: int, name: str, source: HeaderSource) -> TensorInfo:
-    """Return the TensorInfo of one entry, checked to lie within the data. Overlaps show when all entries are put in
+    """Return the TensorInfo of one entry, checked to be within the data. Overlaps show when all entries are put in
     order."""
     what = f"{source.path}: tensor {clip(name)}"
     try:

@@ -92,7 +92,7 @@ class Checkpoint:
     def open(cls, folder: AnyPath, *, prefixes: Prefixes = (), trusted_roots: Iterable[AnyPath] = ()) -> Checkpoint:
         """Open and check every file of a model folder; no tensor is read. Names are changed by `renamed`.
 
-        Raises CheckpointError: no folder, no or several candidates, an adapter beside them, other formats, links that
+        Raises CheckpointError: no folder, no or several candidates, an adapter next to them, other formats, links that
         lead out of the folder, its hub cache's blobs and `trusted_roots`, malformed headers, and an index that
         disagrees with its files.
         """
@@ -163,7 +163,7 @@ class Checkpoint:
         blocks[indexes.start : indexes.stop] = words & _BITS_63
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[TensorInfo]:
-        """Return those tensors in the order they lie on disk. Raises CheckpointError with the names that are not
+        """Return those tensors in their order on disk. Raises CheckpointError with the names that are not
         there."""
         wanted = list(names)
         missing = [name for name in wanted if name not in self.tensors]
@@ -172,8 +172,8 @@ class Checkpoint:
         return iter(sorted((self.tensors[name] for name in wanted), key=lambda info: (info.file, info.offset)))
 
     def sample_digest(self) -> bytes:
-        """Return 32 bytes that tell one set of weights from another without reading it: SHA-256 of names, dtypes,
-        shapes and first kilobytes. Weights that differ only later in their tensors have the same digest."""
+        """Return 32 bytes that distinguish one set of weights from another without reading it: SHA-256 of names,
+        dtypes, shapes and first kilobytes. Weights that differ only later in their tensors have the same digest."""
         digest = hashlib.sha256(b"pdinfer weights 1\n")
         for name, info in sorted(self.tensors.items()):
             sample = bytearray(min(info.num_bytes, SAMPLE_BYTES))
@@ -276,7 +276,7 @@ def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:
 
 
 def _match_index(folder: Path, weight_map: Mapping[str, str], found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors that the index names, each checked to lie in the file that the index says."""
+    """Return the tensors that the index names, each checked to be in the file that the index says."""
     lost = [name for name, file in weight_map.items() if name not in found or found[name].file != file]
     if lost:
         raise CheckpointError(f"{folder} lacks tensors in the files where its index puts them, {_listed(sorted(lost))}")

@@ -21,7 +21,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 
 class Port(Protocol):
-    """What metrics need of a port."""
+    """The part of a port that metrics need."""
 
     @property
     def role(self) -> str: ...
@@ -29,7 +29,7 @@ class Port(Protocol):
 
 
 class Observed(Protocol):
-    """What metrics need of a Pairing."""
+    """The part of a Pairing that metrics need."""
 
     @property
     def stats(self) -> PairingStats: ...
@@ -40,7 +40,7 @@ class Observed(Protocol):
 class Recorder:
     """The metrics of one Pairing, or of one after the other.
 
-    Times are those of events, as decode tells them. Counters never fall, also when an engine begins anew or a link is
+    Times are those of events, as decode reports them. Counters never fall, also when an engine begins anew or a link is
     opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
     Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's.
     """
@@ -75,8 +75,8 @@ class Recorder:
             self._counters.add(names.REFUSED, 1, error.code)
 
     def render(self, pairing: Observed) -> str:
-        """Return what was read and what the Pairing and its ports tell now, in Prometheus's text format. Serve it with
-        CONTENT_TYPE. Never blocks."""
+        """Return what was read and what the Pairing and its ports report now, in Prometheus's text format. Serve it
+        with CONTENT_TYPE. Never blocks."""
         stats, loads = pairing.stats, [(port.role, port.load()) for port in pairing.ports]
         with self._lock:
             self._count(_counts(stats))
@@ -108,8 +108,8 @@ class Recorder:
             self._counters.add(names.CACHED_TOKENS, event.usage.cached_tokens)
         return True
 
-    def _count(self, told: Iterable[tuple[names.Metric, Labels, float]]) -> None:
-        for metric, labels, value in told:
+    def _count(self, counted: Iterable[tuple[names.Metric, Labels, float]]) -> None:
+        for metric, labels, value in counted:
             self._counters.set(metric, value, *labels)
 
 

@@ -1,4 +1,4 @@
-"""The values behind metrics, and Prometheus's text format for them.
+"""The values of metrics, and Prometheus's text format for them.
 
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-based format".
 """
@@ -24,15 +24,15 @@ class Counters:
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         """Note what a source says that it has counted. Less than the last time means that it began anew."""
-        said, total = self._counts.pop((metric, labels), (0, 0))
-        self._counts[metric, labels] = value, total + (value - said if value >= said else value)
+        before, total = self._counts.pop((metric, labels), (0, 0))
+        self._counts[metric, labels] = value, total + (value - before if value >= before else value)
         if len(self._counts) > MAX_SERIES:
             del self._counts[next(iter(self._counts))]
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Count on."""
-        said, _ = self._counts.get((metric, labels), (0, 0))
-        self.set(metric, said + amount, *labels)
+        before, _ = self._counts.get((metric, labels), (0, 0))
+        self.set(metric, before + amount, *labels)
 
     def values(self) -> Iterator[tuple[Metric, Labels, float]]:
         """Yield every count, also of sources that have left."""

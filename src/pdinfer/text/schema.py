@@ -32,22 +32,22 @@ from pdinfer.text.tokenizer import Tokenizer
 LIBRARIES = ("llguidance", "xgrammar")
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], torch.Tensor], torch.Tensor]
 MAX_STATES = 16
-"""How many places in an answer a processor remembers: the last one, and those of drafts."""
+"""The number of places in an answer that a processor remembers: the last one, and those of drafts."""
 
 _log = logging.getLogger("pdinfer")
 
 
 OPEN, CLOSE = "<think>", "</think>"
-"""What a reasoning stands between, in all models that are served."""
+"""The tokens around a reasoning, in all models that are served."""
 PROMPT_END = 16
-"""So many tokens of a prompt say whether it leaves a reasoning open."""
+"""The number of last tokens of a prompt that show whether it leaves a reasoning open."""
 
 
 class Matcher(Protocol):
     """A place in an answer as a library knows it. It never changes."""
 
     def after(self, token: int) -> Matcher:
-        """Return the place behind one more token. Raise RequestError for a token that must not come."""
+        """Return the place after one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come: [at least the tokenizer's vocabulary]."""
@@ -76,7 +76,7 @@ def json_schema(
     """Return a logits processor that allows only JSON of one schema, without optional white space. Give engines
     `partial(json_schema, checkpoint=folder)` as one of their `logits_processors`; `argument` is the schema.
 
-    Where the prompt ends in an open <think>, or the answer begins with that token, the JSON begins behind </think>. The
+    Where the prompt ends in an open <think>, or the answer begins with that token, the JSON begins after </think>. The
     answer ends with a token at which engines end it, by the checkpoint's files, or else the tokenizer's eos_token; no
     other special token comes. Raises RequestError for what is not a schema, or one that the library does not know; what
     `Tokenizer.load` and `schema_library` raise; CheckpointError for a checkpoint without any token that ends answers.
@@ -95,7 +95,7 @@ def schema_processors(
     checkpoint: AnyPath, *, library: str = "auto", trusted_roots: Sequence[AnyPath] = ()
 ) -> dict[str, Callable[[str], LogitsProcessor]]:
     """Return what engines take as `logits_processors` to know `json_schema` by its name, also those that `spawn`
-    starts. `trusted_roots` is as for `Tokenizer.load`. Where there is no library for it nothing is returned, and the
+    starts. `trusted_roots` is as for `Tokenizer.load`. Without a library for it nothing is returned, and the
     log says why."""
     try:
         found = schema_library(library)
@@ -108,7 +108,7 @@ def schema_processors(
 
 
 class _Vocabulary:
-    """What the tokens of a checkpoint are in an answer: `ends` end it, `texts` may stand in JSON, and `free` in a
+    """The tokens of a checkpoint by their part in an answer: `ends` end it, `texts` may stand in JSON, and `free` in a
     reasoning. `eos` is the one that the library takes for the end, whichever ends it. Added tokens are markers, even
     where the tokenizer does not call them special: what they look like can be written with others."""
 
@@ -140,7 +140,7 @@ class State(Protocol):
     """A place in an answer. It never changes."""
 
     def after(self, token: int) -> State:
-        """Return the place behind one more token. Raise RequestError for a token that must not come."""
+        """Return the place after one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come: [at least the tokenizer's vocabulary]."""
@@ -151,12 +151,12 @@ class _Reasoning:
     """Inside a reasoning, of which `tail` is the end: anything may come but what ends the answer."""
 
     vocabulary: _Vocabulary
-    behind: State
+    rest: State
     tail: str = ""
 
     def after(self, token: int) -> State:
         text = self.tail + self.vocabulary.text_of([token])
-        return self.behind if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
+        return self.rest if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
 
     def allowed(self) -> NDArray[np.bool_]:
         return self.vocabulary.free
@@ -187,7 +187,7 @@ class _Json:
 
 
 class _Processor:
-    """Looks up the state behind the output, which is one token behind one that it knows."""
+    """Looks up the state after the output, which is one token after one that it knows."""
 
     def __init__(self, vocabulary: _Vocabulary, begin: Matcher) -> None:
         self._vocabulary = vocabulary

@@ -43,7 +43,7 @@ ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 @attrs.frozen
 class Said:
-    """What vLLM said of a room."""
+    """A part of vLLM's answer for a room."""
 
     room: bytes
     piece: Piece
@@ -155,7 +155,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         self._inbox.put(request_id)
 
     def step(self) -> list[Event]:
-        """Return what vLLM said: grants for prompts, tokens and ends. Raises TransferError when no prefill has a link
+        """Return what vLLM sent: grants for prompts, tokens and ends. Raises TransferError when no prefill has a link
         to vLLM any more."""
         for item in self._inbox.take():
             match item:
@@ -248,7 +248,8 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         logprobs = piece.logprobs or (None,) * len(piece.tokens)
         for left, token, logprob in zip(range(len(piece.tokens))[::-1], piece.tokens, logprobs, strict=True):
             if not 0 <= token < self.limits.vocab_size:
-                self._end(room, FinishReason.FAILED, TransferError(f"vLLM said token {token}, which nobody knows"))
+                why = f"vLLM drew token {token}, which is outside the vocabulary of {self.limits.vocab_size}"
+                self._end(room, FinishReason.FAILED, TransferError(why))
                 return
             reason = ENDS.get(piece.finish_reason or "") if not left else None
             self._events.append(known.event(now, token, logprob, reason))
@@ -260,7 +261,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
             self._end(room, FinishReason.FAILED, TransferError(why))
 
     def _end(self, room: bytes, reason: FinishReason, error: PDInferError | None = None) -> None:
-        """End a request here. vLLM is told when it says the next token, or by its prefill when it still waits."""
+        """End a request here. vLLM learns of it when it sends the next token, or by its prefill when it still waits."""
         self._prompts.drop(room)
         known = self._left[room] = self._open.pop(room)
         self._events.append(known.event(self._clock(), reason=reason, error=error))
@@ -275,7 +276,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
 
 
 def _turn_away(engine: PrefillEngine, grant: PageGrant) -> None:
-    """Answer a grant that no engine has seen: nobody will write it."""
+    """Answer a grant that no engine has seen: it will not be written."""
     try:
         engine.channel.accept(grant)
     except TransferError:  # vLLM has taken it back, or is gone

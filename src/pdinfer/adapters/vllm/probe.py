@@ -32,14 +32,14 @@ from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, Request, Sampli
 NUM_TOKENS = 272
 """More than two of vLLM's largest pages on a CPU, so that a wrong page table is seen too."""
 PROBE_S = 120.0
-"""How long vLLM may take to compute the prompt: the first one may compile kernels."""
+"""Seconds that vLLM may take to compute the prompt: the first one may compile kernels."""
 LATENT, ROPE = "latent", "rope"
 
 
 @attrs.frozen
 class Tolerance:
-    """How far a token's vector may be off, as a share of its length, and how many tokens of a layer may be off further:
-    a near tie of the router gives a token other experts. The first layer is behind no router."""
+    """The error that a token's vector may have, as a share of its length, and the number of tokens of a layer that may
+    have more: a near tie of the router gives a token other experts. The first layer comes before every router."""
 
     error: float
     strays: float
@@ -56,7 +56,7 @@ rotated wrongly 0.5 and more."""
 
 @attrs.frozen
 class ProbePages:
-    """Pages for one prompt, which nobody else uses; see `pdinfer.kv.Pages`."""
+    """Pages for one prompt, used by nothing else; see `pdinfer.kv.Pages`."""
 
     layout: KVLayout
     memory: PageMemory
@@ -171,7 +171,8 @@ class Probe:
 
 @attrs.frozen
 class Difference:
-    """Where two engines part: `strays` of the tokens are off by more than `tolerance`, one of them by `most`."""
+    """The place where two engines differ: `strays` of the tokens are off by more than `tolerance`, one of them by
+    `most`."""
 
     layer: int
     name: str

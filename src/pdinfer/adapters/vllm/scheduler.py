@@ -29,7 +29,7 @@ class Sent:
 
 
 class SchedulerHalf:
-    """What vLLM's scheduler calls. `block_size` is that of its one cache group."""
+    """The connector's half in vLLM's scheduler. `block_size` is that of its one cache group."""
 
     def __init__(self, block_size: int, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._block_size = block_size
