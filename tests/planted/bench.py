@@ -80,7 +80,7 @@ MUTANTS = [
         "seconds of genai-bench are taken for ms",
         'return _summary(found, GENAI_BENCH, "genai_bench", scale=1e3)',
         'return _summary(found, GENAI_BENCH, "genai_bench")',
-        f"{_SUMMARY}::test_a_file_of_another_tool_is_read_and_written_back",
+        f"{_SUMMARY}::test_a_file_of_another_tool_is_read",
     ),
     Mutant(
         "a trace may go back in time",
