@@ -64,13 +64,13 @@ MUTANTS = [
     ),
     Mutant(
         "a grant without a prompt holds others up for as long as it is remembered",
-        "came > since and room not in begun",
-        "room not in begun",
+        "came > since and room not in started",
+        "room not in started",
         f"{ORDER}test_a_grant_without_a_prompt_is_waited_for_as_long_as_a_prompt_without_a_grant",
     ),
     Mutant(
         "a prompt that is begun holds up those without a grant",
-        "came > since and room not in begun",
+        "came > since and room not in started",
         "came > since",
         f"{ORDER}test_a_prompt_that_is_begun_holds_nothing_up",
     ),

@@ -102,8 +102,8 @@ class Record:
         return [after - before for before, after in pairwise(self.read_s)]
 
     def stages(self) -> dict[str, float]:
-        """Return the seconds of each of STAGES, which sum to TTFT; nothing without a token. A stage whose time nobody
-        knows takes no time, and the next one has it. Times of an attempt after the first token are left out."""
+        """Return the seconds of each of STAGES, which sum to TTFT; nothing without a token. A stage of unknown time
+        takes no time, and the next one has it. Times of an attempt after the first token are left out."""
         if not self.read_s:
             return {}
         made_s, end_s = min(self.token_s[0], self.read_s[0]), self.read_s[0]

@@ -110,7 +110,7 @@ def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, A
     read_s, made_s = _joined([r.read_s for r in done]), _joined([r.token_s for r in done])
     gaps_s = np.delete(
         np.diff(read_s), np.cumsum(counts, dtype=int)[:-1] - 1
-    )  # the gaps from one request to the next are none
+    )  # without the gaps between one request and the next
     figures = {
         **latency("ttft", [record.ttft_s for record in done]),
         **latency("tpot", [record.tpot_s for record in done]),

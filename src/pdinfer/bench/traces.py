@@ -124,7 +124,7 @@ def read_trace(
             arrivals = _table(lines, COLUMNS[format])
             _check_order(lines, arrivals)
         if not arrivals:
-            raise ConfigError(f"{path}: holds no request; a trace has at least one")
+            raise ConfigError(f"{path} has no request; a trace has at least one")
     finally:
         lines.close()
     digest = lines.sha256()

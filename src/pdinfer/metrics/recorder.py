@@ -40,8 +40,8 @@ class Observed(Protocol):
 class Recorder:
     """The metrics of one Pairing, or of one after the other.
 
-    Times are those of events, as decode reports them. Counters never fall, also when an engine begins anew or a link is
-    opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
+    Times are those of events, as decode reports them. Counters never fall, also when an engine starts again or a link
+    is opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
     Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's.
     """
 

@@ -17,13 +17,13 @@ Labels = tuple[str, ...]
 
 
 class Counters:
-    """Counts that never fall. What they are made of may: an engine or a link that begins anew counts from 0 again."""
+    """Counts that never fall, though their sources may: an engine or a link that starts again counts from 0."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Metric, Labels], tuple[float, float]] = {}
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
-        """Note what a source says that it has counted. Less than the last time means that it began anew."""
+        """Note the count that a source reports. Less than the last time means that the source started again."""
         before, total = self._counts.pop((metric, labels), (0, 0))
         self._counts[metric, labels] = value, total + (value - before if value >= before else value)
         if len(self._counts) > MAX_SERIES:

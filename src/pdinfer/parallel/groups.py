@@ -207,11 +207,11 @@ class Group(OfOneProcess):
         with _calling(self, "exchange", None):
             works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
             works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
-            begun = [work for work in works if work is not None]
+            started = [work for work in works if work is not None]
             if all(self.lookout.watches(x) for _, x in (*sends, *receives)):
-                self.lookout.wait_apart(begun)
+                self.lookout.wait_apart(started)
             else:
-                for work in begun:
+                for work in started:
                     work.wait()
 
 

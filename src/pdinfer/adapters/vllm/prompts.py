@@ -145,7 +145,7 @@ class Call:
                     self._connection = None
 
     def leave(self) -> None:
-        """Close the connection, now or as soon as the server has begun to answer."""
+        """Close the connection, now or as soon as the server begins to answer."""
         with self._changing:
             self._is_left = True
             if self._connection is not None:
@@ -198,7 +198,7 @@ class Server:
             raise TransferError(f"vLLM at {self.url} broke off its answer")
 
     def _piece(self, chunk: Any) -> Piece:
-        """Read a chunk. What vLLM refuses once its answer has begun is an error in its place."""
+        """Read a chunk. What vLLM refuses after the start of its answer is an error in its place."""
         match chunk:
             case {"error": {"code": int(code), "message": str(why)}} if _is_theirs(code):
                 raise RequestError(f"vLLM at {self.url} answered {code}: {escaped(why[:400])}")

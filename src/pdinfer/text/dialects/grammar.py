@@ -72,7 +72,7 @@ class Family:
     template has what is `written`.
 
     The answer begins after the last of `turns` in a prompt. White space in `white` is dropped at both ends of the
-    reasoning and before the content, `white_behind` behind the content. `why_not` says why `calls` are not known.
+    reasoning and before the content, `white_behind` after the content. `why_not` says why `calls` are not known.
     `call_ends_thought` is for models that leave `</think>` out before a call. `tools_text` is the maker's way to show
     tools with a template that does not.
     """

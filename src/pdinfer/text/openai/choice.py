@@ -15,7 +15,7 @@ from pdinfer.types import FinishReason, Request, TokenEvent
 
 Part = dict[str, Any]
 PROMPT_END = 64
-"""So many tokens of a prompt say whether the answer begins inside a reasoning."""
+"""The number of last tokens of a prompt that show whether the answer begins inside a reasoning."""
 
 
 class Choice(ABC):
