@@ -120,6 +120,7 @@ class Record:
         )
         took, at_s = {}, self.intended_s
         for name, mark in zip(STAGES, marks, strict=True):
+            # a later mark is that of another attempt, after the first token
             known = mark is not None and (mark <= made_s or mark == end_s)
             next_s = max(at_s, mark) if known and mark is not None else at_s
             took[name], at_s = next_s - at_s, next_s
@@ -205,6 +206,7 @@ class Recorder:
 def _record(request_id: str, request: _Open, began: float) -> Record:
     base_s, last = request.sent_s, request.last
     token_s = tuple(
+        # no token is read before it was made, whatever the two clocks say
         read_s if made is None else min(read_s, base_s + made)
         for made, read_s in zip(request.made, request.read, strict=True)
     )

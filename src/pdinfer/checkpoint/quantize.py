@@ -125,6 +125,7 @@ def _recipe(scheme: str, scale_fmt: str | None, config: ModelConfig) -> Recipe:
             return {name: numbers, f"{name}_scale": scale, f"{name}_offset": torch.zeros_like(scale)}
 
         def chosen(name: str) -> bool:
+            # modelslim leaves these in floats, and the MTP layer
             if not _is_linear(name) or ".indexer." in name or ".kv_b_proj." in name:
                 return False
             return int(name.split(".")[2]) < config.num_hidden_layers

@@ -114,6 +114,7 @@ class Checkpoint:
             tensors = found if weight_map is None else _match_index(folder, weight_map, found)
             unlisted = [renamed(name, prefixes) for name in found if name not in tensors]
             tensors = _all_renamed(folder, tensors, prefixes)
+        # an interrupt must leave no file open either
         except BaseException:
             _close_all(descriptors)
             raise
@@ -136,6 +137,7 @@ class Checkpoint:
         read than what is in a block with these. Raises CheckpointError where the file has become shorter."""
         path = self.folder / info.file
         descriptor = self._descriptor(info)
+        # the header was checked when the file was opened; a download may have cut it since
         if os.fstat(descriptor).st_size < info.offset + info.num_bytes:
             _cut_short(path, info)
         shape, first = info.shape, 0
@@ -154,11 +156,13 @@ class Checkpoint:
         for index in indexes:
             start, stop = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, info.num_bytes)
             part = buffer[max(0, start - first) : stop - first]
+            # the rest of a block at an edge is read, too: whoever reads the other rows must get the same digest
             block = part if len(part) == stop - start else memoryview(bytearray(stop - start))
             _read_into(descriptor, block, info, path, start)
             digests.append(xxhash.xxh3_128_digest(block))
             if block is not part:
                 part[:] = block[max(0, first - start) :][: len(part)]
+        # without signs: ranks take the larger digest of two, and ABSENT has to be the least
         words = np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2)
         blocks[indexes.start : indexes.stop] = words & _BITS_63
 
@@ -209,6 +213,7 @@ def num_blocks(info: TensorInfo) -> int:
 
 def _close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
+        # popped first, so that none is closed twice where close raises
         os.close(descriptors.popitem()[1])
 
 

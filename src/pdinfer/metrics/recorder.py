@@ -58,6 +58,7 @@ class Recorder:
         self._counters = Counters()
         self._histograms = {metric: Histogram() for metric in names.METRICS if metric.kind == names.HISTOGRAM}
         self._token_s: dict[str, float | None] = {}
+        # a rate needs a first sample: without it the first request would not count
         for metric in (names.PROMPT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS):
             self._counters.add(metric, 0)
 
@@ -77,6 +78,7 @@ class Recorder:
     def render(self, pairing: Observed) -> str:
         """Return what was read and what the Pairing and its ports report now, in Prometheus's text format. Serve it
         with CONTENT_TYPE. Never blocks."""
+        # outside the lock, so that a slow port holds up no reader of events
         stats, loads = pairing.stats, [(port.role, port.load()) for port in pairing.ports]
         with self._lock:
             self._count(_counts(stats))
@@ -113,10 +115,10 @@ class Recorder:
             self._counters.set(metric, value, *labels)
 
 
-Told = Iterator[tuple[names.Metric, Labels, float]]
+Samples = Iterator[tuple[names.Metric, Labels, float]]
 
 
-def _counts(stats: PairingStats) -> Told:
+def _counts(stats: PairingStats) -> Samples:
     yield from ((names.ENDED, (reason.value,), count) for reason, count in stats.ended)
     yield names.RETRIES, (), stats.num_retries
     yield names.REROUTES, (), stats.num_reroutes
@@ -124,7 +126,7 @@ def _counts(stats: PairingStats) -> Told:
     yield names.PORTS_LOST, (), stats.num_ports_lost
 
 
-def _gauges(stats: PairingStats, roles: Sequence[str]) -> Told:
+def _gauges(stats: PairingStats, roles: Sequence[str]) -> Samples:
     yield names.QUEUED, (), stats.num_queued_requests
     yield names.UNFINISHED, (), stats.num_unfinished_requests
     yield from ((names.PORTS, (role,), roles.count(role)) for role in ("prefill", "decode"))
@@ -132,7 +134,7 @@ def _gauges(stats: PairingStats, roles: Sequence[str]) -> Told:
     yield names.LINKS_DOWN, (), len(stats.links_down)
 
 
-def _engine_counts(role: str, load: EngineLoad) -> Told:
+def _engine_counts(role: str, load: EngineLoad) -> Samples:
     engine = (_short(load.address), role)
     yield names.TOKENS, engine, load.num_tokens
     yield names.BUSY, engine, load.busy_s
@@ -149,7 +151,7 @@ def _engine_counts(role: str, load: EngineLoad) -> Told:
         yield names.DROPPED, between, peer.frames_dropped
 
 
-def _engine_gauges(role: str, load: EngineLoad) -> Told:
+def _engine_gauges(role: str, load: EngineLoad) -> Samples:
     engine = (_short(load.address), role)
     yield names.INFO, (*engine, load.transport), 1
     used = load.num_total_pages - load.num_available_pages

@@ -128,6 +128,7 @@ class Group(OfOneProcess):
         if self.process_group is None:
             return x
         most = max(counts)
+        # a gather takes equal shapes; padding costs less than a broadcast for each rank
         padded = x
         if len(x) < most:
             padded = x.new_zeros(most, *x.shape[1:])
@@ -148,6 +149,7 @@ class Group(OfOneProcess):
         """
         if self.process_group is None:
             return x
+        # adjacent ranks form a block, which has the rows from its first rank's border to its last one's
         first = self.rank - self.rank % together
         return x[self._border(first, len(x)) : self._border(first + together, len(x))]
 

@@ -198,9 +198,11 @@ class Topology:
         alone = attrs.evolve(self._alone(name, size, stride=stride), lookout=lookout)
         if size == 1:
             return alone
+        # the world has connections already
         if size == self.world_size:
             return attrs.evolve(alone, process_group=dist.group.WORLD)
         block = size * stride
+        # every rank names the groups of all ranks: making groups is a collective of the world
         every = [
             [*range(at, at + block, stride)]
             for first in range(0, self.world_size, block)

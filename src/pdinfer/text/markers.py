@@ -88,6 +88,7 @@ class Markers:
             messages, documents = list(map(look_at, values["messages"])), look(values["documents"])
             if not needed:
                 return None
+            # JSON writes characters of private use as \uXXXX, however deep they are in the chat
             written = json.dumps([values, template])
             taken = set(re.findall(r"\\u([ef][0-9a-f]{3})", written))
             free = (chr(code) for code in UNWRITTEN if f"{code:x}" not in taken)
@@ -118,6 +119,7 @@ class Markers:
     @cached_property
     def _secrets(self) -> dict[int, str]:
         """The texts of the host's markers, by id, which cannot be guessed."""
+        # U+FDD0 is no character of any text, and the number cannot be guessed
         nonce = os.urandom(16).hex()
         return {index: f"\ufdd0{nonce}{index}\ufdd0" for index in self._ids.values()}
 

@@ -125,6 +125,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["from_json"] = json.loads
         self.filters = {name: self._bounded(name, filter_) for name, filter_ in self.filters.items()}
         self.filters |= {_EACH: self._each, _JOINED: lambda parts: self.concat(map(str, parts))}
+        # it makes text of any length at one call
         del self.globals["lipsum"]
 
     def begin(self, max_cpu_s: float) -> None:
@@ -151,6 +152,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         bits = size = 0
         match operator, left, right:
+            # bounded before it is computed: one operation could take all memory
             case "**", int(), int():
                 bits = left.bit_length() * right
             case "*", int(), int():

@@ -156,6 +156,7 @@ class _Reasoning:
 
     def after(self, token: int) -> State:
         text = self.tail + self.vocabulary.text_of([token])
+        # </think> may come in several tokens: so many characters may be its beginning
         return self.rest if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -174,6 +175,7 @@ class _Json:
         known = self.vocabulary
         if self.may_think and token == known.opens:
             return _Reasoning(known, attrs.evolve(self, may_think=False))
+        # the library knows one end; each of the engine's ends counts as that
         return _Json(known, self.matcher.after(known.eos if token in known.ends else token))
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -201,6 +203,7 @@ class _Processor:
             self._states = OrderedDict({(): self._first(end)})
         allowed = self._state(tuple(output)).allowed()[: len(logits_V)]
         logits_V[: len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -torch.inf)
+        # rows that only pad the vocabulary are no tokens
         logits_V[len(allowed) :] = -torch.inf
         return logits_V
 
@@ -210,6 +213,7 @@ class _Processor:
         return _Reasoning(known, attrs.evolve(begin, may_think=False)) if end.endswith(OPEN) else begin
 
     def _state(self, output: tuple[int, ...]) -> State:
+        # drafts that were rejected leave places that no output continues, so the search goes back
         known = len(output)
         while output[:known] not in self._states:
             known -= 1
@@ -218,6 +222,7 @@ class _Processor:
             state = state.after(token)
         self._states[output] = state
         while len(self._states) > MAX_STATES:
+            # the first place stays: a request that is prefilled again starts from there
             self._states.pop(next(key for key in self._states if key))
         return state
 

@@ -115,6 +115,7 @@ class _Search:
         """Pass over this text. Return, of the first sequence that ends in it, how many characters come after it and
         how many it has."""
         first = None
+        # all of the text passes, also after an end, so that the state is that of the stream
         for num_behind, character in zip(reversed(range(len(text))), text, strict=True):
             self._state = self._automaton.next(self._state, character)
             if first is None and self._automaton.found[self._state]:

@@ -140,6 +140,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
             loads = {"do_remote_prefill": True, "room": room.hex(), "prefill": engine.address.endpoints[0]}
             body = body_of(request, loads, max_tokens=sampling.max_new_tokens - len(request.output))
         except PDInferError as error:
+            # a Pairing reads refusals from `step`, as those of an engine
             self._events.append(Refused(request_id=request_id, error=error))
             self._inbox.wake()
             return
@@ -173,6 +174,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         for engine in self._reached.engines:
             for grant in engine.channel.poll_offers(self._open.keys() | self._left.keys()):
                 self._grant(grant)
+        # what has come is returned first: it would be lost with the exception
         if not self._events:
             self._check_links()
         events, self._events = self._events, []
@@ -192,6 +194,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         waiting = [each.num_tokens for each in known if not each.tokens]
         return DecodeLoad(
             address=self.address,
+            # vLLM keeps its own accounts; 0 would say that no request fits
             num_free_pages=1,
             num_total_pages=1,
             page_size=layout.page_size,
@@ -222,7 +225,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         return self._engine_at(writers[0])
 
     def _say(self, body: Mapping[str, Any]) -> None:
-        """Pass on what vLLM says to a request, as long as anybody listens. Runs in a thread."""
+        """Pass on what vLLM says to a request, until the request has ended here. Runs in a thread."""
         room = bytes.fromhex(body["kv_transfer_params"]["room"])
         for piece in self._stream(body):
             if room not in self._open:

@@ -103,6 +103,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         """Have the engine at `peer` dial vLLM. Raises TransferError when it cannot, when another vLLM answers by now,
         or for an engine that this vLLM was not connected with."""
         engine = self._engine_at(peer)
+        # a call that may not wait dials the address it knows, without asking who answers there
         if timeout_s <= 0:
             engine.connect(self.address, timeout_s=timeout_s)
         elif peer_key(engine.channel.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
@@ -208,6 +209,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
             if peer_key(probed) != peer_key(peer):
                 raise TransferError(f"the vLLM at {reached.kv} was restarted again")
         except PDInferError:
+            # half of the links would look like a vLLM that is back
             for engine in reached.engines:
                 engine.disconnect(peer)
             raise

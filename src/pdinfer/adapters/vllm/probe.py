@@ -91,6 +91,7 @@ class Probe:
                 'kv_format="auto"'
             )
         length = min(NUM_TOKENS, max_tokens - 1)
+        # a prime step: neighbours differ, so that a token out of its place shows
         prompt = tuple((7919 * at + 13) % model.config.vocab_size for at in range(length))
         memory = model.allocate_pages(layout, layout.num_pages(len(prompt)))
         row = Row(prompt, 0, range(memory.num_pages))
@@ -119,7 +120,7 @@ class Probe:
         first_layer, tolerance = self.layout.layers.start, TOLERANCES[self.layout.components[0].dtype]
         for layer, name, ours, theirs in self._parts(there):
             errors = (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-9)
-            strays = float((~(errors <= tolerance.error)).double().mean())  # what is not finite is none
+            strays = float((~(errors <= tolerance.error)).double().mean())  # NaN and infinity are strays, too
             if strays > (tolerance.strays if layer > first_layer else 0.0):
                 return Difference(layer, name, strays, float(errors.nan_to_num(torch.inf).max()), tolerance.error)
         return None

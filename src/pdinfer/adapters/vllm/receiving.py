@@ -128,6 +128,7 @@ class Receiving:
             generations=self._pages.generations(load.blocks),
             layout_id=layout.layout_id,
         )
+        # before the offer, since the writer may answer at once
         self._channel.expect(entry.grant)
         try:
             self._channel.offer(entry.grant)

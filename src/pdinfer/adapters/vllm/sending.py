@@ -139,6 +139,7 @@ class Sending:
         for grant in self._channel.poll_offers():
             self._grants[grant.room.hex()] = grant, self._clock()
             terms = Terms.of(grant.request_id)
+            # a request that is declined before its grant came says nothing of its decode's workers
             self._most_workers = max(self._most_workers, terms.num_workers)
             if self._rooms_of(room := room_of(grant.room.hex(), terms.rank)):
                 self._news.add(room)
@@ -200,6 +201,7 @@ class Sending:
         except TransferError as error:  # decode gave it up, and has its answer
             _log.info("the grant of request %s is void: %s", save.req_id, error)
             self._counts.add(ABORTED + "stopped")
+            # nothing was pushed, so nothing reads the blocks
             out.transfer = Transfer(0, done=True)
         else:
             if Terms.of(grant.request_id).proof not in save.proofs:

@@ -139,6 +139,7 @@ class WorkerHalf:
         if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
             if self._news.wait(self._idle_s):
                 self._look()
+            # longer from step to step: new requests wait for the end of this one
             self._idle_s = min(2 * self._idle_s, self._most_s)
             sent, received = self._sending.take_finished(), self._receiving.take_finished()
         else:

@@ -91,6 +91,7 @@ class Parser:
         self._take(self._held)
         text = "".join(self._parts)
         if self._place is Place.KEY and text:
+            # without its end, as the answer ended inside: joined pieces stay what came
             self._argue(self._separator() + quoted(text)[:-1])
         elif self._place is Place.VALUE:
             self._argue(text)
@@ -113,6 +114,7 @@ class Parser:
             else:
                 continue
             if not is_whole:
+                # read again, as text of the place that it belongs to after all
                 self._give_up()
                 at = done
             elif length:
@@ -166,6 +168,7 @@ class Parser:
             self._white_before = "" if text else self._white_before
         if self._white_behind:
             text = self._blank + text
+            # white space at the end waits: it is dropped if a marker follows
             shown = max(len(text.rstrip(self._white_behind)), len(text) - MAX_WHITE)
             text, self._blank = text[:shown], text[shown:]
         if not text:
