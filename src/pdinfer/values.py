@@ -112,12 +112,12 @@ def _fields(value: object, limit: int) -> str:
 
 def _seen(value: object, limit: int) -> Iterator[tuple[str, str]]:
     """Yield the name and the text, of at most `limit` characters, of each field that differs from its default."""
-    for name, field, default in _told(value):
+    for name, field, default in _defaults(value):
         if not _equal(field, default):
             yield name, f"{field:.6g}" if isinstance(field, float) else shown(field, limit)
 
 
-def _told(value: object) -> Iterator[tuple[str, Any, object]]:
+def _defaults(value: object) -> Iterator[tuple[str, Any, object]]:
     """Yield the name, the value and the default of each field that is to be seen."""
     if isinstance(value, msgspec.Struct):
         for info in msgspec.structs.fields(type(value)):

@@ -323,13 +323,13 @@ MUTANTS = [
     ),
     Mutant(
         "a sampling parameter that vLLM is not told is lost",
-        "    _check_all_is_said(sampling)\n",
+        "    _check_all_is_sent(sampling)\n",
         "",
         f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
     ),
     Mutant(
         "a field of a request that vLLM is not told is lost",
-        "    _check_all_is_said(request)\n",
+        "    _check_all_is_sent(request)\n",
         "",
         f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
     ),

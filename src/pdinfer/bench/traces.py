@@ -81,7 +81,7 @@ class _MooncakeLine(msgspec.Struct):
 
 class _Turn(msgspec.Struct):
     value: str
-    said_by: str = msgspec.field(name="from")
+    sender: str = msgspec.field(name="from")
 
 
 class _Conversation(msgspec.Struct):

@@ -76,8 +76,8 @@ class Weather(Protocol):
 class End:
     """One side of a link, on `node`. `open` lasts until the link was closed from here or its end arrived; `gone` is set
     with the process. `waiting` counts arrivals that are due and stand after a payload that is landing, or after a
-    partition. `untold` are writes whose source was read, which the sender does not know yet. `eager` is a link that a
-    caller waits for: its handshake takes no time."""
+    partition. `unreported` are writes whose source was read, which the sender does not know yet. `eager` is a link that
+    a caller waits for: its handshake takes no time."""
 
     network: Weather
     node: str
@@ -90,7 +90,7 @@ class End:
     gone: bool = False
     peer: End = attrs.field(init=False)
     queue: deque[Parcel] = attrs.field(factory=deque)
-    untold: list[Parcel] = attrs.field(factory=list)
+    unreported: list[Parcel] = attrs.field(factory=list)
     inbound: deque[Parcel] = attrs.field(factory=deque)
     waiting: int = 0
     landing: bool = False
@@ -166,11 +166,11 @@ class End:
         delay_s = simulation.rng.random() * faults.late_s if self._chance("late_done", faults.late_done) else 0.0
         self.last_done_s = max(self.last_done_s, simulation.clock.now_s + delay_s)
 
-        self.untold.append(parcel)
+        self.unreported.append(parcel)
 
         def read() -> None:
             if not self.gone:
-                self.untold.remove(parcel)
+                self.unreported.remove(parcel)
                 parcel.complete(error)
 
         simulation.later(self.last_done_s - simulation.clock.now_s, read, node=self.node)
@@ -372,7 +372,7 @@ class End:
         """Close the link with its transport: no memory of ours is read after this."""
         self.shut(None)
         self.gone = True
-        for parcel in (*self.untold, *self.queue):
+        for parcel in (*self.unreported, *self.queue):
             parcel.complete(TransferError(f"the transport of the link to {self.link.endpoint} was closed"))
         self.queue.clear()
 

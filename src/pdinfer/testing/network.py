@@ -194,7 +194,7 @@ class SimTransport:
     def new_end(self, endpoint: str, *, eager: bool) -> End:
         """Return this side of a new link to the transport at `endpoint`."""
         assert self._owned is not None
-        self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.untold}
+        self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.unreported}
         link = Link(endpoint, heard_at=self._network.simulation.clock.now_s)
         end = End(self._network, self.node, link, *self._owned, self._placement, eager)
         self._ends[link] = end

@@ -42,7 +42,7 @@ ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @attrs.frozen
-class Said:
+class RoomPiece:
     """A part of vLLM's answer for a room."""
 
     room: bytes
@@ -108,7 +108,7 @@ class Streamed:
         )
 
 
-class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
+class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
     """A vLLM that goes on from prompts of prefill engines of this process: a `DecodePort`, made by `connect_decode`.
 
     A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says.
@@ -160,7 +160,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         to vLLM any more."""
         for item in self._inbox.take():
             match item:
-                case Said(room, piece) if room in self._open:
+                case RoomPiece(room, piece) if room in self._open:
                     self._hear(room, piece)
                 case Answer(room, error):
                     if room in self._open:
@@ -230,7 +230,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         for piece in self._stream(body):
             if room not in self._open:
                 break
-            self._inbox.put(Said(room, piece))
+            self._inbox.put(RoomPiece(room, piece))
 
     def _grant(self, grant: PageGrant) -> None:
         """Have a grant written, or turned away when its request has ended meanwhile."""

@@ -34,12 +34,12 @@ _SEED_MASK = (1 << 63) - 1
 SETTLED_HERE = frozenset({"request_id", "sampling", "priority", "deadline_s", "stop", "alone"})
 """Fields of a Request that vLLM need not know: the Pairing names, orders and ends requests. vLLM shares its steps as
 it likes, so one that should run alone may not (docs/decisions/0056)."""
-SAID = frozenset(
+SENT = frozenset(
     {"prompt", "output", "cache_salt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"}
     | {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
     | {"stop_token_ids", "ignore_eos"}
 )
-"""Fields of a Request and its SamplingParams that `body_of` says to vLLM. Any other is refused unless it is at its
+"""Fields of a Request and its SamplingParams that `body_of` sends to vLLM. Any other is refused unless it is at its
 default, so that one which is added later is never lost in silence."""
 
 Complete = Callable[[Mapping[str, Any]], object]
@@ -85,8 +85,8 @@ def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1)
     sampling, output = request.sampling, request.output
     if sampling.logprobs == 0:  # of the drawn token alone, which vLLM always says
         sampling = attrs.evolve(sampling, logprobs=None)
-    _check_all_is_said(request)
-    _check_all_is_said(sampling)
+    _check_all_is_sent(request)
+    _check_all_is_sent(sampling)
     biases = Counter(dict(sampling.logit_bias))
     for token, count in Counter(output).items():
         biases[token] -= sampling.presence_penalty + count * sampling.frequency_penalty  # type: ignore[assignment]
@@ -110,10 +110,10 @@ def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1)
     }
 
 
-def _check_all_is_said(asked: Request | SamplingParams) -> None:
+def _check_all_is_sent(asked: Request | SamplingParams) -> None:
     for field in attrs.fields(type(asked)):
         given = getattr(asked, field.name)
-        if field.name not in SAID | SETTLED_HERE and given != field.default:
+        if field.name not in SENT | SETTLED_HERE and given != field.default:
             raise RequestError(
                 f"{field.name}={clip(given)} cannot be sent to vLLM, where a token of this request would be drawn; "
                 "leave it out, or give the request to a Pairing whose prefill and decode are engines of pdinfer"

@@ -42,7 +42,7 @@ class Call:
         self.streams = bool(body.stream)
         self._is_chat = isinstance(body, ChatBody)
         self._num_each = body.n or 1
-        self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._reports_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{os.urandom(12).hex()}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -126,7 +126,7 @@ class Call:
         choice = self._choices[event.request_id]
         if self.streams:
             yield self._chunk([choice.chunk(event)])
-            if self._tells_usage and self._has_ended:
+            if self._reports_usage and self._has_ended:
                 yield {**self._chunk([]), "usage": self._usage()}
             return
         choice.add(event)
@@ -140,7 +140,7 @@ class Call:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        usage = {"usage": None} if self._tells_usage else {}
+        usage = {"usage": None} if self._reports_usage else {}
         return {**self._head, "object": kind, "choices": choices, **usage}
 
     def _usage(self) -> dict[str, Any]:

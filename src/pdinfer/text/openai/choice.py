@@ -46,7 +46,7 @@ class Choice(ABC):
 
     def whole(self) -> Part:
         """Return the answer."""
-        return {"index": self.index, **self._said(), **self._about(self._events)}
+        return {"index": self.index, **self._answer(), **self._about(self._events)}
 
     @abstractmethod
     def _added(self, event: TokenEvent, *, is_first: bool) -> Part: ...
@@ -55,7 +55,7 @@ class Choice(ABC):
     def _keep(self, event: TokenEvent) -> None: ...
 
     @abstractmethod
-    def _said(self) -> Part: ...
+    def _answer(self) -> Part: ...
 
     @abstractmethod
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part: ...
@@ -82,7 +82,7 @@ class Completion(Choice):
     def _keep(self, event: TokenEvent) -> None:
         self._shown.append(self._text.push(event))
 
-    def _said(self) -> Part:
+    def _answer(self) -> Part:
         return {"text": "".join(self._shown)}
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:
@@ -109,7 +109,7 @@ class Turn(Choice):
     def _keep(self, event: TokenEvent) -> None:
         self._read(event, self._message)
 
-    def _said(self) -> Part:
+    def _answer(self) -> Part:
         return {"message": {"role": "assistant", **self._message.whole()}}
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:

@@ -140,7 +140,7 @@ class ForcedCall:
         self._is_wrapped = named is None
         self._make_id = make_id or (lambda: f"call_{os.urandom(12).hex()}")
         self._held = ""
-        self._said: list[str] = []
+        self._written: list[str] = []
         self._has_begun = False
 
     def push(self, text: str) -> Iterator[Delta]:
@@ -165,13 +165,13 @@ class ForcedCall:
         ready, self._held = self._held[:length], self._held[length:]
         first = {} if self._has_begun else {"call_id": self._make_id(), "name": self._name}
         self._has_begun = True
-        self._said.append(ready)
+        self._written.append(ready)
         return Delta(call=CallDelta(index=0, arguments=ready, **first))
 
     def _is_whole(self) -> bool:
         """Return whether the arguments are, so that what is held is the brace of the wrapping."""
         try:
-            json.loads("".join(self._said))
+            json.loads("".join(self._written))
         except ValueError:
             return False
         return True
