@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker", "scheduler", "probe"),
         ("receiving", "sending"),
         ("dialling", "memory", "settings", "counts", "prompts"),
-        ("heads", "messages", "told"),
+        ("heads", "messages", "overrides"),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (

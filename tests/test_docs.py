@@ -118,3 +118,9 @@ def test_the_reading_path_is_short() -> None:
     assert not [path for path in table if not (ROOT / "src/pdinfer" / path).is_file()]
     lines = sum(len((ROOT / "src/pdinfer" / path).read_text("utf-8").splitlines()) for _, path in named)
     assert lines <= 1650
+
+
+def test_a_decision_is_read_on_one_screen() -> None:
+    records = {page: text.splitlines() for page, text in PAGES.items() if page.parent.name == "decisions"}
+    assert len(records) > 50
+    assert not [f"{page.name} has {len(lines)} lines" for page, lines in records.items() if len(lines) > 48]

@@ -34,19 +34,19 @@ def clip(value: object) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether `value` is an int and not a bool."""
+    """Return whether `value` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an int or a finite float, and not a bool."""
+    """Return whether `value` is an int or a finite float, and not a bool."""
     return not isinstance(value, bool) and (
         isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     )
 
 
 def within(inner: range, outer: range) -> bool:
-    """Whether all of `inner`, whose step is 1, lies in `outer`."""
+    """Return whether all of `inner`, whose step is 1, is in `outer`."""
     return not inner or (outer.start <= inner.start and inner.stop <= outer.stop)
 
 
@@ -161,7 +161,7 @@ def _anything(_: object) -> bool:
 
 
 def _fits(hint: Any) -> Fits:
-    """Return whether a value is what an annotation says, as far as this can be told cheaply."""
+    """Return whether a value is what an annotation says, as far as this can be seen cheaply."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _fits(inside[0])
@@ -187,7 +187,7 @@ def _fits(hint: Any) -> Fits:
 
 
 def _holds(kind: type, fits: Fits, value: object, *, items: bool) -> bool:
-    """Whether `value` is a collection of this kind. A text is none, whatever its letters are; long lists of numbers are
+    """Return whether `value` is a collection of this kind. A text never is; long lists of numbers are
     for those to check who read them."""
     if not isinstance(value, kind) or isinstance(value, str):
         return False

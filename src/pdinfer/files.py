@@ -1,4 +1,4 @@
-"""Reading files that nobody vouches for: regular files of one folder, and strict JSON.
+"""Reading untrusted files: regular files of one folder, and strict JSON.
 
 A model folder comes from strangers. Only a plain file inside that folder is opened, never a device, a pipe or a link
 that leads out of it; the exceptions are the blobs of a hub cache that the folder is part of, and roots that the host

@@ -72,9 +72,9 @@ class ChannelStats:
 
 @attrs.frozen(kw_only=True)
 class PrefillCost:
-    """What the steps of a prefill take, fitted to the recent ones: `step_s` for each, and `token_s` for each token that
-    it computes. A step has at most `chunk_tokens`, or any number of them when that is 0. Zeros mean that no step was
-    measured."""
+    """The time that steps of a prefill take, fitted to the recent ones: `step_s` for each, and `token_s` for each token
+    that it computes. A step has at most `chunk_tokens`, or any number of them when that is 0. Zeros mean that no step
+    was measured."""
 
     __repr__ = brief
 
@@ -90,8 +90,8 @@ class PrefillCost:
 
 @attrs.frozen(kw_only=True)
 class DecodeCost:
-    """What the steps of a decode take, fitted to the recent ones: `step_s` for each, `sequence_s` for each sequence in
-    it and `token_s` for each token of their contexts. Zeros mean that no step was measured."""
+    """The time that steps of a decode take, fitted to the recent ones: `step_s` for each, `sequence_s` for each
+    sequence in it and `token_s` for each token of their contexts. Zeros mean that no step was measured."""
 
     __repr__ = brief
 
@@ -139,7 +139,7 @@ class QueuedSizes:
 
 @attrs.frozen(kw_only=True, slots=False)
 class EngineLoad:
-    """What the snapshots of both engines have in common.
+    """The common part of both engines' snapshots.
 
     `num_tokens` were computed in `busy_s` seconds of model steps since the engine was made. `providers` are (op,
     provider) pairs. `step_age_s` is how long ago the engine's last step ended, as far as its client knows. It shows an
@@ -311,7 +311,7 @@ class LostPort:
 
 @attrs.frozen(kw_only=True)
 class PairingStats:
-    """What a Pairing has to do, and what it did since it was made.
+    """The work that a Pairing has, and what it did since it was made.
 
     `ended` counts requests by the reason in their last event. `num_retries` counts grants after a request's first one
     at its decode, `num_reroutes` requests that got another prefill, and `num_moved` requests that got another decode.

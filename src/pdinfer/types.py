@@ -58,7 +58,7 @@ class HandoffStatus(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are drawn from the logits of one request.
+    """The rules by which tokens are drawn from the logits of one request.
 
     `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
     (logits, these parameters, the tokens so far). Batches, chunks and re-prefills change logits by rounding alone,
@@ -101,7 +101,7 @@ class SamplingParams:
 @attrs.frozen(kw_only=True)
 class Request:
     """One prompt to continue: token ids, in any sequence of ints or one-dimensional array or tensor of ints, kept as a
-    tuple. What is no token id raises ConfigError (see `token_ids`). Everything else, and whether the model has these
+    tuple. Anything but token ids raises ConfigError (see `token_ids`). Everything else, and whether the model has these
     tokens, is checked when the request is submitted: see `admission.check_request`.
 
     `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
@@ -134,8 +134,8 @@ class Request:
 
 @attrs.frozen(kw_only=True)
 class RequestLimits:
-    """What an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and output, and the
-    logits processors it was given."""
+    """The requests that an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and
+    output, and the logits processors it was given."""
 
     __repr__ = brief
     name: Name
@@ -155,7 +155,7 @@ class PeerAddress:
     endpoints: Annotated[tuple[Name, ...], FEW] = ()
 
     def __hash__(self) -> int:
-        """Hash what tells addresses apart: tables of ports and links are read for every choice."""
+        """Hash what distinguishes addresses: tables of ports and links are read for every choice."""
         return hash((self.engine_id, self.rank))
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class PageGrant:
 
 @attrs.frozen(kw_only=True)
 class NamedState:
-    """A tensor that travels beside the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
+    """A tensor that travels next to the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
 
     __repr__ = brief
     name: Name
@@ -247,11 +247,11 @@ class Refused:
 
 @attrs.frozen(kw_only=True)
 class Timeline:
-    """When a request reached each stage, in seconds since `submit` of the object that emitted the event. None means
-    that it did not reach the stage, or that the author of the event does not know. `queued_s` is when decode got the
-    request, as soon as its pair was chosen. `granted_s` to `committed_s` are those of the last attempt, `queued_s` and
-    `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken for the moment
-    of the grant."""
+    """The times at which a request reached each stage, in seconds since `submit` of the object that emitted the event.
+    None means that it did not reach the stage, or that the author of the event does not know. `queued_s` is when decode
+    got the request, as soon as its pair was chosen. `granted_s` to `committed_s` are those of the last attempt,
+    `queued_s` and `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken
+    for the moment of the grant."""
 
     __repr__ = brief
     queued_s: Seconds | None = None
@@ -266,7 +266,7 @@ class Timeline:
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """What a finished request used. Seconds count from `submit` of the object that emitted the event. Prefill found
+    """The usage of a finished request. Seconds count from `submit` of the object that emitted the event. Prefill found
     `cached_tokens` of the prompt in its pages and did not compute them. `num_draft_tokens` were proposed for it, and
     `num_accepted_tokens` of them were the model's own choice. A Pairing adds its last `choice`; `num_retries` counts
     the attempts that were made again, at one decode or at another."""
@@ -321,18 +321,19 @@ class Link:
 
 
 class TokensByPort(Mapping[PeerAddress, int]):
-    """How many tokens of a prompt each port holds, which can be asked for many ports at once."""
+    """The number of tokens of a prompt that each port holds, asked for many ports at once."""
 
     def at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
-        """Return what each of these ports holds, 0 for one that does not tell."""
+        """Return what each of these ports holds, 0 for one that does not report it."""
         return [self.get(address, 0) for address in addresses]
 
 
 @attrs.frozen(kw_only=True)
 class RequestShape:
-    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far. `links` are all
-    pairs that reach each other, among the ports that the policy is shown; without any, all pairs do. `found_tokens` has
-    how many tokens of the beginning of this prompt the pages of a port hold, where it is more than 0."""
+    """The facts about a request that a policy may know. `ordinal` counts the choices a Pairing has made so far. `links`
+    are all pairs that reach each other, among the ports that the policy is shown; without any, all pairs do.
+    `found_tokens` has how many tokens of the beginning of this prompt the pages of a port hold, where it is more than
+    0."""
 
     __repr__ = brief
     ordinal: int
@@ -344,7 +345,7 @@ class RequestShape:
     found_tokens: Mapping[PeerAddress, int] = attrs.field(factory=dict, hash=False)
 
     def found_at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
-        """Return how many tokens of the prompt each of these ports holds, 0 for one that does not tell."""
+        """Return how many tokens of the prompt each of these ports holds, 0 for one that does not report it."""
         found = self.found_tokens
         return found.at(addresses) if isinstance(found, TokensByPort) else [found.get(each, 0) for each in addresses]
 

@@ -1,4 +1,4 @@
-"""A value is shown in one short line or a table, and told as plain data; none of them looks into a tensor."""
+"""Values in one short line, as a table, or as plain data; none of them looks into a tensor."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
 
 
 def _is_brief(value: object) -> bool:
-    """Whether a value is shown by its fields: one of ours, or one whose `__repr__` attrs made, which shows all of them
-    whole."""
+    """Return whether a value is shown by its fields: one of ours, or one whose `__repr__` attrs made, which shows all
+    of them whole."""
     method: Any = type(value).__repr__
     return method is brief or (attrs.has(type(value)) and "attrs generated" in method.__code__.co_filename)
 
@@ -112,12 +112,12 @@ def _fields(value: object, limit: int) -> str:
 
 def _seen(value: object, limit: int) -> Iterator[tuple[str, str]]:
     """Yield the name and the text, of at most `limit` characters, of each field that differs from its default."""
-    for name, field, default in _told(value):
+    for name, field, default in _defaults(value):
         if not _equal(field, default):
             yield name, f"{field:.6g}" if isinstance(field, float) else shown(field, limit)
 
 
-def _told(value: object) -> Iterator[tuple[str, Any, object]]:
+def _defaults(value: object) -> Iterator[tuple[str, Any, object]]:
     """Yield the name, the value and the default of each field that is to be seen."""
     if isinstance(value, msgspec.Struct):
         for info in msgspec.structs.fields(type(value)):
@@ -143,7 +143,7 @@ def changed_fields(value: Any) -> dict[str, Any]:
 
 
 def _equal(value: object, default: object) -> bool:
-    """Whether a field has its default; what may hold tensors is not compared."""
+    """Return whether a field has its default; what may hold tensors is not compared."""
     comparable = isinstance(value, _PLAIN) or _is_brief(value)
     return value is default or (comparable and type(value) is type(default) and bool(value == default))
 
@@ -153,11 +153,11 @@ def asdict(value: Any) -> dict[str, Any]:
     layout, a plan. Bytes become their hexadecimal digits, enums their values, ranges [start, stop], addresses that are
     keys their text, errors their `code` and `message`; a number that is not finite becomes None.
 
-    Raises ConfigError for what is no value, such as an engine or a tensor: ask it for its `load()` or `stats`."""
+    Raises ConfigError for anything but a value, such as an engine or a tensor: ask it for its `load()` or `stats`."""
     if not (isinstance(value, msgspec.Struct) or attrs.has(type(value))):
         raise ConfigError(f"asdict takes a value such as a load, stats or an event, got {shown(value)}")
-    told: dict[str, Any] = _plain(value)
-    return told
+    plain: dict[str, Any] = _plain(value)
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -184,5 +184,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Collection) and _tensor(value) is None:
         return [_plain(item) for item in value]
     raise ConfigError(
-        f"asdict tells plain data, and {shown(value)} is none: ask engines and channels for their load() or stats"
+        f"asdict takes values of pdinfer, got {shown(value)}: ask engines and channels for their load() or stats"
     )

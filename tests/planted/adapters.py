@@ -9,7 +9,7 @@ PROMPTS = "test_vllm_prompts.py::"
 VLLM = "test_vllm.py::"
 DECODE_RANKS = "test_vllm_decode_ranks.py::"
 DATA_RANKS = "test_vllm_data_ranks.py::"
-TOLD = "test_vllm_told.py::"
+TOLD = "test_vllm_overrides.py::"
 ORDER = "test_vllm_order.py::"
 DIALLING = "test_vllm_dialling.py::"
 
@@ -64,13 +64,13 @@ MUTANTS = [
     ),
     Mutant(
         "a grant without a prompt holds others up for as long as it is remembered",
-        "came > since and room not in begun",
-        "room not in begun",
+        "came > since and room not in started",
+        "room not in started",
         f"{ORDER}test_a_grant_without_a_prompt_is_waited_for_as_long_as_a_prompt_without_a_grant",
     ),
     Mutant(
         "a prompt that is begun holds up those without a grant",
-        "came > since and room not in begun",
+        "came > since and room not in started",
         "came > since",
         f"{ORDER}test_a_prompt_that_is_begun_holds_nothing_up",
     ),
@@ -232,13 +232,13 @@ MUTANTS = [
     ),
     Mutant(
         "overrides of a checkpoint's config are no part of the model's id",
-        "return attrs.evolve(layout, model_id=folded(layout.model_id, said))",
+        "return attrs.evolve(layout, model_id=folded(layout.model_id, changes))",
         "return layout",
         f"{TOLD}test_overrides_at_one_end_are_refused_by_name_and_at_both_served",
     ),
     Mutant(
         "a vLLM that was told something keeps the id of the files",
-        "    if not said:\n        return model_id\n",
+        "    if not changes:\n        return model_id\n",
         "    return model_id\n",
         f"{TOLD}test_every_value_that_is_told_gives_another_id",
     ),
@@ -259,7 +259,7 @@ MUTANTS = [
         "not in FORMATS:",
         "in ():",
         f"{TOLD}test_what_has_no_value_ends_at_start",
-        where="told.py",
+        where="overrides.py",
     ),
     Mutant(
         "all data-parallel ranks listen at one address",
@@ -323,13 +323,13 @@ MUTANTS = [
     ),
     Mutant(
         "a sampling parameter that vLLM is not told is lost",
-        "    _check_all_is_said(sampling)\n",
+        "    _check_all_is_sent(sampling)\n",
         "",
         f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
     ),
     Mutant(
         "a field of a request that vLLM is not told is lost",
-        "    _check_all_is_said(request)\n",
+        "    _check_all_is_sent(request)\n",
         "",
         f"{PROMPTS}test_what_vllm_is_not_told_is_refused_by_name",
     ),

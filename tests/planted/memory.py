@@ -220,8 +220,8 @@ MUTANTS = [
     ),
     Mutant(
         "drafts do not count among a step's tokens",
-        "return requests * (1 + drafts), told",
-        "return requests * max(1, drafts), told",
+        "return requests * (1 + drafts), reason",
+        "return requests * max(1, drafts), reason",
         STEP,
     ),
     Mutant(

@@ -11,7 +11,7 @@ MUTANTS = [
     # -- metrics
     Mutant(
         "a counter falls when its engine begins anew",
-        "total + (value - said if value >= said else value)",
+        "total + (value - before if value >= before else value)",
         "value",
         METRICS + "test_counters_never_fall",
     ),

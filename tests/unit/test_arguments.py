@@ -226,7 +226,7 @@ CALLED = [
     row("bench.run(load)", lambda value: bench.run(pairing(), value)),
     *(
         row(f"bench.{call.__name__}", call)
-        for call in (bench.check, bench.merge, bench.from_vllm, bench.to_vllm, bench.replay, bench.read_trace)
+        for call in (bench.check, bench.merge, bench.from_vllm, bench.replay, bench.read_trace)
     ),
 ]
 

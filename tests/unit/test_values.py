@@ -367,7 +367,7 @@ def test_what_is_no_value_is_refused(value: Any) -> None:
 
 def test_what_holds_tensors_or_engines_is_no_plain_data() -> None:
     model = random_model(tiny_config("v3"))
-    with pytest.raises(pd.ConfigError, match=r"asdict tells plain data, and .* is none"):
+    with pytest.raises(pd.ConfigError, match=r"asdict takes values of pdinfer, got .*: ask"):
         asdict(model)
 
 

@@ -4,10 +4,10 @@
     print(bench.run(pairing, bench.open_loop(4.0, 200, prompt_tokens=512, output_tokens=64), slo=bench.SLO(ttft_s=1.0)))
 
     plots/                 columns of plots, drawn when asked
-    compare.py             two summaries beside each other, if that makes sense
+    compare.py             two summaries side by side, if they can be compared
     search.py              several runs: a sweep, and the highest rate that keeps an SLO
     run.py                 sends a load on an absolute schedule, and reads what comes
-    formats.py             result files of other tools
+    formats.py             result files of other tools, read
     summarize.py           from records to a summary, from repeats to intervals
     checks.py              the 8 checks that a summary has to pass
     summary.py             the figures of a run, and their JSON
@@ -26,15 +26,10 @@ from pdinfer.bench import plots
 from pdinfer.bench.checks import check
 from pdinfer.bench.compare import Comparison, compare
 from pdinfer.bench.formats import (
-    Export,
     from_aiperf,
     from_genai_bench,
     from_sglang,
     from_vllm,
-    to_aiperf,
-    to_genai_bench,
-    to_sglang,
-    to_vllm,
 )
 from pdinfer.bench.load import Load, burst, closed_loop, open_loop, replay
 from pdinfer.bench.prompts import PromptMaker
@@ -53,7 +48,6 @@ __all__ = [
     "Arrival",
     "Comparison",
     "EngineUse",
-    "Export",
     "Finding",
     "Goodput",
     "Interval",
@@ -84,8 +78,4 @@ __all__ = [
     "run",
     "summarize",
     "sweep",
-    "to_aiperf",
-    "to_genai_bench",
-    "to_sglang",
-    "to_vllm",
 ]

@@ -6,10 +6,10 @@
     Little          requests in flight = rate x time in the system
     delivery        the client reads tokens when they are there
     monotone        more tokens do not arrive sooner
-    repeats         figures that scatter are no figures
+    repeats         figures that scatter too much to be reported
     failures        percentiles leave out what failed
 
-A check whose fields are not there is left out. `compare` refuses what repeats cannot tell apart.
+A check whose fields are not there is left out. `compare` refuses what repeats cannot distinguish.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ IDENTITY_TOLERANCE = 0.005
 FLOOR_SHARE = 0.9
 """A step may be a little faster than the fastest that was recorded."""
 LEAST_TOKENS = 16
-"""The tokens of a request from which its mean step is told from one late read."""
+"""The tokens of a request from which its mean step can be distinguished from one late read."""
 LITTLE_TOLERANCE = 0.1
 DELIVERY_SHARE = 0.05
 DELIVERY_S = 0.01
 """Later than this, too: below it, P99 of delivery is what one turn of a host's loop takes."""
 FALLS_BY = 1.3
 FALLS_BY_S = 1.0
-"""How much longer the smaller of two bursts takes before it counts: by this factor, and by more than one round of
+"""The excess time of the smaller of two bursts from which it counts: by this factor, and by more than one round of
 prefill, which costs 0.3 to 2 s where experts are spread over nodes."""
 MOST_CV = 0.25
 FAILED_SHARE = 0.01

@@ -1,4 +1,4 @@
-"""Two summaries beside each other, if they can be compared at all."""
+"""Two summaries side by side, if they can be compared at all."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Comparison:
         lines = [f"{'':20} {'first':>12} {'second':>12} {'ratio':>8}"]
         for row in self.rows:
             ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
-            said = {None: "one run each", True: "", False: "intervals overlap: no difference shown"}[row.is_distinct]
-            lines.append(f"{row.metric:20} {row.first:12.4g} {row.second:12.4g} {ratio:>8}  {said}".rstrip())
+            verdict = {None: "one run each", True: "", False: "intervals overlap: no difference shown"}[row.is_distinct]
+            lines.append(f"{row.metric:20} {row.first:12.4g} {row.second:12.4g} {ratio:>8}  {verdict}".rstrip())
         return "\n".join(lines)
 
 

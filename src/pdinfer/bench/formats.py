@@ -1,8 +1,7 @@
-"""Result files of other tools, read and written: vLLM, SGLang, AIPerf, genai-bench.
+"""Result files of other tools, read into summaries: vLLM, SGLang, AIPerf, genai-bench.
 
-`to_` returns an `Export`: the text and the names of our figures that the format cannot say. `from_` returns a Summary,
-whose notes name what it could not take over; the checks run on what is there. Times are ms in vLLM, SGLang and AIPerf
-(which names its units), seconds in genai-bench.
+The notes of a summary name what it could not take over; the checks run on what is there. Times are ms in vLLM, SGLang
+and AIPerf (which names its units), seconds in genai-bench.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import msgspec
 
 from pdinfer.bench.checks import check
@@ -20,7 +18,6 @@ from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
 
 MAX_BYTES = 256 << 20
 STATISTICS = {
@@ -31,8 +28,6 @@ PLAIN = (
     "request_rate", "max_concurrency",
 )  # fmt: skip
 SECONDS = {"ms": 1e-3, "sec": 1.0, "s": 1.0, "us": 1e-6, "ns": 1e-9}
-CANNOT = frozenset({"schema", "findings", "notes", "num_repeats", "time_resolution_ms", "source"})
-"""Fields that say nothing about a run that a format could miss."""
 
 
 def _family(names: Mapping[str, str], statistics: Mapping[str, str], path: str) -> dict[str, str]:
@@ -102,35 +97,14 @@ COUNTS = frozenset(
 )
 
 
-@attrs.frozen(kw_only=True)
-class Export:
-    """A result file of another tool. `left_out` are the fields of the summary that it has no place for."""
-
-    __repr__ = brief
-
-    text: bytes
-    left_out: tuple[str, ...]
-
-
-@typed
-def to_vllm(summary: Summary) -> Export:
-    """Write what `vllm bench serve --save-result` writes."""
-    return _export(summary, VLLM)
-
-
 @typed
 def from_vllm(text: bytes | str) -> Summary:
-    """Read it, with `request_goodput` or, as many versions write it, `request_goodput:`."""
+    """Read a file of `vllm bench serve --save-result`, with `request_goodput` or, as many versions write it,
+    `request_goodput:`."""
     found = _object(text)
     if "request_goodput:" in found:
         found.setdefault("request_goodput", found.pop("request_goodput:"))
     return _summary(found, VLLM, "vllm")
-
-
-@typed
-def to_sglang(summary: Summary) -> Export:
-    """Write a line as SGLang's `bench_serving --output-file` does."""
-    return _export(summary, SGLANG)
 
 
 @typed
@@ -184,17 +158,6 @@ def _one_batch(found: Mapping[str, Any], resolution_s: float, fastest_step_s: fl
 
 
 @typed
-def to_aiperf(summary: Summary) -> Export:
-    """Write the summary `profile_export_aiperf.json`: name -> {unit, avg, p50, ...}."""
-    export = _export(summary, AIPERF)
-    found = msgspec.json.decode(export.text)
-    for name, figures in found.items():
-        latencies = name in _AIPERF_METRICS.values()
-        figures["unit"] = "ms" if latencies else "sec" if name == "benchmark_duration" else "count"
-    return attrs.evolve(export, text=msgspec.json.encode(found, order="sorted"))
-
-
-@typed
 def from_aiperf(text: bytes | str) -> Summary:
     """Read the summary, or `profile_export.jsonl`, a line per request, of which warm-up requests are left out."""
     data = text.encode() if isinstance(text, str) else text
@@ -241,19 +204,11 @@ def _aiperf_records(lines: list[bytes]) -> Summary:
                 ended_s=end_s,
             )
         )
-    note = "AIPerf does not tell single tokens: ITL, delivery and stages are left out, and slip is unknown"
+    note = "AIPerf does not report single tokens: ITL, delivery and stages are left out, and slip is unknown"
     blank = {name: None for name in Summary.__struct_fields__ if "_itl_" in name or "_slip_" in name}
     blank |= {"p99_delivery_ms": None, "max_delivery_ms": None, "fastest_step_ms": None}
     summary = summarize(records, source="aiperf", notes=(note,))
     return msgspec.structs.replace(summary, **blank, stages=())
-
-
-@typed
-def to_genai_bench(summary: Summary) -> Export:
-    """Write the aggregated metrics of an experiment, in seconds."""
-    export = _export(summary, GENAI_BENCH, scale=1e-3)
-    text = msgspec.json.encode({"aggregated_metrics": msgspec.json.decode(export.text)}, order="sorted")
-    return attrs.evolve(export, text=text)
 
 
 @typed
@@ -269,26 +224,6 @@ def from_genai_bench(text: bytes | str) -> Summary:
 # -- what they share ------------------------------------------------------------------------------------------------
 
 
-def _export(summary: Summary, names: Mapping[str, str], *, scale: float = 1.0) -> Export:
-    """Place our figures at their paths. `scale` turns ms into the unit of the format."""
-    tree: dict[str, Any] = {}
-    empty = msgspec.structs.asdict(Summary())
-    for ours, theirs in names.items():
-        value = getattr(summary, ours)
-        if value is not None:
-            *folders, leaf = theirs.split(".")
-            at = tree
-            for folder in folders:
-                at = at.setdefault(folder, {})
-            at[leaf] = value * scale if ours.endswith("_ms") else value
-    left_out = [
-        name
-        for name, value in msgspec.structs.asdict(summary).items()
-        if name not in names and name not in CANNOT and value != empty[name]
-    ]
-    return Export(text=msgspec.json.encode(tree, order="sorted"), left_out=tuple(left_out))
-
-
 def _summary(found: dict[str, Any], names: Mapping[str, str], source: str, *, scale: float = 1.0) -> Summary:
     """Take over what has a name of ours, and note what has none."""
     fields: dict[str, Any] = {}
@@ -301,7 +236,7 @@ def _summary(found: dict[str, Any], names: Mapping[str, str], source: str, *, sc
         if value is not None:
             fields[ours] = int(value) if ours in COUNTS else value * scale if ours.endswith("_ms") else value
     if not fields:
-        raise ConfigError(f"holds no figure of {source}: is it a result file of another tool?")
+        raise ConfigError(f"has no figure of {source}: is it a result file of another tool?")
     fields.setdefault("num_requests", fields.get("completed", 0) + fields.get("failed", 0))
     fields.setdefault("failed", fields["num_requests"] - fields.get("completed", fields["num_requests"]))
     known = {theirs.split(".")[0] for theirs in names.values()}

@@ -1,4 +1,5 @@
-"""What is sent, and when: loads are plain values, made by seed, that `run` sends and a simulator replays."""
+"""The requests of a run and their times: loads are plain values, made by seed, that `run` sends and a simulator
+replays."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pdinfer.types import Choice, FinishReason, Timeline, TokenEvent
 from pdinfer.values import brief
 
 STAGES = ("slip", "queue", "grant", "prefill_queue", "prefill", "transfer", "commit", "decode", "delivery")
-"""What TTFT is made of, in order. `slip`: intended until sent. `queue`: until a pair was chosen. `grant`: until decode
+"""The parts of TTFT, in order. `slip`: intended until sent. `queue`: until a pair was chosen. `grant`: until decode
 granted pages. `prefill_queue`, `prefill`: until prefill began, and ended. `transfer`: until the last byte, as far as
 compute did not hide it. `commit`: until the pages were adopted. `decode`: until the first token was made. `delivery`:
 until the host read it."""
@@ -31,7 +31,7 @@ REFUSED, UNFINISHED = "refused", "unfinished"
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """One request. Times are seconds since the run began; None is a stage that it did not reach, or nobody knows.
+    """One request. Times are seconds since the run began; None is a stage that it did not reach, or an unknown time.
 
     `token_s` is when decode made each token, `read_s` when the host read it. `outcome` is a FinishReason's value,
     "refused" (never accepted) or "unfinished". `is_first_of_shape` says that no request of its size (prompt tokens,
@@ -67,12 +67,12 @@ class Record:
 
     @property
     def is_completed(self) -> bool:
-        """Whether it got all of its tokens."""
+        """True if it got all of its tokens."""
         return self.outcome in COMPLETED and bool(self.read_s)
 
     @property
     def output_tokens(self) -> int:
-        """How many tokens the host read."""
+        """The number of tokens that the host read."""
         return len(self.read_s)
 
     @property
@@ -102,8 +102,8 @@ class Record:
         return [after - before for before, after in pairwise(self.read_s)]
 
     def stages(self) -> dict[str, float]:
-        """Return the seconds of each of STAGES, which sum to TTFT; nothing without a token. A stage whose time nobody
-        knows takes no time, and the next one has it. Times of an attempt after the first token are left out."""
+        """Return the seconds of each of STAGES, which sum to TTFT; nothing without a token. A stage of unknown time
+        takes no time, and the next one has it. Times of an attempt after the first token are left out."""
         if not self.read_s:
             return {}
         made_s, end_s = min(self.token_s[0], self.read_s[0]), self.read_s[0]
@@ -120,6 +120,7 @@ class Record:
         )
         took, at_s = {}, self.intended_s
         for name, mark in zip(STAGES, marks, strict=True):
+            # a later mark is that of another attempt, after the first token
             known = mark is not None and (mark <= made_s or mark == end_s)
             next_s = max(at_s, mark) if known and mark is not None else at_s
             took[name], at_s = next_s - at_s, next_s
@@ -128,13 +129,14 @@ class Record:
 
 @attrs.define(eq=False)
 class _Open:
-    """A request that was sent. Tokens are kept as decode and the clock told them, and are converted at the end."""
+    """A request that was sent. Token times are kept as decode and the clock reported them, and are converted at the
+    end."""
 
     intended_s: float
     sent_s: float
     prompt_tokens: int
     is_first_of_shape: bool
-    told: list[float | None] = attrs.field(factory=list)
+    made: list[float | None] = attrs.field(factory=list)
     read: list[float] = attrs.field(factory=list)
     last: TokenEvent | None = None
     refused: str | None = None
@@ -188,7 +190,7 @@ class Recorder:
             if request is None:
                 continue
             if event.token is not None:
-                request.told.append(event.at_s)
+                request.made.append(event.at_s)
                 request.read.append(now_s)
             if event.finish_reason is not None:
                 request.last = event
@@ -204,8 +206,9 @@ class Recorder:
 def _record(request_id: str, request: _Open, began: float) -> Record:
     base_s, last = request.sent_s, request.last
     token_s = tuple(
-        read_s if told is None else min(read_s, base_s + told)
-        for told, read_s in zip(request.told, request.read, strict=True)
+        # no token is read before it was made, whatever the two clocks say
+        read_s if made is None else min(read_s, base_s + made)
+        for made, read_s in zip(request.made, request.read, strict=True)
     )
     record = Record(
         request_id=request_id,

@@ -29,14 +29,14 @@ from pdinfer.types import Request, SamplingParams, TokenEvent
 
 PROGRESS_S = 10.0
 SAMPLE_S = 1.0
-"""How often loads are looked at for the use of slots and pages."""
+"""Seconds between two looks at loads, for the use of slots and pages."""
 WAIT_S = 0.05
 VERSIONS = ("pdinfer", "torch", "numpy", "msgspec")
 _log = logging.getLogger("pdinfer")
 
 
 class Serving(Protocol):
-    """What `run` needs of a Pairing."""
+    """The part of a Pairing that `run` needs."""
 
     @property
     def ports(self) -> Sequence[Any]: ...
@@ -115,7 +115,7 @@ class Sender:
 
     @property
     def engines(self) -> tuple[EngineUse, ...]:
-        """What loads told of slots and pages, one value per engine."""
+        """The use of slots and pages that loads reported, one value per engine."""
         return tuple(gauge.use(role, name) for (role, name), gauge in self._gauges.items())
 
     def run(self, timeout_s: float, tell: Tell = nobody) -> tuple[Record, ...]:
@@ -133,6 +133,7 @@ class Sender:
                 _log.info("bench: %d of %d sent, %d unfinished, %.0f s", *self._progress(), now_s)
             began_s = self._recorder.now_s
             events = self._pairing.step()
+            # a step of a client computes nothing: its time says nothing about the engine
             if self._computes_here:
                 self.max_step_s = max(self.max_step_s or 0.0, self._recorder.now_s - began_s)
             ended = self._recorder.read(events)
@@ -141,6 +142,7 @@ class Sender:
             if (now_over := self._num_sent - len(self._unfinished)) > num_over:
                 num_over = now_over
                 tell(num_over, len(self._load.arrivals))
+            # silence counts only while something is owed
             if events or (self._next is not None and self._may_send()):
                 heard_s = self._recorder.now_s
             elif self._recorder.now_s - heard_s > timeout_s and self._unfinished:
@@ -183,8 +185,10 @@ class Sender:
             if refused is None:
                 self._unfinished.add(str(request.request_id))
             else:
+                # a refused request frees its place at once, or a closed loop would stand still
                 self._free_at.append(sent_s)
             self._num_sent += 1
+            # made after the send, and before the next one is due
             self._next = next(self._source, None)
 
     def _progress(self) -> tuple[int, int, int]:
@@ -201,7 +205,7 @@ class Sender:
 
 
 class _Gauge:
-    """The use of one engine, as its loads told it."""
+    """The use of one engine, as its loads reported it."""
 
     def __init__(self) -> None:
         self._slots: list[float] = []

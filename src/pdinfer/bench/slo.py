@@ -1,4 +1,4 @@
-"""What a service promises for each request."""
+"""The limits that a service promises for each request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _field() -> float | None:
 
 @attrs.frozen(kw_only=True)
 class SLO:
-    """Limits in seconds that a request has to keep, all of them. None is no limit.
+    """Limits in seconds that a request has to keep, all of them. None means no limit.
 
     TTFT may take max(`ttft_s`, `ttft_per_token_s` * prompt tokens), so that long prompts get more time. TPOT is
     (E2E - TTFT) / (output tokens - 1), and a request of one token has none. `itl_p99_s` bounds the 99th percentile of

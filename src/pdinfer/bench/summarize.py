@@ -25,7 +25,7 @@ REPEATED = (
     "request_goodput", "token_goodput", "attainment", "request_throughput", "output_throughput", "mean_ttft_ms",
     "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "duration_s",
 )  # fmt: skip
-"""What repeats get an interval for."""
+"""The figures that repeats get an interval for."""
 
 
 @typed
@@ -42,7 +42,7 @@ def summarize(
     """Return the figures of one run, with the findings of `check`.
 
     The run lasts from the first intended send to the last token read. `said` are further fields of Summary that the
-    records do not tell: source, mode, request_rate, seed, name, notes.
+    records do not have: source, mode, request_rate, seed, name, notes.
     """
     done = [record for record in records if record.is_completed]
     began_s = min((record.intended_s for record in records), default=0.0)
@@ -110,7 +110,7 @@ def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, A
     read_s, made_s = _joined([r.read_s for r in done]), _joined([r.token_s for r in done])
     gaps_s = np.delete(
         np.diff(read_s), np.cumsum(counts, dtype=int)[:-1] - 1
-    )  # the gaps from one request to the next are none
+    )  # without the gaps between one request and the next
     figures = {
         **latency("ttft", [record.ttft_s for record in done]),
         **latency("tpot", [record.tpot_s for record in done]),
@@ -238,10 +238,10 @@ def _stages(done: Sequence[Record]) -> tuple[Stage, ...]:
 
 
 def _served(records: Sequence[Record], engines: Sequence[EngineUse]) -> tuple[EngineUse, ...]:
-    """Return every engine that served a request or told its load."""
+    """Return every engine that served a request or reported its load."""
     counts = Counter(
         (role, name) for r in records for role, name in (("prefill", r.prefill), ("decode", r.decode)) if name
     )
-    told = {(use.role, use.name): use for use in engines}
-    missing = {key: EngineUse(role=key[0], name=key[1]) for key in sorted(counts) if key not in told}
-    return tuple(msgspec.structs.replace(use, num_requests=counts[key]) for key, use in {**told, **missing}.items())
+    reported = {(use.role, use.name): use for use in engines}
+    missing = {key: EngineUse(role=key[0], name=key[1]) for key in sorted(counts) if key not in reported}
+    return tuple(msgspec.structs.replace(use, num_requests=counts[key]) for key, use in {**reported, **missing}.items())

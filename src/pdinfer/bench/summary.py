@@ -1,7 +1,7 @@
-"""What a run comes to: one value for measured, simulated and imported runs, in JSON `pdinfer.bench/1`.
+"""The result of a run: one value for measured, simulated and imported runs, in JSON `pdinfer.bench/1`.
 
 Names are those of vLLM's and SGLang's result files. Times are in ms there and here, where the name ends in `_ms`.
-A figure that cannot be said is None, never NaN.
+An unknown figure is None, never NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: what it served, and the mean and greatest shares that loads told of its slots and pages."""
+    """One engine: what it served, and the mean and greatest shares of its slots and pages that loads reported."""
 
     __repr__ = brief
 

@@ -1,4 +1,4 @@
-"""Traces of real traffic, read as if nobody vouched for them: Mooncake, Azure, Splitwise, ShareGPT, a plain CSV.
+"""Traces of real traffic, read as untrusted input: Mooncake, Azure, Splitwise, ShareGPT, a plain CSV.
 
 A trace has lengths, arrivals and, from Mooncake, hashes of prefixes. Files may be compressed by gzip. What is wrong in
 one raises ConfigError with file, line and field before any request is sent.
@@ -81,7 +81,7 @@ class _MooncakeLine(msgspec.Struct):
 
 class _Turn(msgspec.Struct):
     value: str
-    said_by: str = msgspec.field(name="from")
+    sender: str = msgspec.field(name="from")
 
 
 class _Conversation(msgspec.Struct):
@@ -124,7 +124,7 @@ def read_trace(
             arrivals = _table(lines, COLUMNS[format])
             _check_order(lines, arrivals)
         if not arrivals:
-            raise ConfigError(f"{path}: holds no request; a trace has at least one")
+            raise ConfigError(f"{path} has no request; a trace has at least one")
     finally:
         lines.close()
     digest = lines.sha256()
@@ -218,8 +218,8 @@ def _mooncake(lines: _Lines, line: bytes) -> Arrival:
     try:
         row = _MOONCAKE.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        said = str(error)
-        lines.fail(_field_of(said), f"is wrong: {said[:200]}", "every line is a JSON object as Mooncake writes it")
+        reason = str(error)
+        lines.fail(_field_of(reason), f"is wrong: {reason[:200]}", "every line is a JSON object as Mooncake writes it")
     needed = -(-row.input_length // BLOCK_TOKENS)
     if len(row.hash_ids) != needed:
         wrong = f"has {len(row.hash_ids)} hashes, and {row.input_length} tokens have {needed} blocks of {BLOCK_TOKENS}"
@@ -229,9 +229,9 @@ def _mooncake(lines: _Lines, line: bytes) -> Arrival:
     return Arrival(at_s=at_s, prompt_tokens=row.input_length, output_tokens=row.output_length, hash_ids=row.hash_ids)
 
 
-def _field_of(said: str) -> str:
+def _field_of(reason: str) -> str:
     """Return the field that msgspec names in an error."""
-    found = re.search(r"`\$\.([a-z_]+)|required field `([a-z_]+)`", said)
+    found = re.search(r"`\$\.([a-z_]+)|required field `([a-z_]+)`", reason)
     return (found[1] or found[2]) if found else "the line"
 
 
@@ -249,7 +249,7 @@ def _check_order(lines: _Lines, arrivals: Sequence[Arrival]) -> None:
 
 
 def rng_of(seed: int, *more: int) -> np.random.Generator:
-    """Return the generator of a seed and of numbers of our own. Raise ConfigError for a seed that is none."""
+    """Return the generator of a seed and of numbers of our own. Raise ConfigError for anything but a seed."""
     if not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"seed must be an int from 0 to {MAX_SEED}, got {clip(seed)}")
     return np.random.default_rng([seed, *more])
@@ -281,7 +281,7 @@ def _table(lines: _Lines, columns: tuple[str, str, str]) -> list[Arrival]:
         try:
             cells = next(csv.reader([line.decode("utf-8-sig").strip("\r\n")], strict=True), [])
         except (UnicodeDecodeError, csv.Error, StopIteration) as error:
-            lines.fail("the line", f"is no CSV: {error}", "write it as UTF-8 with commas")
+            lines.fail("the line", f"is not CSV: {error}", "write it as UTF-8 with commas")
         if not places:
             missing = [name for name in columns if name not in cells]
             if missing:
@@ -308,14 +308,14 @@ def _moment(lines: _Lines, field: str, cell: str) -> float:
         try:
             whole = datetime.fromisoformat(cell[:19]).replace(tzinfo=UTC).timestamp()
         except ValueError as error:
-            lines.fail(field, f"is no date: {error}", "write it as 2023-11-16 18:17:03.97996")
+            lines.fail(field, f"is not a date: {error}", "write it as 2023-11-16 18:17:03.97996")
         return whole + float(f"0{found[1] or '.0'}")
     if field == "TIMESTAMP":
-        lines.fail(field, f"is no date: {clip(cell)}", "write it as 2023-11-16 18:17:03.97996")
+        lines.fail(field, f"is not a date: {clip(cell)}", "write it as 2023-11-16 18:17:03.97996")
     try:
         return float(cell)
     except ValueError:
-        lines.fail(field, f"is no number of seconds: {clip(cell)}", "write seconds since the first request")
+        lines.fail(field, f"is not a number of seconds: {clip(cell)}", "write seconds since the first request")
 
 
 def _length(lines: _Lines, field: str, cell: str) -> int:
@@ -330,8 +330,8 @@ def _sharegpt(lines: _Lines, count_tokens: Callable[[str], int] | None) -> tuple
     try:
         talks = msgspec.json.decode(lines.rest().removeprefix(b"\xef\xbb\xbf"), type=list[_Conversation])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        said = str(error)
-        lines.fail("conversations", f"is wrong: {said[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
+        reason = str(error)
+        lines.fail("conversations", f"is wrong: {reason[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
     count = count_tokens or (lambda text: -(-len(text) // CHARACTERS_PER_TOKEN))
     pairs = [talk.conversations[:2] for talk in talks]
     whole = [pair for pair in pairs if len(pair) == 2 and all(turn.value for turn in pair)]

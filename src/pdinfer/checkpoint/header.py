@@ -100,6 +100,7 @@ def parse_header(header: bytes, source: HeaderSource) -> dict[str, TensorInfo]:
     end = source.data_start
     ordered = sorted(tensors.values(), key=lambda info: info.offset)
     for info in ordered:
+        # holes are refused as well: what nothing names could be anything, and the digests would miss it
         if info.offset != end:
             problem = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
             raise CheckpointError(
@@ -131,6 +132,7 @@ def _parse_entries(text: str, source: HeaderSource) -> dict[str, TensorInfo]:
             metadata = True
             position = _skip_metadata(text, position, source)
         else:
+            # an entry has no nested object, so its first brace ends it
             end = text.find("}", position, position + MAX_ENTRY_CHARACTERS) + 1
             if not end:
                 raise CheckpointError(
@@ -186,13 +188,14 @@ def _skip_metadata(text: str, position: int, source: HeaderSource) -> int:
 
 
 def _tensor(entry: str, position: int, name: str, source: HeaderSource) -> TensorInfo:
-    """Return the TensorInfo of one entry, checked to lie within the data. Overlaps show when all entries are put in
+    """Return the TensorInfo of one entry, checked to be within the data. Overlaps show when all entries are put in
     order."""
     what = f"{source.path}: tensor {clip(name)}"
     try:
         pairs = _ENTRY.decode(entry)
     except (json.JSONDecodeError, RecursionError) as failure:
         raise CheckpointError(f"{what} at position {position} is not strict JSON: {failure}") from None
+    # pairs and not a dict, in which a key that comes twice would win in silence
     fields = dict(pairs) if isinstance(pairs, list) and len(pairs) == 3 else {}
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(

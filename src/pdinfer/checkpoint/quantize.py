@@ -36,7 +36,7 @@ MAX_COPIED_BYTES = 64 << 20
 
 @attrs.frozen
 class Recipe:
-    """What becomes of each tensor, the names of the files, and the marks in config.json."""
+    """The new form of each tensor, the names of the files, and the marks in config.json."""
 
     stem: str
     config_fields: Mapping[str, object]
@@ -59,7 +59,7 @@ def quantize_checkpoint(
 
     `scheme` "fp8" is e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
     "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. Memory holds one shard,
-    which is at most `max_shard_bytes` of float tensors, or one tensor. Small files beside the weights are copied.
+    which is at most `max_shard_bytes` of float tensors, or one tensor. Small files next to the weights are copied.
     config.json comes last, so that an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts
     bytes of the source; True draws a line on stderr. `trusted_roots` is as for `load_model`. Raises ConfigError and
     CheckpointError.
@@ -125,6 +125,7 @@ def _recipe(scheme: str, scale_fmt: str | None, config: ModelConfig) -> Recipe:
             return {name: numbers, f"{name}_scale": scale, f"{name}_offset": torch.zeros_like(scale)}
 
         def chosen(name: str) -> bool:
+            # modelslim leaves these in floats, and the MTP layer
             if not _is_linear(name) or ".indexer." in name or ".kv_b_proj." in name:
                 return False
             return int(name.split(".")[2]) < config.num_hidden_layers

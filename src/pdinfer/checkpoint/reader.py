@@ -92,7 +92,7 @@ class Checkpoint:
     def open(cls, folder: AnyPath, *, prefixes: Prefixes = (), trusted_roots: Iterable[AnyPath] = ()) -> Checkpoint:
         """Open and check every file of a model folder; no tensor is read. Names are changed by `renamed`.
 
-        Raises CheckpointError: no folder, no or several candidates, an adapter beside them, other formats, links that
+        Raises CheckpointError: no folder, no or several candidates, an adapter next to them, other formats, links that
         lead out of the folder, its hub cache's blobs and `trusted_roots`, malformed headers, and an index that
         disagrees with its files.
         """
@@ -114,6 +114,7 @@ class Checkpoint:
             tensors = found if weight_map is None else _match_index(folder, weight_map, found)
             unlisted = [renamed(name, prefixes) for name in found if name not in tensors]
             tensors = _all_renamed(folder, tensors, prefixes)
+        # an interrupt must leave no file open either
         except BaseException:
             _close_all(descriptors)
             raise
@@ -136,6 +137,7 @@ class Checkpoint:
         read than what is in a block with these. Raises CheckpointError where the file has become shorter."""
         path = self.folder / info.file
         descriptor = self._descriptor(info)
+        # the header was checked when the file was opened; a download may have cut it since
         if os.fstat(descriptor).st_size < info.offset + info.num_bytes:
             _cut_short(path, info)
         shape, first = info.shape, 0
@@ -154,16 +156,18 @@ class Checkpoint:
         for index in indexes:
             start, stop = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, info.num_bytes)
             part = buffer[max(0, start - first) : stop - first]
+            # the rest of a block at an edge is read, too: whoever reads the other rows must get the same digest
             block = part if len(part) == stop - start else memoryview(bytearray(stop - start))
             _read_into(descriptor, block, info, path, start)
             digests.append(xxhash.xxh3_128_digest(block))
             if block is not part:
                 part[:] = block[max(0, first - start) :][: len(part)]
+        # without signs: ranks take the larger digest of two, and ABSENT has to be the least
         words = np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2)
         blocks[indexes.start : indexes.stop] = words & _BITS_63
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[TensorInfo]:
-        """Return those tensors in the order they lie on disk. Raises CheckpointError with the names that are not
+        """Return those tensors in their order on disk. Raises CheckpointError with the names that are not
         there."""
         wanted = list(names)
         missing = [name for name in wanted if name not in self.tensors]
@@ -172,8 +176,8 @@ class Checkpoint:
         return iter(sorted((self.tensors[name] for name in wanted), key=lambda info: (info.file, info.offset)))
 
     def sample_digest(self) -> bytes:
-        """Return 32 bytes that tell one set of weights from another without reading it: SHA-256 of names, dtypes,
-        shapes and first kilobytes. Weights that differ only later in their tensors have the same digest."""
+        """Return 32 bytes that distinguish one set of weights from another without reading it: SHA-256 of names,
+        dtypes, shapes and first kilobytes. Weights that differ only later in their tensors have the same digest."""
         digest = hashlib.sha256(b"pdinfer weights 1\n")
         for name, info in sorted(self.tensors.items()):
             sample = bytearray(min(info.num_bytes, SAMPLE_BYTES))
@@ -209,6 +213,7 @@ def num_blocks(info: TensorInfo) -> int:
 
 def _close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
+        # popped first, so that none is closed twice where close raises
         os.close(descriptors.popitem()[1])
 
 
@@ -276,7 +281,7 @@ def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:
 
 
 def _match_index(folder: Path, weight_map: Mapping[str, str], found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors that the index names, each checked to lie in the file that the index says."""
+    """Return the tensors that the index names, each checked to be in the file that the index says."""
     lost = [name for name, file in weight_map.items() if name not in found or found[name].file != file]
     if lost:
         raise CheckpointError(f"{folder} lacks tensors in the files where its index puts them, {_listed(sorted(lost))}")

@@ -1,8 +1,8 @@
-"""How each matrix of a model folder is stored, and its value once read and checked.
+"""The scheme in which each matrix of a model folder is stored, and its value once read and checked.
 
-FP8 is known by the `weight_scale_inv` beside a weight, never by its name. INT8 is known by the description file that
+FP8 is known by the `weight_scale_inv` next to a weight, never by its name. INT8 is known by the description file that
 modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT). A
-weight and the tensors that belong to it may lie in different files.
+weight and the tensors that belong to it may be in different files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INTS = (torch.int8, torch.int32, torch.int64)
 
 
 class Scheme(enum.Enum):
-    """How a matrix is stored. INT8 schemes have modelslim's names."""
+    """The form in which a matrix is stored. INT8 schemes have modelslim's names."""
 
     FLOAT = "FLOAT"
     FP8_BLOCKS = "FP8"
@@ -121,7 +121,7 @@ class StoredWeights:
         return cls(files, ue8m0, check_finite, described, path)
 
     def scheme(self, name: str) -> Scheme:
-        """Return how the tensor `name` is stored, which is FLOAT where there is none of that name. Raises
+        """Return how the tensor `name` is stored, which is FLOAT where no tensor has that name. Raises
         CheckpointError."""
         described = self.description.get(name, "FLOAT")
         try:
@@ -225,8 +225,8 @@ class StoredWeights:
         if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.float8_e4m3fn:
             return f"and {name}_scale_inv is missing"
         if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.int8:
-            said = self.description_path.name if self.description_path else f"{DESCRIPTION} is missing and"
-            return f"and {said} does not say with which scheme"
+            where = self.description_path.name if self.description_path else f"{DESCRIPTION} is missing and"
+            return f"and {where} does not say with which scheme"
         return f"supported for {scheme.value} are {_names(NUMBERS[scheme])}"
 
     def _finite(self, info: TensorInfo, rows: range | None = None) -> Tensor:

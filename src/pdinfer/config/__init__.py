@@ -1,4 +1,4 @@
-"""What the host chooses and what a checkpoint says of its model, checked and frozen.
+"""The host's choices and what a checkpoint says of its model, checked and frozen.
 
     options.py    the host's choices: cache, engine, experts, Pairing, remote engines
     model.py      `ModelConfig`, the architecture of a model

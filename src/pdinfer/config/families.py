@@ -11,14 +11,15 @@ import attrs
 
 
 class ScoringFunc(enum.Enum):
-    """How router logits become scores."""
+    """The function from router logits to scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
 
 
 class TopkMethod(enum.Enum):
-    """How experts are chosen from scores; NOAUX_TC adds a correction bias for the choice, not for the weights."""
+    """The rule by which experts are chosen from scores; NOAUX_TC adds a correction bias for the choice, not for the
+    weights."""
 
     GREEDY = "greedy"
     GROUP_LIMITED_GREEDY = "group_limited_greedy"
@@ -33,7 +34,7 @@ class AttentionKind(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Family:
-    """What a `model_type` implies where its config.json is silent, and what that may say.
+    """The defaults of a `model_type` where its config.json is silent, and the values that this may have.
 
     The first of `topk_methods` and of `norm_topk_prob` is the default. `defaults` are those of other fields, taken from
     the makers' configuration class (transformers 5.23). `attention` computes the layers' attention. Without

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json may say, in the spelling of transformers 4 or 5, read into plain values.
+"""Fields of a Hugging Face config.json, in the spelling of transformers 4 or 5, read into plain values.
 
 transformers 5 writes `rope_parameters` and `dtype` where files of version 4 and DeepSeek's own have `rope_theta` with
 `rope_scaling`, and `torch_dtype`. `type` and `rope_type` are one field. A field that would change the output and is not
@@ -35,14 +35,14 @@ SAMPLING_DEFAULTS = (
     ("min_p", 0.0, 1.0),
     ("repetition_penalty", 0.01, 100.0),
 )
-"""What generation_config.json may say of sampling, from what to what."""
+"""Fields of generation_config.json about sampling, with their ranges."""
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTED_WEIGHTS = (
     f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
     "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
 )
-"""What to do about a checkpoint in another quantization; the end of an error message."""
+"""Advice for a checkpoint in another quantization; the end of an error message."""
 FP8_FIELDS: Mapping[str, object] = MappingProxyType(
     {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 )
@@ -54,7 +54,7 @@ DENSE_LAYERS = ("full_attention",)
 NONE: Mapping[str, object] = MappingProxyType(
     {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "norm_topk_prob": False}
 )
-"""What null means in these fields."""
+"""The meaning of null in these fields."""
 
 # A checkpoint's own code is never imported, and no option to do so exists.
 IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
@@ -63,7 +63,8 @@ Choice = TypeVar("Choice", bound=enum.Enum)
 
 
 class IndexerType(enum.Enum):
-    """Whether a layer of a model with sparse attention chooses tokens itself or takes the last full layer's choice."""
+    """The ways in which a layer with sparse attention has its tokens: its own choice, or that of the last full
+    layer."""
 
     FULL = "full"
     SHARED = "shared"
@@ -133,9 +134,9 @@ def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
             or (is_int(wanted) and wanted >= len(kinds) == num_dense)  # type: ignore[operator]
         )
     ):
-        said = "" if wanted is None else f" first_k_dense_replace = {clip(wanted)} times"
+        first = "" if wanted is None else f" first_k_dense_replace = {clip(wanted)} times"
         raise ConfigError(
-            f"mlp_layer_types must be{said} dense and then sparse, one for each of {clip(num_layers)} layers, "
+            f"mlp_layer_types must be{first} dense and then sparse, one for each of {clip(num_layers)} layers, "
             f"got {clip(kinds)}"
         )
     return {"first_k_dense_replace": num_dense}

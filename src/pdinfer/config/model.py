@@ -166,7 +166,7 @@ class ModelConfig:
                 f"indexer_types must name each of the {self.num_hidden_layers} layers, got {len(self.indexer_types)}"
             )
         if not self.has_indexer(0):
-            raise ConfigError("indexer_types: layer 0 is shared, and there is no layer before it to share with")
+            raise ConfigError("indexer_types: layer 0 is shared, and no layer comes before it to share with")
 
     @classmethod
     @typed
@@ -238,7 +238,7 @@ class ModelConfig:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether attention reads only the `index_topk` tokens that an indexer chose (DeepSeek sparse attention)."""
+        """True if attention reads only the `index_topk` tokens that an indexer chose (DeepSeek sparse attention)."""
         return self.index_topk is not None
 
     def has_indexer(self, layer: int) -> bool:

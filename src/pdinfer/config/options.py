@@ -1,4 +1,4 @@
-"""What the host chooses: the cache, and the limits of engines, of a Pairing and of connections.
+"""The host's choices: the cache, and the limits of engines, of a Pairing and of connections.
 
 All values are frozen and checked when made, so one that exists can be used. Every violation raises ConfigError with the
 field, its value and the range.
@@ -67,7 +67,7 @@ class CacheConfig:
     driver says, on a CPU as the kernel says of the machine or container. So the second pool of a process gets what a
     higher fraction adds to the first, and ranks on one machine's CPU, which see the same memory, take equal parts.
     `memory` is about pools in main memory: "shared" can be mapped by other processes of the host, and "pinned" is
-    page-locked. The pool of a model on a GPU lies there, and takes only "auto".
+    page-locked. The pool of a model on a GPU is there, and takes only "auto".
 
     With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
     begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill
@@ -158,8 +158,8 @@ class EngineConfig:
     def largest_decode_step(self) -> tuple[int, str]:
         """The most tokens that a decode step has, drafts included, and the reason."""
         requests, drafts = self.max_running_requests, self.num_draft_tokens
-        told = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
-        return requests * (1 + drafts), told
+        reason = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
+        return requests * (1 + drafts), reason
 
     def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
         """Return the most tokens that a prefill step has, and the reason."""
@@ -171,10 +171,10 @@ class EngineConfig:
 
 @attrs.frozen(kw_only=True)
 class ExpertConfig:
-    """How the experts of a model are spread over ranks, and what carries tokens to them.
+    """The spread of a model's experts over ranks, and the way of tokens to them.
 
     `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
-    itself. `ep_dispatch_algorithm` tells which copy of an expert a token goes to (see `moe.DispatchRule`). A node has
+    itself. `ep_dispatch_algorithm` says which copy of an expert a token goes to (see `moe.DispatchRule`). A node has
     `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
     torch.distributed) on several. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
     `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last two
@@ -243,10 +243,10 @@ class PairingConfig:
 
 @attrs.frozen(kw_only=True)
 class RemoteConfig:
-    """How long either end of a served engine's connection waits, in seconds. This is the table of defaults of
+    """The times that either end of a served engine's connection waits, in seconds. This is the table of defaults of
     `pdinfer.remote`.
 
-    A client that has not heard its engine for `silent_s` tells its Pairing that the port is lost. It then goes on
+    A client that has not heard its engine for `silent_s` reports to its Pairing that the port is lost. It then goes on
     listening for `return_s`, or dials for as long if it can, and once it succeeds the Pairing uses the port again.
     `serve` goes on with what it runs, and waits as long for a client that is silent, or for another connection when it
     has a listener. `hung_s` is how long a step may take: a port whose step takes longer is lost in the same way. None

@@ -1,4 +1,4 @@
-"""What is wrong with a machine before anything runs on it: `pd.doctor()`.
+"""The problems of a machine, found before anything runs on it: `pd.doctor()`.
 
     doctor.py      one probe after the other
     software.py    versions, libraries, providers of ops, compiler and caches

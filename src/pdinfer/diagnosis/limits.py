@@ -1,4 +1,4 @@
-"""What the system lets a process have: locked memory, shared memory, open files, local ports."""
+"""Limits of the system for a process: locked memory, shared memory, open files, local ports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pdinfer.process.memory import main_memory
 CAP_IPC_LOCK = 1 << 14
 """The bit of the capability whose owner may lock any amount of memory (linux/capability.h)."""
 RING_BYTES = NUM_SLOTS * SLOT_BYTES
-"""What an RDMA transport registers for a single peer."""
+"""The bytes that an RDMA transport registers for a single peer."""
 SHM = "/dev/shm"  # noqa: S108 - only looked at
 SHM_BYTES, ROOMY_SHM_BYTES = 64 << 20, 1 << 30
-"""What NCCL needs of /dev/shm between two GPUs at least, and what its manual gives a container."""
+"""The bytes of /dev/shm that NCCL needs between two GPUs at least, and those that its manual gives a container."""
 FILES, ROOMY_FILES = 256, 1024
 """An engine with a few peers has about a hundred files and sockets open; each link to another one takes two more."""
 PORTS, ROOMY_PORTS = 64, 1000

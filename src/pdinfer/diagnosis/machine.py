@@ -98,7 +98,7 @@ def free_bytes(folder: Path) -> tuple[int, int] | None:
 
 
 def why_not_written(folder: Path) -> str | None:
-    """Return why no file can be made in a folder, or None. Leaves nothing behind: of a folder that is not there yet,
+    """Return why no file can be made in a folder, or None. Leaves no file: of a folder that is not there yet,
     the nearest one above it is tried."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:

@@ -12,7 +12,7 @@ from pdinfer.diagnosis.report import Fact, Found, failure, warning
 from pdinfer.kv.transports.mooncake import PEER_MEMORY, RDMA_DEVICES
 
 NEARNESS = ("on another NUMA node", "on its NUMA node", "below its PCIe root", "below its PCIe switch")
-"""How near a card is to a GPU, from far to near."""
+"""The distances of a card to a GPU, from far to near."""
 
 
 @attrs.frozen(kw_only=True)
@@ -63,8 +63,8 @@ def network(machine: Machine) -> Found:
     for name in interfaces(machine):
         folder = f"/sys/class/net/{name}"
         speed, state = machine.read(f"{folder}/speed"), machine.read(f"{folder}/operstate")
-        told = f"{int(speed) / 1000:g} Gb/s" if speed and speed.isdecimal() else "speed not known"
-        yield Fact(name=name, value=f"{state or 'state not known'}, {told}", remarks=_at_node(machine, folder))
+        shown = f"{int(speed) / 1000:g} Gb/s" if speed and speed.isdecimal() else "speed not known"
+        yield Fact(name=name, value=f"{state or 'state not known'}, {shown}", remarks=_at_node(machine, folder))
     devices = rdma_devices(machine)
     yield Fact(name="RDMA", value=f"{len(devices)} devices" if devices else "none, so KV goes over sockets")
     for device in devices:

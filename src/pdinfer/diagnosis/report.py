@@ -1,4 +1,4 @@
-"""What the doctor found, as plain values: facts, and problems with the command that mends each."""
+"""The doctor's findings as plain values: facts, and problems with the command that mends each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Level(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Fact:
-    """Something that is so: a name, its value (None: there is none), and remarks in sentences."""
+    """A fact: a name, its value (None if it has none), and remarks in sentences."""
 
     __repr__ = brief
 
@@ -35,7 +35,7 @@ class Fact:
 
 @attrs.frozen(kw_only=True)
 class Problem:
-    """Something that is wrong: a sentence, and a shell command that mends it ("" where nobody knows one)."""
+    """A problem: a sentence, and a shell command that mends it ("" where none is known)."""
 
     __repr__ = brief
 
@@ -45,7 +45,7 @@ class Problem:
 
 
 Found = Iterator[Fact | Problem]
-"""What the probe of a section yields."""
+"""The findings that the probe of a section yields."""
 
 
 def failure(sentence: str, mend: str = "") -> Problem:
@@ -71,18 +71,18 @@ class Section:
 
 @attrs.frozen(kw_only=True)
 class Diagnosis:
-    """What the doctor found on a machine."""
+    """The doctor's findings on a machine."""
 
     sections: tuple[Section, ...]
 
     @property
     def failures(self) -> tuple[Problem, ...]:
-        """What will fail."""
+        """The problems that will make something fail."""
         return tuple(problem for _, problem in self._problems() if problem.level is Level.FAILURE)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What works, but slowly or not as it was meant."""
+        """The problems with which things work, but slowly or not as intended."""
         return tuple(problem for _, problem in self._problems() if problem.level is Level.WARNING)
 
     @property

@@ -46,7 +46,7 @@ def versions(machine: Machine) -> Found:
 
 
 def libraries(machine: Machine) -> Found:
-    """Whether optional libraries that are installed can be imported."""
+    """Yield the optional libraries that are installed, and whether they can be imported."""
     has_gpu = bool(machine.gpus())
     for name in ON_GPUS:
         if (version := machine.version(name)) is None:
@@ -65,7 +65,7 @@ def libraries(machine: Machine) -> Found:
 
 
 def _mooncake(machine: Machine) -> Found:
-    """Whether `kv.MooncakeTransport` can be made. Nothing is wrong where Mooncake is not installed."""
+    """Yield whether `kv.MooncakeTransport` can be made. Nothing is wrong where Mooncake is not installed."""
     found = {name: version for name in DISTRIBUTIONS if (version := machine.version(name)) is not None}
     if not found:
         yield Fact(name="mooncake", value="not installed")
@@ -93,8 +93,8 @@ def devices(machine: Machine) -> Found:
     gpus = machine.gpus()
     for gpu in gpus:
         capability = "{}.{}".format(*gpu.capability)
-        told = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
-        yield Fact(name=f"cuda:{gpu.index}", value=told)
+        shown = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
+        yield Fact(name=f"cuda:{gpu.index}", value=shown)
     yield Fact(name="torch's CUDA", value=machine.torch_cuda)
     driver = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", machine.read("/proc/driver/nvidia/version") or "")
     yield Fact(name="nvidia driver", value=driver[1] if driver else None)
@@ -134,7 +134,7 @@ def compilers(machine: Machine) -> Found:
     yield Fact(name="C compiler", value=compiler)
     has_gpu, has_triton = bool(machine.gpus()), machine.version("triton") is not None
     if compiler is None and has_gpu and has_triton:
-        yield failure("Triton compiles the launchers of its kernels with a C compiler, and there is none", install)
+        yield failure("Triton compiles the launchers of its kernels with a C compiler, and none was found", install)
     flags = cpu_flags(machine.root)
     best = next((name for name in EXTENSIONS if name in flags), None)
     yield Fact(name="vector instructions", value=best, remarks=() if flags else ("no native ops",))
@@ -155,7 +155,7 @@ def compilers(machine: Machine) -> Found:
 
 
 def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Found:
-    """Whether there are native kernels, and whether they use all of the CPU."""
+    """Yield whether native kernels can be used, and whether they use all of the CPU."""
     for reason, families in by_reason(machine.lost_kernels()).items():
         sentence = (
             f"bfloat16 on this CPU runs slower than it could, without the native {families}: the library {reason}"
@@ -165,10 +165,10 @@ def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Fo
     sets = machine.compiler_sets()
     unused = [name for name in EXTENSIONS if sets is not None and name in flags and name not in sets]
     if unused:
-        told = ", ".join(f"{name} ({EXTENSIONS[name]})" for name in unused)
+        listed = ", ".join(f"{name} ({EXTENSIONS[name]})" for name in unused)
         yield warning(
-            f"{compiler} is too old for this CPU, or is told to leave out what it has: what is compiled makes no use "
-            f"of {told}, and is slower for it; gcc 11 and clang 12 know all of these"
+            f"{compiler} is too old for this CPU, or has options that leave out what it has: what is compiled makes no "
+            f"use of {listed}, and is slower for it; gcc 11 and clang 12 know all of these"
         )
 
 

@@ -46,18 +46,19 @@ NUMBERS: Mapping[str, range] = {
     "NCCL_MAX_NCHANNELS": range(1, 65),
     "NVSHMEM_IB_GID_INDEX": range(-1, 256),
 }
-"""What those that are numbers may be."""
+"""The ranges of those that are numbers."""
 
 
 def variables(machine: Machine) -> Found:
-    """Which variables are set, and what is wrong with them."""
+    """Yield the variables that are set, and what is wrong with them."""
     given = {name: machine.environment[name] for name in VARIABLES if name in machine.environment}
     for name, meaning in VARIABLES.items():
         yield Fact(name=name, value=given.get(name, "unset"), remarks=(meaning,) if name in given else ())
     for name, allowed in NUMBERS.items():
         if name in given and _number(given, name) not in allowed:
             yield warning(
-                f"{name}={given[name]} is no number from {allowed[0]} to {allowed[-1]} and is ignored", f"unset {name}"
+                f"{name}={given[name]} is not a number from {allowed[0]} to {allowed[-1]} and is ignored",
+                f"unset {name}",
             )
     yield from _interfaces(machine, given)
     yield from _devices(machine, given)
@@ -86,20 +87,21 @@ def _interfaces(machine: Machine, given: Mapping[str, str]) -> Found:
 
 def _devices(machine: Machine, given: Mapping[str, str]) -> Found:
     here = [device.name for device in rdma_devices(machine)]
-    told, ours = ", ".join(here) or "none", ",".join(here)
+    listed, ours = ", ".join(here) or "none", ",".join(here)
     names = given.get("NCCL_IB_HCA", "")
     if names and not _matching(names, here):
         yield warning(
-            f"NCCL_IB_HCA={names} fits no RDMA device here ({told}): NCCL goes over sockets", "unset NCCL_IB_HCA"
+            f"NCCL_IB_HCA={names} fits no RDMA device here ({listed}): NCCL goes over sockets", "unset NCCL_IB_HCA"
         )
     elif unknown := [name for name in _listed(names) if not _matching(name, here)]:
         yield warning(
-            f"NCCL_IB_HCA names {', '.join(unknown)}, and there is {told}: NCCL goes without it",
+            f"NCCL_IB_HCA names {', '.join(unknown)}, and the machine has {listed}: NCCL goes without it",
             f"export NCCL_IB_HCA={ours}",
         )
     if unknown := [name for name in _listed(given.get("NVSHMEM_HCA_LIST", "")) if name not in here]:
         yield warning(
-            f"NVSHMEM_HCA_LIST names {', '.join(unknown)}, and there is {told}: DeepEP has no way to other nodes by it",
+            f"NVSHMEM_HCA_LIST names {', '.join(unknown)}, and the machine has {listed}: DeepEP has no way to "
+            "other nodes by it",
             f"export NVSHMEM_HCA_LIST={ours}" if here else "unset NVSHMEM_HCA_LIST",
         )
 
@@ -113,7 +115,9 @@ def _addresses(machine: Machine, given: Mapping[str, str]) -> Found:
             is_used = not given.get(devices) or bool(_matching(given[devices], [device]))
             gid = machine.read(f"{RDMA_DEVICES}/{device}/ports/1/gids/{index}")
             if index is not None and index >= 0 and is_used and not (gid or "").strip("0:"):
-                yield failure(f"{name}={index} is no address of {device}: connections over it fail", f"unset {name}")
+                yield failure(
+                    f"{name}={index} is not an address of {device}: connections over it fail", f"unset {name}"
+                )
     indices = {given[name] for name in ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX") if name in given}
     if len(indices) > 1:
         yield warning(
@@ -140,7 +144,7 @@ def _nvshmem(given: Mapping[str, str]) -> Found:
 
 
 def _together(given: Mapping[str, str]) -> Found:
-    """Variables of NCCL that are idle, or impossible, beside others."""
+    """Yield the variables of NCCL that have no effect, or cannot work, together with others."""
     idle = [name for name in given if name.startswith("NCCL_IB_") and name != "NCCL_IB_DISABLE"]
     if given.get("NCCL_IB_DISABLE") == "1" and idle:
         yield warning(f"NCCL_IB_DISABLE=1 makes NCCL ignore {', '.join(idle)}", "unset NCCL_IB_DISABLE")
@@ -161,7 +165,7 @@ def _mooncake(machine: Machine, given: Mapping[str, str]) -> Found:
         )
     if "MC_FORCE_TCP" in given and any(device.is_active for device in rdma_devices(machine)):
         yield warning(
-            'MC_FORCE_TCP is set beside RDMA devices: MooncakeTransport(protocol="rdma") refuses it',
+            'MC_FORCE_TCP is set on a machine with RDMA devices: MooncakeTransport(protocol="rdma") refuses it',
             "unset MC_FORCE_TCP",
         )
 

@@ -1,4 +1,4 @@
-"""What a service shows of itself: metrics for Prometheus, and spans for OpenTelemetry.
+"""Metrics for Prometheus, and spans for OpenTelemetry.
 
     metrics = pd.metrics.Recorder()
     metrics.read(pairing.step())

@@ -21,7 +21,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 
 class Port(Protocol):
-    """What metrics need of a port."""
+    """The part of a port that metrics need."""
 
     @property
     def role(self) -> str: ...
@@ -29,7 +29,7 @@ class Port(Protocol):
 
 
 class Observed(Protocol):
-    """What metrics need of a Pairing."""
+    """The part of a Pairing that metrics need."""
 
     @property
     def stats(self) -> PairingStats: ...
@@ -40,8 +40,8 @@ class Observed(Protocol):
 class Recorder:
     """The metrics of one Pairing, or of one after the other.
 
-    Times are those of events, as decode tells them. Counters never fall, also when an engine begins anew or a link is
-    opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
+    Times are those of events, as decode reports them. Counters never fall, also when an engine starts again or a link
+    is opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
     Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's.
     """
 
@@ -58,6 +58,7 @@ class Recorder:
         self._counters = Counters()
         self._histograms = {metric: Histogram() for metric in names.METRICS if metric.kind == names.HISTOGRAM}
         self._token_s: dict[str, float | None] = {}
+        # a rate needs a first sample: without it the first request would not count
         for metric in (names.PROMPT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS):
             self._counters.add(metric, 0)
 
@@ -75,8 +76,9 @@ class Recorder:
             self._counters.add(names.REFUSED, 1, error.code)
 
     def render(self, pairing: Observed) -> str:
-        """Return what was read and what the Pairing and its ports tell now, in Prometheus's text format. Serve it with
-        CONTENT_TYPE. Never blocks."""
+        """Return what was read and what the Pairing and its ports report now, in Prometheus's text format. Serve it
+        with CONTENT_TYPE. Never blocks."""
+        # outside the lock, so that a slow port holds up no reader of events
         stats, loads = pairing.stats, [(port.role, port.load()) for port in pairing.ports]
         with self._lock:
             self._count(_counts(stats))
@@ -108,15 +110,15 @@ class Recorder:
             self._counters.add(names.CACHED_TOKENS, event.usage.cached_tokens)
         return True
 
-    def _count(self, told: Iterable[tuple[names.Metric, Labels, float]]) -> None:
-        for metric, labels, value in told:
+    def _count(self, counted: Iterable[tuple[names.Metric, Labels, float]]) -> None:
+        for metric, labels, value in counted:
             self._counters.set(metric, value, *labels)
 
 
-Told = Iterator[tuple[names.Metric, Labels, float]]
+Samples = Iterator[tuple[names.Metric, Labels, float]]
 
 
-def _counts(stats: PairingStats) -> Told:
+def _counts(stats: PairingStats) -> Samples:
     yield from ((names.ENDED, (reason.value,), count) for reason, count in stats.ended)
     yield names.RETRIES, (), stats.num_retries
     yield names.REROUTES, (), stats.num_reroutes
@@ -124,7 +126,7 @@ def _counts(stats: PairingStats) -> Told:
     yield names.PORTS_LOST, (), stats.num_ports_lost
 
 
-def _gauges(stats: PairingStats, roles: Sequence[str]) -> Told:
+def _gauges(stats: PairingStats, roles: Sequence[str]) -> Samples:
     yield names.QUEUED, (), stats.num_queued_requests
     yield names.UNFINISHED, (), stats.num_unfinished_requests
     yield from ((names.PORTS, (role,), roles.count(role)) for role in ("prefill", "decode"))
@@ -132,7 +134,7 @@ def _gauges(stats: PairingStats, roles: Sequence[str]) -> Told:
     yield names.LINKS_DOWN, (), len(stats.links_down)
 
 
-def _engine_counts(role: str, load: EngineLoad) -> Told:
+def _engine_counts(role: str, load: EngineLoad) -> Samples:
     engine = (_short(load.address), role)
     yield names.TOKENS, engine, load.num_tokens
     yield names.BUSY, engine, load.busy_s
@@ -149,7 +151,7 @@ def _engine_counts(role: str, load: EngineLoad) -> Told:
         yield names.DROPPED, between, peer.frames_dropped
 
 
-def _engine_gauges(role: str, load: EngineLoad) -> Told:
+def _engine_gauges(role: str, load: EngineLoad) -> Samples:
     engine = (_short(load.address), role)
     yield names.INFO, (*engine, load.transport), 1
     used = load.num_total_pages - load.num_available_pages

@@ -1,4 +1,4 @@
-"""The values behind metrics, and Prometheus's text format for them.
+"""The values of metrics, and Prometheus's text format for them.
 
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-based format".
 """
@@ -17,22 +17,22 @@ Labels = tuple[str, ...]
 
 
 class Counters:
-    """Counts that never fall. What they are made of may: an engine or a link that begins anew counts from 0 again."""
+    """Counts that never fall, though their sources may: an engine or a link that starts again counts from 0."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Metric, Labels], tuple[float, float]] = {}
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
-        """Note what a source says that it has counted. Less than the last time means that it began anew."""
-        said, total = self._counts.pop((metric, labels), (0, 0))
-        self._counts[metric, labels] = value, total + (value - said if value >= said else value)
+        """Note the count that a source reports. Less than the last time means that the source started again."""
+        before, total = self._counts.pop((metric, labels), (0, 0))
+        self._counts[metric, labels] = value, total + (value - before if value >= before else value)
         if len(self._counts) > MAX_SERIES:
             del self._counts[next(iter(self._counts))]
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Count on."""
-        said, _ = self._counts.get((metric, labels), (0, 0))
-        self.set(metric, said + amount, *labels)
+        before, _ = self._counts.get((metric, labels), (0, 0))
+        self.set(metric, before + amount, *labels)
 
     def values(self) -> Iterator[tuple[Metric, Labels, float]]:
         """Yield every count, also of sources that have left."""

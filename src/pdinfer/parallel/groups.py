@@ -25,15 +25,15 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.values import brief
 
 LOOK_S = 0.3
-"""How long a rank waits for the others before it looks whether they live."""
+"""Seconds that a rank waits for the others before it looks whether they live."""
 
 
 @attrs.define(eq=False)
 class Lookout:
-    """How whoever waits for other ranks learns that one is lost. `look` raises RankLost then. `engine.ranks` sets it,
-    whose ranks tell each other that they live; without it a rank that stands still is missed when the deadline of a
-    collective passes. What a lost rank holds up is abandoned, and torch keeps it, and the process at its end, until
-    that deadline."""
+    """The way in which a rank that waits for others learns that one is lost. `look` raises RankLost then.
+    `engine.ranks` sets it, whose ranks send each other signs of life; without it a rank that stands still is missed
+    when the deadline of a collective passes. What a lost rank holds up is abandoned, and torch keeps it, and the
+    process at its end, until that deadline."""
 
     look: Callable[[], None] | None = None
 
@@ -92,7 +92,7 @@ class Group(OfOneProcess):
 
     @property
     def _is_shared_by_fork(self) -> bool:
-        """Whether a forked child would share connections. A rank that is alone has none."""
+        """True if a forked child would share connections. A rank that is alone has none."""
         return self.process_group is not None
 
     @property
@@ -128,6 +128,7 @@ class Group(OfOneProcess):
         if self.process_group is None:
             return x
         most = max(counts)
+        # a gather takes equal shapes; padding costs less than a broadcast for each rank
         padded = x
         if len(x) < most:
             padded = x.new_zeros(most, *x.shape[1:])
@@ -148,6 +149,7 @@ class Group(OfOneProcess):
         """
         if self.process_group is None:
             return x
+        # adjacent ranks form a block, which has the rows from its first rank's border to its last one's
         first = self.rank - self.rank % together
         return x[self._border(first, len(x)) : self._border(first + together, len(x))]
 
@@ -207,11 +209,11 @@ class Group(OfOneProcess):
         with _calling(self, "exchange", None):
             works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
             works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
-            begun = [work for work in works if work is not None]
+            started = [work for work in works if work is not None]
             if all(self.lookout.watches(x) for _, x in (*sends, *receives)):
-                self.lookout.wait_apart(begun)
+                self.lookout.wait_apart(started)
             else:
-                for work in begun:
+                for work in started:
                     work.wait()
 
 
@@ -261,7 +263,7 @@ class Groups(OfOneProcess):
 
     @property
     def _is_shared_by_fork(self) -> bool:
-        """Whether a forked child would share connections."""
+        """True if a forked child would share connections."""
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     @classmethod
@@ -297,7 +299,8 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
 
 
 IN_TOUCH_S = 5.0
-"""How often ranks that work on their own hear of each other: well within the time that a collective may take."""
+"""Seconds after which ranks that work on their own hear of each other: well within the time that a collective may
+take."""
 
 
 class InTouch:

@@ -1,4 +1,5 @@
-"""Which rank sends which tokens of a grant when several compute it, and the proof that each token is sent exactly once.
+"""The tokens of a grant that each rank sends when several compute it, and the proof that each token is sent exactly
+once.
 
 Plain ranges, no tensors, no peers. Page sizes do not appear: a payload is named by its tokens, and each end finds them
 in its own pages (`KVLayout.spans`). So a plan holds for any two page sizes.
@@ -20,7 +21,8 @@ Slices = tuple[tuple[range, ...], ...]
 
 @attrs.frozen
 class Push:
-    """What one writer sends: `tokens` of every layer in `layers`. `writer` is an index in `PageGrant.writers`."""
+    """The part that one writer sends: `tokens` of every layer in `layers`. `writer` is an index in
+    `PageGrant.writers`."""
 
     writer: int
     layers: range
@@ -56,12 +58,12 @@ class Plan:
         pushes = (push for push in self.pushes if layer in push.layers and push.tokens)
         for push in sorted(pushes, key=lambda push: push.tokens.start):
             if push.tokens.start > reached:
-                raise ConfigError(f"layer {layer}: nobody sends tokens [{reached}, {push.tokens.start})")
+                raise ConfigError(f"layer {layer}: no writer sends tokens [{reached}, {push.tokens.start})")
             if push.tokens.start < reached:
                 raise ConfigError(f"layer {layer}: {_text(push)} overlap {last}")
             reached, last = push.tokens.stop, _text(push)
         if reached < self.tokens.stop:
-            raise ConfigError(f"layer {layer}: nobody sends tokens [{reached}, {self.tokens.stop})")
+            raise ConfigError(f"layer {layer}: no writer sends tokens [{reached}, {self.tokens.stop})")
 
 
 def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
@@ -73,7 +75,7 @@ def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
     1.
     """
     if cp_size < 1:
-        raise ConfigError(f"a context-parallel size of {cp_size} was asked for; the least is 1")
+        raise ConfigError(f"cp_size must be at least 1, got {cp_size}")
     num_chunks = 2 * cp_size
     borders = [tokens.start + len(tokens) * index // num_chunks for index in range(num_chunks + 1)]
     chunks = [range(start, stop) for start, stop in itertools.pairwise(borders)]
@@ -86,7 +88,7 @@ def even_slices(tokens: range, size: int) -> Slices:
     Raises ConfigError for a size below 1.
     """
     if size < 1:
-        raise ConfigError(f"{size} writers were asked for; the least is 1")
+        raise ConfigError(f"the number of writers must be at least 1, got {size}")
     borders = [tokens.start + len(tokens) * rank // size for rank in range(size + 1)]
     return tuple(tuple(_joined([range(start, stop)])) for start, stop in itertools.pairwise(borders))
 

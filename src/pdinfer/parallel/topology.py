@@ -1,4 +1,4 @@
-"""Which rank this is and how ranks are divided into groups: frozen plain ints, until `connect`."""
+"""The number of this rank, and the division of ranks into groups: frozen plain ints, until `connect`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Topology:
 
     @property
     def attention_size(self) -> int:
-        """How many ranks have the same requests: cp_size * tp_size."""
+        """The number of ranks that have the same requests: cp_size * tp_size."""
         return self.cp_size * self.tp_size
 
     @property
@@ -117,7 +117,7 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """Whether hosts talk to this rank, the first of the ranks that have the same requests."""
+        """True if hosts talk to this rank, the first of the ranks that have the same requests."""
         return self.rank % self.attention_size == 0
 
     def at(self, rank: int) -> Topology:
@@ -140,11 +140,11 @@ class Topology:
     ) -> Groups:
         """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
-        It uses the torch.distributed backend that the host has begun, or begins one (gloo for host tensors, NCCL for
-        those on "cuda"). Ranks meet in `store`, or where torchrun's variables say: a store may live in a process that
-        is no rank, so that it outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may
-        take. Raises ConfigError when the ranks do not agree on sizes, or for a store when a backend has begun without
-        it; RankLost when a rank does not come.
+        It uses the torch.distributed backend that the host has initialized, or initializes one (gloo for host tensors,
+        NCCL for those on "cuda"). Ranks meet in `store`, or where torchrun's variables say: a store may live in a
+        process that is not a rank, so that it outlives them all (docs/howto/cluster.md). `timeout_s` is how long any
+        collective may take. Raises ConfigError when the ranks do not agree on sizes, or for a store when a backend was
+        initialized without it; RankLost when a rank does not come.
         """
         if self.world_size == 1:
             return Groups.single()
@@ -152,8 +152,8 @@ class Topology:
             return self._connect(torch.device(device).type, timeout_s, store)
         except ValueError as error:
             raise ConfigError(
-                f"{self.world_size} ranks, and nothing says where they meet: {error}; start them with torchrun or "
-                "begin torch.distributed before"
+                f"{self.world_size} ranks have no rendezvous address: {error}; start them with torchrun, or "
+                "initialize torch.distributed before"
             ) from error
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
@@ -166,10 +166,12 @@ class Topology:
             place: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size} if store else {}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
         elif store is not None:
-            raise ConfigError("a store to meet in was given, but torch.distributed was begun before: give it the store")
+            raise ConfigError(
+                "a store was given, but torch.distributed was initialized before: give it to init_process_group"
+            )
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise ConfigError(
-                f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was begun as rank "
+                f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was initialized as rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
         lookout = Lookout()
@@ -196,9 +198,11 @@ class Topology:
         alone = attrs.evolve(self._alone(name, size, stride=stride), lookout=lookout)
         if size == 1:
             return alone
+        # the world has connections already
         if size == self.world_size:
             return attrs.evolve(alone, process_group=dist.group.WORLD)
         block = size * stride
+        # every rank names the groups of all ranks: making groups is a collective of the world
         every = [
             [*range(at, at + block, stride)]
             for first in range(0, self.world_size, block)
@@ -218,7 +222,7 @@ class Topology:
 
 
 def _world_timeout(kind: str) -> timedelta:
-    """Return how long a collective of all ranks may take, as set when the backend was begun."""
+    """Return how long a collective of all ranks may take, as set when the backend was initialized."""
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
     return timeout

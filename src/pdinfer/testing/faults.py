@@ -1,4 +1,4 @@
-"""What can go wrong between simulated nodes, as plain values."""
+"""Faults between simulated nodes, as plain values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class NetworkFaults:
-    """What a network does to messages: chances from 0 to 1 per message, and how long things take at most.
+    """The faults of a network: chances from 0 to 1 per message, and how long things take at most.
 
     A message flies for `flight_s` (least, most), a `slow` one for up to `slow_s`. With `late_read`, a write's source is
     read late, by up to `late_s`; with `late_done`, its sender learns late that it is done. With `pieces`, a payload
-    lands in pieces, with other events in between. `late_landing` is for one-sided transports: the sender is told that a
+    lands in pieces, with other events in between. `late_landing` is for one-sided transports: the sender hears that a
     write failed, and it lands all the same. The others change what arrives: no message, two, the wrong order, half of
     it, or a flipped bit. A transport over TCP does none of these; a wrong implementation of one might.
     """
@@ -35,8 +35,8 @@ class NetworkFaults:
 
 
 class Placement(enum.Enum):
-    """Who writes a payload into the receiver's memory, and where: the receiver itself; in two steps, through a landing
-    slot that the sender writes; or the sender. The last breaks page rule 0, and is there to show what that rule
+    """The writer of a payload into the receiver's memory, and the way: the receiver itself; in two steps, through a
+    landing slot that the sender writes; or the sender. The last breaks page rule 0, and is there to show what that rule
     prevents."""
 
     BY_RECEIVER = "two-sided"

@@ -27,11 +27,11 @@ from pdinfer.testing.simulation import Simulation
 
 MAX_PIECES = 3
 RESET_SHARE = 0.5
-"""How often a closed link takes along what was still on its way, as a TCP reset does."""
+"""The chance that a closed link takes along what was still on its way, as a TCP reset does."""
 
 
 class ParcelKind(enum.Enum):
-    """What a parcel is: the news of a new link, a frame, a write, or the end of the link."""
+    """The kind of a parcel: the news of a new link, a frame, a write, or the end of the link."""
 
     OPEN = enum.auto()
     FRAME = enum.auto()
@@ -62,7 +62,7 @@ class Parcel:
 
 
 class Weather(Protocol):
-    """What ends ask of their network."""
+    """The part of a network that ends need."""
 
     simulation: Simulation
     faults: NetworkFaults
@@ -75,9 +75,9 @@ class Weather(Protocol):
 @attrs.define(eq=False)
 class End:
     """One side of a link, on `node`. `open` lasts until the link was closed from here or its end arrived; `gone` is set
-    with the process. `waiting` counts arrivals that are due and stand behind a payload that is landing, or behind a
-    partition. `untold` are writes whose source was read, which the sender does not know yet. `eager` is a link that a
-    caller waits for: its handshake takes no time."""
+    with the process. `waiting` counts arrivals that are due and stand after a payload that is landing, or after a
+    partition. `unreported` are writes whose source was read, which the sender does not know yet. `eager` is a link that
+    a caller waits for: its handshake takes no time."""
 
     network: Weather
     node: str
@@ -90,7 +90,7 @@ class End:
     gone: bool = False
     peer: End = attrs.field(init=False)
     queue: deque[Parcel] = attrs.field(factory=deque)
-    untold: list[Parcel] = attrs.field(factory=list)
+    unreported: list[Parcel] = attrs.field(factory=list)
     inbound: deque[Parcel] = attrs.field(factory=deque)
     waiting: int = 0
     landing: bool = False
@@ -166,14 +166,14 @@ class End:
         delay_s = simulation.rng.random() * faults.late_s if self._chance("late_done", faults.late_done) else 0.0
         self.last_done_s = max(self.last_done_s, simulation.clock.now_s + delay_s)
 
-        self.untold.append(parcel)
+        self.unreported.append(parcel)
 
-        def tell() -> None:
+        def read() -> None:
             if not self.gone:
-                self.untold.remove(parcel)
+                self.unreported.remove(parcel)
                 parcel.complete(error)
 
-        simulation.later(self.last_done_s - simulation.clock.now_s, tell, node=self.node)
+        simulation.later(self.last_done_s - simulation.clock.now_s, read, node=self.node)
 
     def _write_slot(self, parcel: Parcel) -> None:
         """Write into the peer's slot, the one-sided way: no code of the receiver runs when the bytes land, and no code
@@ -346,7 +346,7 @@ class End:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shut(self, error: TransferError | None) -> None:
-        """Close the link from this side. The peer learns of it behind what is on its way, which may be lost."""
+        """Close the link from this side. The peer learns of it after what is on its way, which may be lost."""
         if not self.open:
             return
         peer = self.peer
@@ -372,12 +372,12 @@ class End:
         """Close the link with its transport: no memory of ours is read after this."""
         self.shut(None)
         self.gone = True
-        for parcel in (*self.untold, *self.queue):
+        for parcel in (*self.unreported, *self.queue):
             parcel.complete(TransferError(f"the transport of the link to {self.link.endpoint} was closed"))
         self.queue.clear()
 
     def vanish(self, *, told: bool) -> None:
-        """End this side with its process. Its kernel tells the peer, unless the whole machine went."""
+        """End this side with its process. Its kernel informs the peer, unless the whole machine went."""
         self.gone = True
         if self.open:
             self.open = False

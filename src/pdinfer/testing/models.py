@@ -1,4 +1,5 @@
-"""Small models: configurations for any machine, random weights, checkpoints of them; and where a trained one lies."""
+"""Small models: configurations for any machine, random weights, checkpoints of them; and the folder of a trained
+one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pdinfer.testing.simulation import Simulation
 
 SCHEME = "sim://"
 LATE_SHARE = 0.3
-"""How often an end of a broken link learns of it late."""
+"""The chance that an end of a broken link learns of it late."""
 
 
 class SimNetwork:
@@ -65,7 +65,7 @@ class SimNetwork:
         return len(ends)
 
     def partition(self, one: str, other: str) -> None:
-        """Let nothing pass between two nodes from now on. No node is told."""
+        """Let nothing pass between two nodes from now on. No node hears of it."""
         self.fired["partition"] += 1
         self._partitions.add(frozenset((one, other)))
 
@@ -78,7 +78,7 @@ class SimNetwork:
                     self.simulation.later(0.0, end.resume, node=end.node)
 
     def blocked(self, one: str, other: str) -> bool:
-        """Whether a partition stands between two nodes."""
+        """Return whether a partition stands between two nodes."""
         return bool(self._partitions) and frozenset((one, other)) in self._partitions
 
     def listen(self, transport: SimTransport) -> str:
@@ -194,7 +194,7 @@ class SimTransport(Transport):
     def new_end(self, endpoint: str, *, eager: bool) -> End:
         """Return this side of a new link to the transport at `endpoint`."""
         assert self._owned is not None
-        self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.untold}
+        self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.unreported}
         link = Link(endpoint, heard_at=self._network.simulation.clock.now_s)
         end = End(self._network, self.node, link, *self._owned, self._placement, eager)
         self._ends[link] = end
@@ -239,7 +239,7 @@ class SimTransport(Transport):
                 end.finish()
 
     def vanish(self, *, told: bool) -> None:
-        """End with this process, without any cleanup. `told` says whether its kernel still tells the peers."""
+        """End with this process, without any cleanup. `told` says whether its kernel still informs the peers."""
         self._closed = True
         for end in self._ends.values():
             end.vanish(told=told)

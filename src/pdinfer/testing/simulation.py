@@ -29,7 +29,7 @@ WAKING_S = 0.005
 
 @attrs.define
 class VirtualClock:
-    """A clock for engines and pairings that moves only when told to."""
+    """A clock for engines and pairings that moves only on demand."""
 
     now_s: float = 0.0
 
@@ -100,11 +100,11 @@ class Simulation:
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def alive(self, node: str) -> bool:
-        """Whether the node has not crashed, or was started again since."""
+        """Return whether the node has not crashed, or was started again since."""
         return self._process(node).alive
 
     def running(self, node: str) -> bool:
-        """Whether the node is alive and not frozen."""
+        """Return whether the node is alive and not frozen."""
         process = self._process(node)
         return process.alive and not process.frozen
 

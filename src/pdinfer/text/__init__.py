@@ -8,7 +8,7 @@
         print(text.push(event), end="")
 
     openai/          OpenAI's completions and chats: from bodies to requests, from events to answers
-    dialects/        what models say beside text: reasoning and calls of tools
+    dialects/        reasoning and calls of tools in what models write
     stream.py        stop strings, and the text of a request as it may be shown
     detokenizer.py   text from tokens, one by one, without half characters
     tokenizer.py     tokenizer.json: tokens from text and from a chat

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdinfer.text.sandbox import Template
 
 Message = Mapping[str, Any]
-"""What OpenAI calls a message: {"role": "user", "content": "Hi"}, with whatever else the template reads."""
+"""A message in OpenAI's sense: {"role": "user", "content": "Hi"}, with whatever else the template reads."""
 
 
 def _local_now() -> datetime:
@@ -116,4 +116,4 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return list(value)
-    raise TypeError(f"{clip(type(value).__name__)} is none")
+    raise TypeError(f"got {clip(type(value).__name__)}")

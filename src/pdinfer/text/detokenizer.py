@@ -11,13 +11,13 @@ MAX_HELD = 3
 """Of a character of UTF-8 that has not come whole, at most three bytes are there. A decoder shows them as one or as
 three replacement characters."""
 CONTEXT = 8
-"""So many tokens hold the whole of any character, so that those behind them decode as in the whole text."""
+"""The number of tokens that hold the whole of any character, so that those after them decode as in the whole text."""
 MAX_PENDING = 24
 
 
 class Detokenizer:
     """The text of one request's output, piece by piece. The pieces together are what the output adds to the text of
-    `prompt`, or of the part of it behind its last special token. Special tokens have no text, but for those `shown`.
+    `prompt`, or of the part of it after its last special token. Special tokens have no text, but for those `shown`.
 
     Works with any decoder: it decodes a window of the last tokens, with some before them, since a decoder may treat the
     first token of a text in another way (a leading space is dropped). The window is bounded, so a token costs the same

@@ -1,4 +1,4 @@
-"""What the files of a model folder say about its text, beside the tokenizer itself: special and added tokens, what ends
+"""The files of a model folder about its text, except the tokenizer itself: special and added tokens, what ends
 an answer, how tokens are drawn, chat templates."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps users from writing the markers of a chat: in what strangers say, the texts of added tokens are text.
 
 While the template renders, the characters that would make a marker of such a text are others, which stand for them and
-which nobody has written. What the library then finds as added tokens are the host's. In what is encoded, these have
+which no message contains. What the library then finds as added tokens are the host's. In what is encoded, these have
 secret texts, and what strangers wrote is as they wrote it.
 """
 
@@ -44,7 +44,7 @@ class Hidden:
 
 
 class Markers:
-    """The added tokens of a tokenizer. Those of white space alone are none."""
+    """The added tokens of a tokenizer, except those of white space alone."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
@@ -64,7 +64,7 @@ class Markers:
     def hide(self, values: dict[str, Any], template: str) -> Hidden | None:
         """Return a chat of plain values as the template may see it, or None for one without a marker in the messages of
         others than the host and in the documents. Raises RequestError for one that is nested too deep, or that has
-        every character that nobody writes."""
+        every character that no text contains."""
         needed: set[str] = set()
 
         def look(value: Any) -> Any:
@@ -88,6 +88,7 @@ class Markers:
             messages, documents = list(map(look_at, values["messages"])), look(values["documents"])
             if not needed:
                 return None
+            # JSON writes characters of private use as \uXXXX, however deep they are in the chat
             written = json.dumps([values, template])
             taken = set(re.findall(r"\\u([ef][0-9a-f]{3})", written))
             free = (chr(code) for code in UNWRITTEN if f"{code:x}" not in taken)
@@ -112,12 +113,13 @@ class Markers:
         tokens = plain.encode_batch(["".join(parts)], add_special_tokens=False)[0].ids
         if forged := self._secrets.keys() & set(tokens) - ids.keys():
             name = self._added[min(forged)].content
-            raise RequestError(f"a message has {clip(name)}, which this tokenizer cannot tell from the token")
+            raise RequestError(f"a message has {clip(name)}, which this tokenizer cannot distinguish from the token")
         return [ids.get(token, token) for token in tokens]
 
     @cached_property
     def _secrets(self) -> dict[int, str]:
-        """The texts of the host's markers, by id: what nobody can guess."""
+        """The texts of the host's markers, by id, which cannot be guessed."""
+        # U+FDD0 is no character of any text, and the number cannot be guessed
         nonce = os.urandom(16).hex()
         return {index: f"\ufdd0{nonce}{index}\ufdd0" for index in self._ids.values()}
 
@@ -133,7 +135,7 @@ class Markers:
         new = plain.get_vocab(with_added_tokens=True)
         ids = {new[text]: index for index, text in self._secrets.items()}
         if strange := [index for index in ids if self._library.model.id_to_token(index) is not None]:
-            raise CheckpointError(f"the ids of the tokenizer's model have gaps, and {strange[0]} is behind one")
+            raise CheckpointError(f"the ids of the tokenizer's model have gaps, and {strange[0]} comes after one")
         return plain, ids | {new[text]: index for text, index in blank.items()}
 
     @cached_property
@@ -146,14 +148,14 @@ class Markers:
 
     def _spots(self, text: str) -> tuple[str, set[int]]:
         """Return the text, and where in it another character keeps it from being a marker, or a part of one that goes
-        on in what stands before or behind it."""
+        on in what stands before or after it."""
         if self._normalizer is not None and self._search.search(normal := self._normalizer.normalize_str(text)):
             text = normal
         return text, {found.start() for found in self._search.finditer(text)}.union(self._edges(text))
 
     def _edges(self, text: str) -> Iterator[int]:
         """Yield where a part of a marker is the beginning or the end of a text, with or without white space around it.
-        A part that is no more than a word counts as none."""
+        A part of one word at most does not count."""
         for end in {len(text), len(text.rstrip())}:
             for spot in range(max(0, end - self._longest), end):
                 markers = () if text[spot].isalnum() else self._first.get(text[spot], ())

@@ -1,4 +1,5 @@
-"""Where chat templates run: jinja2's immutable sandbox, with the names that templates of published models expect.
+"""The place where chat templates run: jinja2's immutable sandbox, with the names that templates of published models
+expect.
 
 A template comes with a checkpoint, from strangers. It sees plain values, and reads, writes and calls nothing else.
 
@@ -50,11 +51,11 @@ _EACH, _JOINED = "each item", "texts joined"
 
 
 class Limit(TemplateError):
-    """What ends a template that asks for too much."""
+    """Ends a template that asks for too much."""
 
 
 class Refusal(TemplateError):
-    """What `raise_exception` of a template raises."""
+    """Raised by `raise_exception` of a template."""
 
 
 class GenerationTag(Extension):
@@ -106,7 +107,8 @@ def _tojson(
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates are compiled without being run, and run within bounds, which count from `begin` on."""
+    """An environment that compiles templates without running them, and runs them within bounds, which count from
+    `begin` on."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -123,6 +125,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["from_json"] = json.loads
         self.filters = {name: self._bounded(name, filter_) for name, filter_ in self.filters.items()}
         self.filters |= {_EACH: self._each, _JOINED: lambda parts: self.concat(map(str, parts))}
+        # it makes text of any length at one call
         del self.globals["lipsum"]
 
     def begin(self, max_cpu_s: float) -> None:
@@ -149,6 +152,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         bits = size = 0
         match operator, left, right:
+            # bounded before it is computed: one operation could take all memory
             case "**", int(), int():
                 bits = left.bit_length() * right
             case "*", int(), int():
@@ -226,7 +230,7 @@ def _check_template(text: str) -> None:
 
 
 class Template:
-    """A compiled chat template. `now` tells the local time, and `max_cpu_s` is how long it may render a chat."""
+    """A compiled chat template. `now` returns the local time, and `max_cpu_s` is how long it may render a chat."""
 
     def __init__(self, source: str, now: Callable[[], datetime], max_cpu_s: float) -> None:
         """Raise CheckpointError for what is not a template, and BackendUnavailable for a jinja2 that is too old."""

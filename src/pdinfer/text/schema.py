@@ -32,22 +32,22 @@ from pdinfer.text.tokenizer import Tokenizer
 LIBRARIES = ("llguidance", "xgrammar")
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], torch.Tensor], torch.Tensor]
 MAX_STATES = 16
-"""How many places in an answer a processor remembers: the last one, and those of drafts."""
+"""The number of places in an answer that a processor remembers: the last one, and those of drafts."""
 
 _log = logging.getLogger("pdinfer")
 
 
 OPEN, CLOSE = "<think>", "</think>"
-"""What a reasoning stands between, in all models that are served."""
+"""The tokens around a reasoning, in all models that are served."""
 PROMPT_END = 16
-"""So many tokens of a prompt say whether it leaves a reasoning open."""
+"""The number of last tokens of a prompt that show whether it leaves a reasoning open."""
 
 
 class Matcher(Protocol):
     """A place in an answer as a library knows it. It never changes."""
 
     def after(self, token: int) -> Matcher:
-        """Return the place behind one more token. Raise RequestError for a token that must not come."""
+        """Return the place after one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come: [at least the tokenizer's vocabulary]."""
@@ -76,7 +76,7 @@ def json_schema(
     """Return a logits processor that allows only JSON of one schema, without optional white space. Give engines
     `partial(json_schema, checkpoint=folder)` as one of their `logits_processors`; `argument` is the schema.
 
-    Where the prompt ends in an open <think>, or the answer begins with that token, the JSON begins behind </think>. The
+    Where the prompt ends in an open <think>, or the answer begins with that token, the JSON begins after </think>. The
     answer ends with a token at which engines end it, by the checkpoint's files, or else the tokenizer's eos_token; no
     other special token comes. Raises RequestError for what is not a schema, or one that the library does not know; what
     `Tokenizer.load` and `schema_library` raise; CheckpointError for a checkpoint without any token that ends answers.
@@ -94,8 +94,8 @@ def json_schema(
 def schema_processors(
     checkpoint: AnyPath, *, library: str = "auto", trusted_roots: Sequence[AnyPath] = ()
 ) -> dict[str, Callable[[str], LogitsProcessor]]:
-    """Return what engines take as `logits_processors` to know `json_schema` by its name, spawned ones too.
-    `trusted_roots` is as for `Tokenizer.load`. Where there is no library for it nothing is returned, and the
+    """Return what engines take as `logits_processors` to know `json_schema` by its name, also those that `spawn`
+    starts. `trusted_roots` is as for `Tokenizer.load`. Without a library for it nothing is returned, and the
     log says why."""
     try:
         found = schema_library(library)
@@ -108,7 +108,7 @@ def schema_processors(
 
 
 class _Vocabulary:
-    """What the tokens of a checkpoint are in an answer: `ends` end it, `texts` may stand in JSON, and `free` in a
+    """The tokens of a checkpoint by their part in an answer: `ends` end it, `texts` may stand in JSON, and `free` in a
     reasoning. `eos` is the one that the library takes for the end, whichever ends it. Added tokens are markers, even
     where the tokenizer does not call them special: what they look like can be written with others."""
 
@@ -140,7 +140,7 @@ class State(Protocol):
     """A place in an answer. It never changes."""
 
     def after(self, token: int) -> State:
-        """Return the place behind one more token. Raise RequestError for a token that must not come."""
+        """Return the place after one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come: [at least the tokenizer's vocabulary]."""
@@ -151,12 +151,13 @@ class _Reasoning:
     """Inside a reasoning, of which `tail` is the end: anything may come but what ends the answer."""
 
     vocabulary: _Vocabulary
-    behind: State
+    rest: State
     tail: str = ""
 
     def after(self, token: int) -> State:
         text = self.tail + self.vocabulary.text_of([token])
-        return self.behind if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
+        # </think> may come in several tokens: so many characters may be its beginning
+        return self.rest if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
 
     def allowed(self) -> NDArray[np.bool_]:
         return self.vocabulary.free
@@ -174,6 +175,7 @@ class _Json:
         known = self.vocabulary
         if self.may_think and token == known.opens:
             return _Reasoning(known, attrs.evolve(self, may_think=False))
+        # the library knows one end; each of the engine's ends counts as that
         return _Json(known, self.matcher.after(known.eos if token in known.ends else token))
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -187,7 +189,7 @@ class _Json:
 
 
 class _Processor:
-    """Looks up the state behind the output, which is one token behind one that it knows."""
+    """Looks up the state after the output, which is one token after one that it knows."""
 
     def __init__(self, vocabulary: _Vocabulary, begin: Matcher) -> None:
         self._vocabulary = vocabulary
@@ -201,6 +203,7 @@ class _Processor:
             self._states = OrderedDict({(): self._first(end)})
         allowed = self._state(tuple(output)).allowed()[: len(logits_V)]
         logits_V[: len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -torch.inf)
+        # rows that only pad the vocabulary are no tokens
         logits_V[len(allowed) :] = -torch.inf
         return logits_V
 
@@ -210,6 +213,7 @@ class _Processor:
         return _Reasoning(known, attrs.evolve(begin, may_think=False)) if end.endswith(OPEN) else begin
 
     def _state(self, output: tuple[int, ...]) -> State:
+        # drafts that were rejected leave places that no output continues, so the search goes back
         known = len(output)
         while output[:known] not in self._states:
             known -= 1
@@ -218,6 +222,7 @@ class _Processor:
             state = state.after(token)
         self._states[output] = state
         while len(self._states) > MAX_STATES:
+            # the first place stays: a request that is prefilled again starts from there
             self._states.pop(next(key for key in self._states if key))
         return state
 

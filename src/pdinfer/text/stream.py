@@ -43,7 +43,7 @@ class StopStrings:
         """The stop strings that are special tokens, by their ids."""
 
     def begin(self, prompt: Sequence[int]) -> Callable[[int], bool]:
-        """Return a function that tells whether a request of this prompt stops with a token."""
+        """Return a function from a token to whether a request of this prompt stops with it."""
         detokenizer = Detokenizer(self.tokenizer, prompt)
         search = _Search(self.automaton)
         return lambda token: token in self.special or search.first_end(detokenizer.push(token)) is not None
@@ -108,13 +108,14 @@ class _Search:
 
     @property
     def num_held(self) -> int:
-        """How many of the last characters may belong to a sequence that has not come whole."""
+        """The number of last characters that may belong to a sequence that has not come whole."""
         return self._automaton.held[self._state]
 
     def first_end(self, text: str) -> tuple[int, int] | None:
-        """Pass over this text. Return, of the first sequence that ends in it, how many characters come behind it and
+        """Pass over this text. Return, of the first sequence that ends in it, how many characters come after it and
         how many it has."""
         first = None
+        # all of the text passes, also after an end, so that the state is that of the stream
         for num_behind, character in zip(reversed(range(len(text))), text, strict=True):
             self._state = self._automaton.next(self._state, character)
             if first is None and self._automaton.found[self._state]:

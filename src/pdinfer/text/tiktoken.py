@@ -19,7 +19,7 @@ MAX_TOKEN_BYTES = 512
 """More than published tokens have. Each is cut everywhere to find what it is made of."""
 
 KIND = "TikTokenTokenizer"
-"""What tokenizer_config.json calls the maker's class."""
+"""The name of the maker's class in tokenizer_config.json."""
 _CAPITALS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -35,12 +35,13 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-"""Where a text is cut before its parts become tokens: `pat_str` of tokenization_kimi.py, see docs/decisions/0060."""
+"""The pattern by which a text is cut before its parts become tokens: `pat_str` of tokenization_kimi.py, see
+docs/decisions/0060."""
 
 
 def tokenizer_json(data: bytes, source: str) -> bytes:
     """Return what tokenizer.json says of the same tokenizer, without its special tokens. Raises CheckpointError for
-    what is no such file.
+    anything but such a file.
 
     tiktoken joins the two neighbours that make the token of the lowest rank, again and again. So each way to cut a
     token into two tokens is a merge, in the order of the ranks.
@@ -91,10 +92,10 @@ def _ranks(data: bytes, source: str) -> Mapping[str, int]:
 
 def _byte_names() -> list[str]:
     """Return how tokenizer.json writes each byte: as the character of that number, where it is printed, else as one
-    behind the 256."""
+    after the 256."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    names, behind = [], 256
+    names, following = [], 256
     for byte in range(256):
-        names.append(chr(byte if byte in shown else behind))
-        behind += byte not in shown
+        names.append(chr(byte if byte in shown else following))
+        following += byte not in shown
     return names

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 128 << 20
 LONG_TEXT = 4096
-"""From so many characters on a text is encoded beside other threads."""
+"""The number of characters from which a text is encoded while other threads run."""
 
 
 class Tokenizer:
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @cached_property
     def markers(self) -> Markers:
-        """What users must not write in a chat."""
+        """The texts that users must not write in a chat."""
         return Markers(self.library)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -168,11 +168,11 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Special tokens have none, and neither have ids that the tokenizer does not know.
-        Bytes that are no character become U+FFFD. For tokens that come one by one, see `Detokenizer`."""
+        Bytes outside any character become U+FFFD. For tokens that come one by one, see `Detokenizer`."""
         return self.joined([token for token in tokens if self.has_text(token)])
 
     def has_text(self, token: int) -> bool:
-        """Whether a token is known and not special."""
+        """Return whether a token is known and not special."""
         return token not in self._special_ids and self.library.id_to_token(token) is not None
 
     def joined(self, tokens: Sequence[int]) -> str:
@@ -193,7 +193,7 @@ def _add(library: tokenizers.Tokenizer, added: Mapping[int, Added]) -> None:
     for index, token in added.items():
         if index - free > MAX_ADDED:
             raise CheckpointError(
-                f"{TOKENIZER}: added_tokens_decoder has {clip(token.text)} as {index}, far behind {free}"
+                f"{TOKENIZER}: added_tokens_decoder has {clip(token.text)} as {index}, far above {free}"
             )
         if index not in known:
             new += [AddedToken(f"<|reserved_token_{unused}|>", special=True) for unused in range(free, index)]
@@ -209,8 +209,8 @@ def _add(library: tokenizers.Tokenizer, added: Mapping[int, Added]) -> None:
 
 
 def _fault(error: BaseException, kind: type[PDInferError], what: str) -> PDInferError:
-    """Return what to raise instead of an error of the library. A panic of its Rust code is no Exception, and tells of a
-    tokenizer that cannot be used. What else is none is raised as it is."""
+    """Return what to raise instead of an error of the library. A panic of its Rust code is not an Exception, and means
+    that the tokenizer cannot be used. Any other BaseException is raised as it is."""
     if type(error).__name__ == "PanicException":
         return CheckpointError(f"{what}: the library tokenizers panics: {escaped(str(error))[:300]}")
     if not isinstance(error, Exception):

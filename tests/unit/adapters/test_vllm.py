@@ -429,7 +429,7 @@ def test_weights_that_begin_alike_are_not_told_apart_and_the_log_says_so(
     with caplog.at_level(logging.INFO, "vllm.pdinfer"):
         prefill, decode = pair(decode={"model": str(other_weights(tmp_path, byte=1024))})
     hand_over(prefill, decode, [prompt_of(20)])
-    said = f"compare the first 1024 bytes of each tensor in {tmp_path}: weights that differ further behind are not told"
+    said = f"compare the first 1024 bytes of each tensor in {tmp_path}: weights that differ after these are not"
     assert said in caplog.text
     layout = prefill.channel.pool.layout
     assert layout.weights_id == b""

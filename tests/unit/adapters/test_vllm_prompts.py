@@ -72,7 +72,7 @@ class LaterRequest(pd.Request):
     ids=["processor", "logprobs", "sampling", "request"],
 )
 def test_what_vllm_is_not_told_is_refused_by_name(request_: pd.Request, says: str) -> None:
-    with pytest.raises(pd.RequestError, match=f"^{says} cannot be said to vLLM.*leave it out"):
+    with pytest.raises(pd.RequestError, match=f"^{says} cannot be sent to vLLM.*leave it out"):
         body(request_)
 
 

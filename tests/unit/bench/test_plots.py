@@ -98,7 +98,7 @@ def test_load_is_what_each_engine_held_on_average() -> None:
     assert plot.columns["at_s"][:4] == pytest.approx([0.5, 1.5, 2.5, 3.5])
     assert plot.columns["requests"] == pytest.approx([0.9, 0.9, 1.0, 0.0, 0.0, 0.0, 0.9, 1.0, 0, 0, 0, 0])
     assert plot.columns["prompt_tokens"][:4] == pytest.approx([90, 270, 300, 0], abs=1e-6)
-    assert plot.notes == ("blind: left out: 1 of 4 requests; nobody knows when a prefill held them",)
+    assert plot.notes == ("blind: left out: 1 of 4 requests, whose time at prefill is unknown",)
 
 
 @pytest.mark.parametrize("num_points", [1, 3, 50])

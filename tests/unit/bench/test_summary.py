@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import attrs
-import msgspec
 import numpy as np
 import pytest
 
@@ -136,24 +135,22 @@ GENAI_BENCH = {
     }
 }  # fmt: skip
 TOOLS = {
-    "vllm": (bench.from_vllm, bench.to_vllm, VLLM),
-    "sglang": (bench.from_sglang, bench.to_sglang, SGLANG),
-    "aiperf": (bench.from_aiperf, bench.to_aiperf, AIPERF),
-    "genai_bench": (bench.from_genai_bench, bench.to_genai_bench, GENAI_BENCH),
+    "vllm": (bench.from_vllm, VLLM),
+    "sglang": (bench.from_sglang, SGLANG),
+    "aiperf": (bench.from_aiperf, AIPERF),
+    "genai_bench": (bench.from_genai_bench, GENAI_BENCH),
 }
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_file_of_another_tool_is_read_and_written_back(tool: str) -> None:
-    read, write, sample = TOOLS[tool]
+def test_a_file_of_another_tool_is_read(tool: str) -> None:
+    read, sample = TOOLS[tool]
     summary = read(json.dumps(sample))
     assert summary.source == tool
     assert (summary.completed, summary.duration_s) == (4, 3.3)
     assert (summary.mean_ttft_ms, summary.mean_e2el_ms) == pytest.approx((300.0, 600.0))
     assert summary.findings == ()
     assert "left out" in summary.notes[0]
-    again = read(write(summary).text)
-    assert msgspec.structs.replace(again, notes=(), mode="") == msgspec.structs.replace(summary, notes=(), mode="")
 
 
 def test_the_goodput_of_vllm_is_read_with_and_without_its_colon() -> None:
@@ -165,14 +162,6 @@ def test_concurrency_that_was_asked_for_is_compared_with_what_was_held() -> None
     summary = bench.from_vllm(json.dumps({**VLLM, "max_concurrency": 8}))
     assert (summary.mode, summary.max_concurrency) == ("closed_loop", 8)
     assert [finding.check for finding in summary.findings] == ["Little"]
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_what_a_format_cannot_say_is_told(tool: str) -> None:
-    read, write, _ = TOOLS[tool]
-    export = write(SUMMARY)
-    assert {"attainment", "stages", "slo", "p99_slip_ms"} <= set(export.left_out)
-    assert read(export.text).mean_ttft_ms == pytest.approx(SUMMARY.mean_ttft_ms)
 
 
 def test_an_import_is_checked() -> None:

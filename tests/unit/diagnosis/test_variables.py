@@ -83,13 +83,13 @@ def test_what_nccl_takes_for_an_interface_is_fine(tmp_path: Path, names: str) ->
         (
             {"NCCL_IB_GID_INDEX": "0", "NCCL_IB_HCA": "mlx5_1"},
             FAILS,
-            "NCCL_IB_GID_INDEX=0 is no address of mlx5_1",
+            "NCCL_IB_GID_INDEX=0 is not an address of mlx5_1",
             "unset NCCL_IB_GID",
         ),
         (
             {"NVSHMEM_IB_GID_INDEX": "7", "NVSHMEM_HCA_LIST": "mlx5_0:1", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"},
             FAILS,
-            "NVSHMEM_IB_GID_INDEX=7 is no address of mlx5_0",
+            "NVSHMEM_IB_GID_INDEX=7 is not an address of mlx5_0",
             "unset NVSHMEM_IB_GID_INDEX",
         ),
         ({"NCCL_IB_DISABLE": "1", "NCCL_IB_TC": "136"}, SLOW, "makes NCCL ignore NCCL_IB_TC", "unset NCCL_IB_DISABLE"),
@@ -128,10 +128,10 @@ def test_what_nccl_takes_for_an_interface_is_fine(tmp_path: Path, names: str) ->
             "=8 is more than NCCL_MAX_NCHANNELS=4",
             "unset NCCL_MAX",
         ),
-        ({"NCCL_IB_SL": "five"}, SLOW, "NCCL_IB_SL=five is no number from 0 to 15", "unset NCCL_IB_SL"),
-        ({"NCCL_IB_TC": "256"}, SLOW, "NCCL_IB_TC=256 is no number from 0 to 255", "unset NCCL_IB_TC"),
+        ({"NCCL_IB_SL": "five"}, SLOW, "NCCL_IB_SL=five is not a number from 0 to 15", "unset NCCL_IB_SL"),
+        ({"NCCL_IB_TC": "256"}, SLOW, "NCCL_IB_TC=256 is not a number from 0 to 255", "unset NCCL_IB_TC"),
         ({"MC_TCP_PROTO": "1"}, FAILS, "MooncakeTransport refuses it", "unset MC_TCP_PROTO"),
-        ({"MC_FORCE_TCP": "1"}, SLOW, "MC_FORCE_TCP is set beside RDMA devices", "unset MC_FORCE_TCP"),
+        ({"MC_FORCE_TCP": "1"}, SLOW, "MC_FORCE_TCP is set on a machine with RDMA devices", "unset MC_FORCE_TCP"),
     ],
 )
 def test_a_contradiction_is_found_and_only_that(

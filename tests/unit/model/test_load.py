@@ -334,7 +334,7 @@ def test_a_device_may_be_a_name_or_an_object(folder: Path) -> None:
 
 def test_two_ranks_have_to_be_told_where_they_meet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match=r"2 ranks, and nothing says where they meet: .* torchrun"):
+    with pytest.raises(ConfigError, match=r"2 ranks have no rendezvous address: .* torchrun"):
         load_model(folder, topology=Topology(world_size=2, tp_size=2))
 
 

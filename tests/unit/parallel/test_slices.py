@@ -71,7 +71,7 @@ def test_even_slices_differ_by_one_token_and_make_a_plan(tokens: range, size: in
 @pytest.mark.parametrize("split", [context_parallel_slices, even_slices])
 @pytest.mark.parametrize("size", [0, -2])
 def test_no_rank_is_no_split(split: Callable[[range, int], Slices], size: int) -> None:
-    with pytest.raises(ConfigError, match="the least is 1"):
+    with pytest.raises(ConfigError, match="must be at least 1, got"):
         split(range(8), size)
 
 
@@ -114,10 +114,10 @@ def test_only_exact_covers_are_plans(pushes: list[Push]) -> None:
 @pytest.mark.parametrize(
     ("slices", "reason"),
     [
-        (((range(4),), (range(6, 9),)), r"layer 0: nobody sends tokens \[4, 6\)"),
-        (((range(4),), (range(4, 8),)), r"layer 0: nobody sends tokens \[8, 9\)"),
-        (((range(3, 9),),), r"layer 0: nobody sends tokens \[2, 3\)"),
-        ((), r"nobody sends tokens \[2, 9\)"),
+        (((range(4),), (range(6, 9),)), r"layer 0: no writer sends tokens \[4, 6\)"),
+        (((range(4),), (range(4, 8),)), r"layer 0: no writer sends tokens \[8, 9\)"),
+        (((range(3, 9),),), r"layer 0: no writer sends tokens \[2, 3\)"),
+        ((), r"no writer sends tokens \[2, 9\)"),
         (((range(5),), (range(4, 9),)), r"layer 0: writer 1's tokens \[4, 9\) overlap writer 0's tokens \[2, 5\)"),
     ],
 )

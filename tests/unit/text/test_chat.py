@@ -213,7 +213,7 @@ class Writes:
     [
         ([], "at least one message"),
         (["Hi"], r"messages\[0\] must be a dict"),
-        ([{"role": "user", "content": Writes()}], "JSON values only: 'Writes' is none"),
+        ([{"role": "user", "content": Writes()}], "JSON values only: got 'Writes'"),
         ([{"role": "user", "content": b"Hi"}], "JSON values only"),
     ],
 )

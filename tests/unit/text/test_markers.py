@@ -179,7 +179,9 @@ def test_a_tokenizer_that_makes_the_marker_of_plain_text_refuses_it() -> None:
     made.add_special_tokens(["<x>"])
     chat = Tokenizer(made, TextFiles(templates={"default": "<x> {{ messages[0].content }}"})).chat
     assert chat(said("a")) == (1, 2)
-    with pytest.raises(pd.RequestError, match="a message has '<x>', which this tokenizer cannot tell from the token"):
+    with pytest.raises(
+        pd.RequestError, match="a message has '<x>', which this tokenizer cannot distinguish from the token"
+    ):
         chat(said("a <x>"))
 
 

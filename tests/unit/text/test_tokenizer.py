@@ -106,7 +106,7 @@ def test_tokens_of_tokenizer_config_are_added_with_their_ids(tmp_path: Path) -> 
         ({"256": {"content": "<x>"}}, "'<x>' as 256, where the tokenizer has '<|bos|>'"),
         ({"70": {"content": "<x>"}}, "'<x>' as 70, where the tokenizer has"),
         ({"300": {"content": "<x>"}, "301": {"content": "<x>"}}, "gives one text to two ids"),
-        ({"16000000": {"content": "<x>"}}, "far behind 259"),
+        ({"16000000": {"content": "<x>"}}, "far above 259"),
         ({"-1": {"content": "<x>"}}, "must have texts by id"),
         ({"300": {"content": "<x>", "special": 1}}, "special must be true or false"),
         ({"300": "<x>"}, "must have texts by id"),

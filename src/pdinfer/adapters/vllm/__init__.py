@@ -20,10 +20,10 @@ Inside vLLM:
     dialling.py    links to prefills, made in threads of their own
     memory.py      vLLM's cache tensors as the pages of a channel
     heads.py       the layout of caches with keys and values per head
-    told.py        what vLLM computes by beside its checkpoint, as a part of the model's id
+    overrides.py   settings of vLLM that change what it computes from a checkpoint, as a part of the model's id
     settings.py    what the host and each request ask for, and what is refused
-    messages.py    what the two halves tell each other
-    counts.py      what vLLM's logger is told
+    messages.py    what the two halves send each other
+    counts.py      what vLLM's logger receives
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 

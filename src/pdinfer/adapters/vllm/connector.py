@@ -32,7 +32,7 @@ class Hooks:
             self._scheduler = SchedulerHalf(int(vllm_config.cache_config.block_size), settings)
         self._is_worker = role.name == "WORKER"
         workers = getattr(vllm_config.parallel_config, "tensor_parallel_size", 1)
-        self._num_told = 1 if settings.sends else workers
+        self._num_reports = 1 if settings.sends else workers
         self._orders = Orders()
 
     # -- in the scheduler -------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Hooks:
     def get_finished_count(self) -> int:
         """Return how many workers say that a request is done: of a prefill the first one, which alone sends, and of a
         decode all, each for its own cache."""
-        return self._num_told
+        return self._num_reports
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self._scheduler.finished(request), None

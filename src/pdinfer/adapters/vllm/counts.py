@@ -1,4 +1,4 @@
-"""What vLLM's logger is told of transfers, in the form of its KVConnectorStats."""
+"""Counts of transfers for vLLM's logger, in the form of its KVConnectorStats."""
 
 from __future__ import annotations
 

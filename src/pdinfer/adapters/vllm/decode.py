@@ -42,8 +42,8 @@ ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @attrs.frozen
-class Said:
-    """What vLLM said of a room."""
+class RoomPiece:
+    """A part of vLLM's answer for a room."""
 
     room: bytes
     piece: Piece
@@ -108,7 +108,7 @@ class Streamed:
         )
 
 
-class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
+class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
     """A vLLM that goes on from prompts of prefill engines of this process: a `DecodePort`, made by `connect_decode`.
 
     A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says.
@@ -140,6 +140,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
             loads = {"do_remote_prefill": True, "room": room.hex(), "prefill": engine.address.endpoints[0]}
             body = body_of(request, loads, max_tokens=sampling.max_new_tokens - len(request.output))
         except PDInferError as error:
+            # a Pairing reads refusals from `step`, as those of an engine
             self._events.append(Refused(request_id=request_id, error=error))
             self._inbox.wake()
             return
@@ -155,11 +156,11 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         self._inbox.put(request_id)
 
     def step(self) -> list[Event]:
-        """Return what vLLM said: grants for prompts, tokens and ends. Raises TransferError when no prefill has a link
+        """Return what vLLM sent: grants for prompts, tokens and ends. Raises TransferError when no prefill has a link
         to vLLM any more."""
         for item in self._inbox.take():
             match item:
-                case Said(room, piece) if room in self._open:
+                case RoomPiece(room, piece) if room in self._open:
                     self._hear(room, piece)
                 case Answer(room, error):
                     if room in self._open:
@@ -173,6 +174,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         for engine in self._reached.engines:
             for grant in engine.channel.poll_offers(self._open.keys() | self._left.keys()):
                 self._grant(grant)
+        # what has come is returned first: it would be lost with the exception
         if not self._events:
             self._check_links()
         events, self._events = self._events, []
@@ -192,6 +194,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         waiting = [each.num_tokens for each in known if not each.tokens]
         return DecodeLoad(
             address=self.address,
+            # vLLM keeps its own accounts; 0 would say that no request fits
             num_free_pages=1,
             num_total_pages=1,
             page_size=layout.page_size,
@@ -222,12 +225,12 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         return self._engine_at(writers[0])
 
     def _say(self, body: Mapping[str, Any]) -> None:
-        """Pass on what vLLM says to a request, as long as anybody listens. Runs in a thread."""
+        """Pass on what vLLM says to a request, until the request has ended here. Runs in a thread."""
         room = bytes.fromhex(body["kv_transfer_params"]["room"])
         for piece in self._stream(body):
             if room not in self._open:
                 break
-            self._inbox.put(Said(room, piece))
+            self._inbox.put(RoomPiece(room, piece))
 
     def _grant(self, grant: PageGrant) -> None:
         """Have a grant written, or turned away when its request has ended meanwhile."""
@@ -248,7 +251,8 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         logprobs = piece.logprobs or (None,) * len(piece.tokens)
         for left, token, logprob in zip(range(len(piece.tokens))[::-1], piece.tokens, logprobs, strict=True):
             if not 0 <= token < self.limits.vocab_size:
-                self._end(room, FinishReason.FAILED, TransferError(f"vLLM said token {token}, which nobody knows"))
+                why = f"vLLM drew token {token}, which is outside the vocabulary of {self.limits.vocab_size}"
+                self._end(room, FinishReason.FAILED, TransferError(why))
                 return
             reason = ENDS.get(piece.finish_reason or "") if not left else None
             self._events.append(known.event(now, token, logprob, reason))
@@ -260,7 +264,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
             self._end(room, FinishReason.FAILED, TransferError(why))
 
     def _end(self, room: bytes, reason: FinishReason, error: PDInferError | None = None) -> None:
-        """End a request here. vLLM is told when it says the next token, or by its prefill when it still waits."""
+        """End a request here. vLLM learns of it when it sends the next token, or by its prefill when it still waits."""
         self._prompts.drop(room)
         known = self._left[room] = self._open.pop(room)
         self._events.append(known.event(self._clock(), reason=reason, error=error))
@@ -275,7 +279,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
 
 
 def _turn_away(engine: PrefillEngine, grant: PageGrant) -> None:
-    """Answer a grant that no engine has seen: nobody will write it."""
+    """Answer a grant that no engine has seen: it will not be written."""
     try:
         engine.channel.accept(grant)
     except TransferError:  # vLLM has taken it back, or is gone

@@ -14,13 +14,13 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.types import PeerAddress
 
 DIAL_S = 3.0
-"""How long a prefill may take to answer."""
+"""Seconds that a prefill may take to answer."""
 AGAIN_S = 0.5
-"""How long an address that did not answer is not dialled again, so that a burst of requests is one attempt."""
+"""Seconds for which an address that did not answer is not dialled again, so that a burst of requests is one attempt."""
 MAX_DOORS = 256
-"""How many addresses are remembered. They come with requests."""
+"""The number of addresses that are remembered. They come with requests."""
 MAX_DIALS = 16
-"""How many addresses are dialled at a time, each by a thread. Others wait for their turn."""
+"""The number of addresses that are dialled at a time, each by a thread. Others wait for their turn."""
 
 
 @attrs.define(eq=False)
@@ -46,8 +46,8 @@ class Doors:
         self._turns = threading.BoundedSemaphore(MAX_DIALS)
 
     def at(self, endpoint: str) -> PeerAddress | PDInferError | None:
-        """Return who is linked at an address, why nobody is, or None while it is being dialled or waits for that. Never
-        waits itself."""
+        """Return the peer that is linked at an address, why none is, or None while it is being dialled or waits for
+        that. Never waits itself."""
         door = self._doors.get(endpoint, Door())
         if door.is_dialling:
             return None

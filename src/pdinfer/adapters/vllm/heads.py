@@ -1,8 +1,8 @@
 """The layout of caches with keys and values per head, as vLLM's attention on a CPU keeps them: packed.
 
 A block of a layer is in a form of the kernel's own, which depends on the instruction set that it was chosen for: with
-AMX neither keys nor values lie row by row. So blocks move whole, between engines with blocks of one size, and the
-layout's format names the form: kernel, instruction set, what this CPU computes with, and the vLLM that has made it.
+AMX neither keys nor values are stored row by row. So blocks move whole, between engines with blocks of one size, and
+the layout's format names the form: kernel, instruction set, what this CPU computes with, and the vLLM that has made it.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def packed_layout(model: str, cache: torch.Tensor, num_layers: int, block_size: 
 def _model_id(model: str) -> bytes:
     """Return SHA-256 of a checkpoint's config.json without the fields that are only names."""
     config = read_json(check_folder(model) / "config.json")
-    said = {name: value for name, value in config.items() if name not in NAMES_ONLY}
-    return hashlib.sha256(b"pdinfer config.json 1\n" + json.dumps(said, sort_keys=True).encode()).digest()
+    computed = {name: value for name, value in config.items() if name not in NAMES_ONLY}
+    return hashlib.sha256(b"pdinfer config.json 1\n" + json.dumps(computed, sort_keys=True).encode()).digest()

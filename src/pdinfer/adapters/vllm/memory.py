@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pdinfer.adapters.vllm.heads import has_heads, packed_layout
-from pdinfer.adapters.vllm.told import folded
+from pdinfer.adapters.vllm.overrides import folded
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError
@@ -120,12 +120,12 @@ def engine_pages(
     block_size: int,
     shared: object,
     form: str = "",
-    said: Mapping[str, Any] = NOTHING,
+    changes: Mapping[str, Any] = NOTHING,
 ) -> EnginePages:
     """Return vLLM's caches as pages. `model` is the folder of the checkpoint, which gives the layout its ids, together
-    with what vLLM was told beside it (`said`); `shared` is the context in which the caches were allocated; `form` names
-    how blocks with heads are packed. Raises ConfigError for caches that are not in the host's memory, one tensor per
-    layer, or not those of the model."""
+    with `changes`, the overrides of vLLM's settings; `shared` is the context in which the caches were allocated; `form`
+    names how blocks with heads are packed. Raises ConfigError for caches that are not in the host's memory, one tensor
+    per layer, or not those of the model."""
     named = sorted(kv_caches.items(), key=lambda item: layer_of(item[0]))
     tensors, layers = [tensor for _, tensor in named], [layer_of(name) for name, _ in named]
     if not tensors or layers != list(range(len(layers))):
@@ -141,10 +141,10 @@ def engine_pages(
     num_blocks, width = first.shape[0], first.shape[-1]
     if has_heads(model):
         layout = packed_layout(model, first, len(layers), block_size, form)
-        return EnginePages(_with_told(layout, said), memory, num_blocks)
+        return EnginePages(_changed(layout, changes), memory, num_blocks)
     layout = _layout(model, first.dtype, block_size)
     (latent, *others) = layout.components
-    if "hf_overrides" in said:  # they may ask for another number of layers
+    if "hf_overrides" in changes:  # they may ask for another number of layers
         latent = attrs.evolve(latent, layers=tuple(layers))
         layout = attrs.evolve(layout, components=(latent, *others))
     is_mla = latent.width == width and first.numel() == num_blocks * block_size * width
@@ -154,11 +154,11 @@ def engine_pages(
             f"PDInferConnector serves MLA models, and vLLM has {shapes} for one whose blocks of {block_size} tokens "
             f"hold latents of {latent.width}"
         )
-    return EnginePages(_with_told(layout, said), memory, num_blocks)
+    return EnginePages(_changed(layout, changes), memory, num_blocks)
 
 
-def _with_told(layout: KVLayout, said: Mapping[str, Any]) -> KVLayout:
-    return attrs.evolve(layout, model_id=folded(layout.model_id, said))
+def _changed(layout: KVLayout, changes: Mapping[str, Any]) -> KVLayout:
+    return attrs.evolve(layout, model_id=folded(layout.model_id, changes))
 
 
 def _layout(model: str, dtype: torch.dtype, block_size: int) -> KVLayout:

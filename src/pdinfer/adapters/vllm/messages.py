@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the worker's in every step, and what comes back. vLLM carries them
+"""Messages from the scheduler's half of the connector to the worker's in every step, and back. vLLM carries them
 between its processes as they are, so they hold plain values only."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def room_of(room: str, rank: int) -> str:
 
 @attrs.frozen
 class Terms:
-    """What the grant of a decode's worker says in the place of a request's id: the `proof` of its tokens, and which of
-    how many workers it is. Each of them has a cache of its own, so each grants its own pages."""
+    """The value that a grant of a decode's worker has in the place of a request's id: the `proof` of its tokens, and
+    which of how many workers it is. Each of them has a cache of its own, so each grants its own pages."""
 
     proof: str
     rank: int = 0
@@ -79,11 +79,11 @@ class Save:
 
 @attrs.frozen(kw_only=True)
 class Orders:
-    """What a step means for the worker. `ended` are requests that have finished in vLLM and whose blocks are held until
-    nothing reads them; `cancelled` are loads that nobody wants any more; `unwanted` are rooms of requests that ended
-    before their prompt was whole. `drawn` has the first tokens of ended requests that asked for it. `waits` is set when
-    the step computes nothing and a request waits for its grant, and `lacks_blocks` when one that somebody waits for got
-    no blocks."""
+    """The orders of a step for the worker. `ended` are requests that have finished in vLLM and whose blocks are held
+    until nothing reads them; `cancelled` are loads that are not wanted any more; `unwanted` are rooms of requests that
+    ended before their prompt was whole. `drawn` has the first tokens of ended requests that asked for it. `waits` is
+    set when the step computes nothing and a request waits for its grant, and `lacks_blocks` when one that somebody
+    waits for got no blocks."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()

@@ -21,9 +21,9 @@ from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, RequestLimits, peer_key
 
 LINK_S = 10.0
-"""How long dialling a vLLM that was lost may take."""
+"""Seconds that dialling a vLLM that was lost may take."""
 GONE_S = 1.0
-"""How long no engine may have a link before the port counts as lost. A link that broke is dialled again meanwhile."""
+"""Seconds without a link to any engine before the port counts as lost. A link that broke is dialled again meanwhile."""
 AGAIN_S = 0.25
 """The pause between two attempts to reach a vLLM that was lost."""
 
@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Reached(Generic[AnyEngine]):
-    """How a vLLM is reached: `kv` is where its connector listens, `engines` link to it, and `probe` was computed by
-    both. `complete` has it compute a prompt. `key` is that of the engines' channels."""
+    """The addresses by which a vLLM is reached: `kv` is where its connector listens, `engines` link to it, and `probe`
+    was computed by both. `complete` has it compute a prompt. `key` is that of the engines' channels."""
 
     kv: str
     engines: tuple[AnyEngine, ...]
@@ -103,6 +103,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         """Have the engine at `peer` dial vLLM. Raises TransferError when it cannot, when another vLLM answers by now,
         or for an engine that this vLLM was not connected with."""
         engine = self._engine_at(peer)
+        # a call that may not wait dials the address it knows, without asking who answers there
         if timeout_s <= 0:
             engine.connect(self.address, timeout_s=timeout_s)
         elif peer_key(engine.channel.links.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
@@ -174,7 +175,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
             raise TransferError(f"the vLLM at {self._reached.kv} is gone: nothing here has a link to it")
 
     def _kv_stats(self) -> ChannelStats:
-        """Return which links there are, as a load tells it."""
+        """Return the links that are open, as a load reports them."""
         return ChannelStats(
             peers=tuple(
                 PeerStats(address=engine.address, connected=engine.channel.connected(self.address))
@@ -208,6 +209,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
             if peer_key(probed) != peer_key(peer):
                 raise TransferError(f"the vLLM at {reached.kv} was restarted again")
         except PDInferError:
+            # half of the links would look like a vLLM that is back
             for engine in reached.engines:
                 engine.disconnect(peer)
             raise

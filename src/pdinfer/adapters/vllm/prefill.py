@@ -5,7 +5,8 @@
     decode ◄── pages, layer by layer; the first token a step later ── vLLM's worker
 
 The grant goes over the link that decode's channel has to vLLM, and the prompt the way in which vLLM takes prompts. What
-decode does not want any more it tells vLLM's worker over the link, and only the answer to that gives the pages back.
+decode does not want any more it reports to vLLM's worker over the link, and only the answer to that gives the pages
+back.
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, Request, Sampli
 NUM_TOKENS = 272
 """More than two of vLLM's largest pages on a CPU, so that a wrong page table is seen too."""
 PROBE_S = 120.0
-"""How long vLLM may take to compute the prompt: the first one may compile kernels."""
+"""Seconds that vLLM may take to compute the prompt: the first one may compile kernels."""
 LATENT, ROPE = "latent", "rope"
 
 
 @attrs.frozen
 class Tolerance:
-    """How far a token's vector may be off, as a share of its length, and how many tokens of a layer may be off further:
-    a near tie of the router gives a token other experts. The first layer is behind no router."""
+    """The error that a token's vector may have, as a share of its length, and the number of tokens of a layer that may
+    have more: a near tie of the router gives a token other experts. The first layer comes before every router."""
 
     error: float
     strays: float
@@ -56,7 +56,7 @@ rotated wrongly 0.5 and more."""
 
 @attrs.frozen
 class ProbePages:
-    """Pages for one prompt, which nobody else uses; see `pdinfer.kv.Pages`."""
+    """Pages for one prompt, used by nothing else; see `pdinfer.kv.Pages`."""
 
     layout: KVLayout
     memory: PageMemory
@@ -91,6 +91,7 @@ class Probe:
                 'kv_format="auto"'
             )
         length = min(NUM_TOKENS, max_tokens - 1)
+        # a prime step: neighbours differ, so that a token out of its place shows
         prompt = tuple((7919 * at + 13) % model.config.vocab_size for at in range(length))
         memory = model.allocate_pages(layout, layout.num_pages(len(prompt)))
         row = Row(prompt, 0, range(memory.num_pages))
@@ -119,7 +120,7 @@ class Probe:
         first_layer, tolerance = self.layout.layers.start, TOLERANCES[self.layout.components[0].dtype]
         for layer, name, ours, theirs in self._parts(there):
             errors = (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-9)
-            strays = float((~(errors <= tolerance.error)).double().mean())  # what is not finite is none
+            strays = float((~(errors <= tolerance.error)).double().mean())  # NaN and infinity are strays, too
             if strays > (tolerance.strays if layer > first_layer else 0.0):
                 return Difference(layer, name, strays, float(errors.nan_to_num(torch.inf).max()), tolerance.error)
         return None
@@ -171,7 +172,8 @@ class Probe:
 
 @attrs.frozen
 class Difference:
-    """Where two engines part: `strays` of the tokens are off by more than `tolerance`, one of them by `most`."""
+    """The place where two engines differ: `strays` of the tokens are off by more than `tolerance`, one of them by
+    `most`."""
 
     layer: int
     name: str

@@ -1,4 +1,4 @@
-"""What vLLM is asked when it is to compute a prompt, and the threads that wait for its answers."""
+"""The calls by which vLLM computes a prompt, and the threads that wait for its answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdinfer.process.locks import new_lock
 from pdinfer.types import Request, SamplingParams
 
 ANSWER_S = 600.0
-"""How long a server may take to compute one prompt, the time in its queue included."""
+"""Seconds that a server may take to compute one prompt, the time in its queue included."""
 MODELS_S = 10.0
 MAX_MODELS_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
@@ -32,14 +32,14 @@ MAX_BIAS = 100.0
 _SEED_MASK = (1 << 63) - 1
 
 SETTLED_HERE = frozenset({"request_id", "sampling", "priority", "deadline_s", "stop", "alone"})
-"""Fields of a Request that vLLM need not be told: the Pairing names, orders and ends requests. vLLM shares its steps as
+"""Fields of a Request that vLLM need not know: the Pairing names, orders and ends requests. vLLM shares its steps as
 it likes, so one that should run alone may not (docs/decisions/0056)."""
-SAID = frozenset(
+SENT = frozenset(
     {"prompt", "output", "cache_salt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"}
     | {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
     | {"stop_token_ids", "ignore_eos"}
 )
-"""Fields of a Request and its SamplingParams that `body_of` says to vLLM. Any other is refused unless it is at its
+"""Fields of a Request and its SamplingParams that `body_of` sends to vLLM. Any other is refused unless it is at its
 default, so that one which is added later is never lost in silence."""
 
 Complete = Callable[[Mapping[str, Any]], object]
@@ -49,8 +49,8 @@ several threads. It raises RequestError for a prompt that vLLM does not take, an
 
 @attrs.frozen
 class Piece:
-    """What vLLM says next to a request: tokens with their log-probabilities, and with the last of them how it ends:
-    "stop" or "length"."""
+    """The next part of vLLM's answer to a request: tokens with their log-probabilities, and with the last of them how
+    it ends: "stop" or "length"."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
@@ -58,7 +58,7 @@ class Piece:
 
     @classmethod
     def of(cls, chunk: Any) -> Piece:
-        """Read a chunk of a streamed completion. Raises TransferError for one that is an error, or is none at all."""
+        """Read a chunk of a streamed completion. Raises TransferError for an error, and for anything but a chunk."""
         try:
             (choice,) = chunk["choices"]
             tokens = tuple(choice["token_ids"])
@@ -68,7 +68,7 @@ class Piece:
         except (LookupError, TypeError, ValueError, AttributeError):
             is_good = False
         if not is_good:
-            raise TransferError(f"vLLM said something else than tokens: {escaped(json.dumps(chunk)[:400])}")
+            raise TransferError(f"vLLM sent something else than tokens: {escaped(json.dumps(chunk)[:400])}")
         return cls(tokens, logprobs, reason if isinstance(reason, str) else None)
 
 
@@ -80,12 +80,13 @@ Called from several threads; it raises as Complete does."""
 def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1) -> dict[str, Any]:
     """Return what asks vLLM for the next tokens of a request, with these `kv_transfer_params`. Every sampling parameter
     is there, since vLLM's defaults are those of the checkpoint. The output so far is a part of the prompt: what it adds
-    to penalties goes into the biases. Raises RequestError, by name, for what is neither said nor at its default."""
+    to penalties goes into the biases. Raises RequestError, by name, for a field that is neither sent nor at its
+    default."""
     sampling, output = request.sampling, request.output
     if sampling.logprobs == 0:  # of the drawn token alone, which vLLM always says
         sampling = attrs.evolve(sampling, logprobs=None)
-    _check_all_is_said(request)
-    _check_all_is_said(sampling)
+    _check_all_is_sent(request)
+    _check_all_is_sent(sampling)
     biases = Counter(dict(sampling.logit_bias))
     for token, count in Counter(output).items():
         biases[token] -= sampling.presence_penalty + count * sampling.frequency_penalty  # type: ignore[assignment]
@@ -109,18 +110,19 @@ def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1)
     }
 
 
-def _check_all_is_said(asked: Request | SamplingParams) -> None:
+def _check_all_is_sent(asked: Request | SamplingParams) -> None:
     for field in attrs.fields(type(asked)):
         given = getattr(asked, field.name)
-        if field.name not in SAID | SETTLED_HERE and given != field.default:
+        if field.name not in SENT | SETTLED_HERE and given != field.default:
             raise RequestError(
-                f"{field.name}={clip(given)} cannot be said to vLLM, where a token of this request would be drawn; "
+                f"{field.name}={clip(given)} cannot be sent to vLLM, where a token of this request would be drawn; "
                 "leave it out, or give the request to a Pairing whose prefill and decode are engines of pdinfer"
             )
 
 
 class Call:
-    """A body that a server was given. It may be left from any thread, and vLLM ends a request that nobody hears."""
+    """A body that a server was given. It may be left from any thread, and vLLM ends a request whose connection
+    closes."""
 
     def __init__(self) -> None:
         self._changing = new_lock()
@@ -143,7 +145,7 @@ class Call:
                     self._connection = None
 
     def leave(self) -> None:
-        """Close the connection, now or as soon as the server has begun to answer."""
+        """Close the connection, now or as soon as the server begins to answer."""
         with self._changing:
             self._is_left = True
             if self._connection is not None:
@@ -167,8 +169,8 @@ class Server:
         when it cannot be reached."""
         try:
             with urllib.request.urlopen(f"{self.url.rstrip('/')}/v1/models", timeout=MODELS_S) as answer:  # noqa: S310
-                told = json.loads(answer.read(MAX_MODELS_BYTES))
-            length = told["data"][0].get("max_model_len")
+                models = json.loads(answer.read(MAX_MODELS_BYTES))
+            length = models["data"][0].get("max_model_len")
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
         except OSError as error:
@@ -196,7 +198,7 @@ class Server:
             raise TransferError(f"vLLM at {self.url} broke off its answer")
 
     def _piece(self, chunk: Any) -> Piece:
-        """Read a chunk. What vLLM refuses once its answer has begun is an error in its place."""
+        """Read a chunk. What vLLM refuses after the start of its answer is an error in its place."""
         match chunk:
             case {"error": {"code": int(code), "message": str(why)}} if _is_theirs(code):
                 raise RequestError(f"vLLM at {self.url} answered {code}: {escaped(why[:400])}")
@@ -232,7 +234,7 @@ def _json(data: bytes) -> Any:
 
 @attrs.frozen
 class Answer:
-    """What came of a prompt: `error` is None when vLLM has computed it."""
+    """The result of a prompt: `error` is None when vLLM has computed it."""
 
     room: bytes
     error: PDInferError | None

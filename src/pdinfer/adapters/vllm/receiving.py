@@ -2,7 +2,7 @@
 
     load ──► dialling ──► granted ──► landed: finished
                │            └──► given up (lease, cancelled) ──► its writers have stopped: failed
-               └──► nobody answers, lease, cancelled: failed
+               └──► no answer, lease, cancelled: failed
 
 vLLM waits without a limit, so the lease here is the only one. A block is reported only when no peer can write it.
 """
@@ -77,7 +77,7 @@ class Receiving:
             self._fail(entry, "refused", f"room {load.room} is of another request too; give each one its own")
 
     def cancel(self, req_id: str) -> None:
-        """Give up a load that nobody wants any more. Its blocks are reported once its writers have stopped."""
+        """Give up a load that is not wanted any more. Its blocks are reported once its writers have stopped."""
         if (entry := self._waiting.get(req_id)) is not None:
             self._give_up(entry, "cancelled", "the request was cancelled")
 
@@ -128,6 +128,7 @@ class Receiving:
             generations=self._pages.generations(load.blocks),
             layout_id=layout.layout_id,
         )
+        # before the offer, since the writer may answer at once
         self._channel.expect(entry.grant)
         try:
             self._channel.receiver.offer(entry.grant)

@@ -29,7 +29,7 @@ class Sent:
 
 
 class SchedulerHalf:
-    """What vLLM's scheduler calls. `block_size` is that of its one cache group."""
+    """The connector's half in vLLM's scheduler. `block_size` is that of its one cache group."""
 
     def __init__(self, block_size: int, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._block_size = block_size
@@ -144,9 +144,9 @@ class SchedulerHalf:
         return None, False
 
     def _has_granted(self, since: float) -> bool:
-        """Return whether a grant came after this moment whose prompt is not begun, or not even here yet."""
-        begun = {sent.room for sent in self._sent.values()}
-        return any(came > since and room not in begun for room, came in self._grants.items())
+        """Return whether a grant came after this moment whose prompt has not started, or is not even here yet."""
+        started = {sent.room for sent in self._sent.values()}
+        return any(came > since and room not in started for room, came in self._grants.items())
 
     def _ask(self, request: Any) -> Ask | None:
         req_id = str(request.request_id)

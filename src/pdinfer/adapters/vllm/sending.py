@@ -4,7 +4,7 @@
     save, no grant yet ──► kept when the prompt is whole: sent at once when the grant comes, or dropped after a lease
     request ended ──► held by vLLM until no transfer reads its blocks: `take_finished`
 
-A prompt whose first token travels with it is finished a step later: vLLM draws it behind the last hook of a step.
+A prompt whose first token travels with it is finished a step later: vLLM draws it after the last hook of a step.
 
 A decode of several workers grants a room for each, and a request has its grant when all of them have come: from then on
 each worker is sent every layer, and one that gives up costs the others nothing here.
@@ -29,7 +29,7 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 
 DRAIN_S = 0.1
-"""How long a step waits for the reads of preempted blocks, before the links that do them are closed."""
+"""Seconds that a step waits for the reads of preempted blocks, before the links that do them are closed."""
 
 _log = logging.getLogger("vllm.pdinfer")
 
@@ -139,6 +139,7 @@ class Sending:
         for grant in self._channel.poll_offers():
             self._grants[grant.room.hex()] = grant, self._clock()
             terms = Terms.of(grant.request_id)
+            # a request that is declined before its grant came says nothing of its decode's workers
             self._most_workers = max(self._most_workers, terms.num_workers)
             if self._rooms_of(room := room_of(grant.room.hex(), terms.rank)):
                 self._news.add(room)
@@ -160,7 +161,7 @@ class Sending:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_news` would return anything."""
+        """True if `take_news` would return anything."""
         return bool(self._news)
 
     def take_news(self) -> frozenset[str]:
@@ -200,6 +201,7 @@ class Sending:
         except TransferError as error:  # decode gave it up, and has its answer
             _log.info("the grant of request %s is void: %s", save.req_id, error)
             self._counts.add(ABORTED + "stopped")
+            # nothing was pushed, so nothing reads the blocks
             out.transfer = Transfer(0, done=True)
         else:
             if Terms.of(grant.request_id).proof not in save.proofs:
@@ -230,7 +232,7 @@ class Sending:
             self._land(out, token)
 
     def _land(self, out: Outgoing, token: int | None) -> None:
-        """Finish a room. vLLM tells no connector the token's log-probability, so the hand-off has none."""
+        """Finish a room. vLLM gives no connector the token's log-probability, so the hand-off has none."""
         landed = Handoff(room=out.grant.room, writer=self._channel.address, status=HandoffStatus.LANDED, token=token)
         out.transfer = self._channel.finish(out.grant, landed)
         self._counts.add("sent")

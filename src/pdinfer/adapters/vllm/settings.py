@@ -1,10 +1,10 @@
-"""What a host sets for the connector, what a request asks of it, and which set-ups of vLLM it refuses at start.
+"""The host's settings of the connector, what a request asks of it, and the set-ups of vLLM that it refuses at start.
 
 A host's settings are `kv_connector_extra_config`:
 
     listen      "tcp://host:port", or "shm:///path/of/a/socket" between processes of one host; of data-parallel ranks
-                the first one listens there, and rank r at port + r, or at the path with ".r" behind it
-    advertise   the name or address that peers are told instead of the host listened on
+                the first one listens there, and rank r at port + r, or at the path with ".r" after it
+    advertise   the name or address that is reported to peers instead of the host listened on
     key_file    a file with the key of all ends, in hexadecimal (`openssl rand -hex 32`)
     prefills    the addresses of prefills that requests may name to a decode; without it, any with a key, and without a
                 key those of this host
@@ -28,7 +28,7 @@ import attrs
 
 from pdinfer.adapters.vllm.heads import has_heads
 from pdinfer.adapters.vllm.messages import MAX_WORKERS
-from pdinfer.adapters.vllm.told import told
+from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transport
@@ -56,7 +56,7 @@ def _is_address(value: object) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What a host sets. `sends` and `receives` say what its role lets an engine do."""
+    """The settings of a host. `sends` and `receives` say what its role lets an engine do."""
 
     sends: bool
     receives: bool
@@ -84,7 +84,7 @@ class Settings:
 
     def of_rank(self, rank: int) -> Settings:
         """Return the settings of a data-parallel rank. Each is an engine with an address of its own: rank r has the
-        port of rank 0 plus r, or its path with ".r" behind it. What is left to the system stays so."""
+        port of rank 0 plus r, or its path with ".r" after it. What is left to the system stays so."""
         if self.listen.startswith(SCHEME):
             is_given, listen = self.listen != SCHEME, f"{self.listen}.{rank}"
         else:
@@ -94,7 +94,7 @@ class Settings:
         return attrs.evolve(self, listen=listen) if rank and is_given else self
 
     def of_worker(self, rank: int) -> Settings:
-        """Return the settings of a decode's worker: peers dial none of those behind the first one, so these listen at
+        """Return the settings of a decode's worker: peers dial only the first one, so these listen at
         any free address."""
         scheme = SCHEME if self.listen.startswith(SCHEME) else self.listen.rpartition(":")[0] + ":0"
         return attrs.evolve(self, listen=scheme) if rank else self
@@ -133,7 +133,7 @@ class Settings:
 
 @attrs.frozen(kw_only=True)
 class Ask:
-    """What a request asks for: to be loaded from `prefill`, or to be sent to whoever grants its room, there with its
+    """The wish of a request: to be loaded from `prefill`, or to be sent to whoever grants its room, there with its
     first token or without. `problem` is why that cannot be, in a sentence."""
 
     loads: bool
@@ -193,8 +193,8 @@ def check_setup(config: Any, kv_cache_config: Any) -> None:
     if getattr(config, "speculative_config", None) is not None:
         raise ConfigError("PDInferConnector does not hand over the caches of draft models; leave speculation out")
     if getattr(config, "lora_config", None) is not None:
-        raise ConfigError("PDInferConnector cannot tell the KV of LoRA adapters apart; leave enable_lora out")
-    told(config)
+        raise ConfigError("PDInferConnector cannot distinguish the KV of LoRA adapters; leave enable_lora out")
+    overrides(config)
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     kinds = {type(group.kv_cache_spec).__name__ for group in groups if group is not None}
     if len(groups) > 1:

@@ -15,10 +15,10 @@ from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.heads import form_of
 from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
 from pdinfer.adapters.vllm.messages import Arrivals, Orders
+from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.adapters.vllm.receiving import Receiving
 from pdinfer.adapters.vllm.sending import Sending
 from pdinfer.adapters.vllm.settings import Settings
-from pdinfer.adapters.vllm.told import told
 from pdinfer.checkpoint.reader import SAMPLE_BYTES
 from pdinfer.errors import ConfigError
 from pdinfer.kv.channel.channel import KVChannel
@@ -28,23 +28,23 @@ from pdinfer.stats import ChannelStats
 _log = logging.getLogger("vllm.pdinfer")
 
 LEAST_IDLE_S, MOST_IDLE_S = 0.01, 0.05
-"""How long a step that computes nothing sleeps for news while something waits: longer from step to step. vLLM steps on
-all the time then, a step costs it a millisecond, and new requests wait for the end of such a step."""
+"""Seconds that a step that computes nothing sleeps for news while something waits: more from step to step. vLLM steps
+on all the time then, a step costs it a millisecond, and new requests wait for the end of such a step."""
 IN_STEP_S = 0.001
 """The same where data-parallel ranks share experts: all of them wait for the end of such a step."""
 
 
 class WorkerHalf:
-    """What vLLM's worker calls. Everything is called from its one thread. Of a prefill's several workers only the first
-    one opens a channel: each has all latents of an MLA model, and nothing is to be done at the others. Of a decode's
-    workers each does, for the cache that it has."""
+    """The connector's half in vLLM's worker. Everything is called from its one thread. Of a prefill's several workers
+    only the first one opens a channel: each has all latents of an MLA model, and nothing is to be done at the others.
+    Of a decode's workers each does, for the cache that it has."""
 
     channel: KVChannel
 
     def __init__(self, config: Any, settings: Settings, version: str = "") -> None:
         self._config, self._version = config, version
         self._model = str(config.model_config.model)
-        self._told = told(config)
+        self._overrides = overrides(config)
         self._block_size = int(config.cache_config.block_size)
         self._rank = getattr(config.parallel_config, "rank", 0)
         self._num_workers = getattr(config.parallel_config, "tensor_parallel_size", 1)
@@ -73,12 +73,12 @@ class WorkerHalf:
             return
         settings = self._settings
         form = form_of(self._config, next(iter(kv_caches), ""), self._version)
-        pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form, self._told)
-        if self._told:
-            _log.info("a part of the model's id, since no file says it: %s", self._told)
+        pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form, self._overrides)
+        if self._overrides:
+            _log.info("a part of the model's id, since no file says it: %s", self._overrides)
         _log.info(
             "vLLM reads the weights itself, so peers compare the first %d bytes of each tensor in %s: weights that "
-            "differ further behind are not told apart",
+            "differ after these are not distinguished",
             SAMPLE_BYTES,
             self._model,
         )
@@ -139,6 +139,7 @@ class WorkerHalf:
         if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
             if self._news.wait(self._idle_s):
                 self._look()
+            # longer from step to step: new requests wait for the end of this one
             self._idle_s = min(2 * self._idle_s, self._most_s)
             sent, received = self._sending.take_finished(), self._receiving.take_finished()
         else:

@@ -26,9 +26,10 @@ Painter = Callable[[Columns, Sequence["Axes"]], None]
 Item = TypeVar("Item")
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which people with colour blindness tell apart, without the yellow that white swallows."""
+"""Okabe and Ito's colours, which people with colour blindness can distinguish, without the yellow that white
+swallows."""
 LINES = ("-", "--", "-.", ":")
-"""When the colours are used up, lines change their pattern."""
+"""Patterns of lines, for when the colours are used up."""
 GREY = "#767676"
 WIDTH_IN, PANEL_IN = 6.4, 2.8
 
@@ -60,8 +61,8 @@ def _arrays(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Plot:
-    """What a plot shows. `columns` are arrays of one length, finite, with their unit in the name. `notes` say what a
-    reader has to know: requests that did not complete, runs without the figures, checks that failed. They are drawn,
+    """The content of a plot. `columns` are arrays of one length, finite, with their unit in the name. `notes` say what
+    a reader has to know: requests that did not complete, runs without the figures, checks that failed. They are drawn,
     too. Raises ConfigError for columns of two lengths and for NaN."""
 
     __repr__ = brief

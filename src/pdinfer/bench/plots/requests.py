@@ -96,7 +96,7 @@ def load_per_engine(
     of a Summary, also shows the engines that served nothing. A request counts for its prefill from the choice of its
     pair until its prompt is computed, and for its decode until the last token; after a retry, for those of the last
     choice. Each figure is the mean over one of `num_points` equal stretches of time, so nothing falls between two
-    samples. Requests whose engine nobody knows, or when it was done with them, are left out and noted. Columns: run,
+    samples. Requests whose engine, or the time it took, is unknown are left out and noted. Columns: run,
     engine, at_s (the middle of a stretch, seconds since the run began), requests, prompt_tokens (of the same
     requests). Raises ConfigError for another role and for less than one point.
     """
@@ -112,7 +112,7 @@ def load_per_engine(
     for name, spans in held.items():
         total = len(named[name])
         if len(spans) < total:
-            why = f"left out: {total - len(spans)} of {total} requests; nobody knows when a {role} held them"
+            why = f"left out: {total - len(spans)} of {total} requests, whose time at {role} is unknown"
             notes.append(titled(name, why))
         for engine in sorted({span[0] for span in spans} | idle) if edges_s[-1] > 0 else ():
             figures = _means([span for span in spans if span[0] == engine], edges_s)

@@ -40,7 +40,7 @@ UNITS = {
     "request_throughput": "requests/s",
     "output_throughput": "tokens/s",
 }
-"""Of the figures that are no times; those are in ms."""
+"""Units of the figures other than times, which are in ms."""
 MARKERS = "osD^vP"
 
 
@@ -48,7 +48,7 @@ def over_concurrency(runs: Runs) -> Plot:
     """Plot output throughput and the median TPOT over the requests in flight, in two panels.
 
     `runs` are the summaries of a sweep, or a mapping from names to such. In flight is what was held on average, or,
-    where a summary does not tell, what was asked for. Summaries without one of the figures are left out and noted.
+    where a summary does not have it, what was asked for. Summaries without one of the figures are left out and noted.
     Columns: run, concurrency, output_throughput (tokens/s), median_tpot_ms.
     """
     rows: list[tuple[Any, ...]] = []
@@ -122,7 +122,7 @@ def goodput_frontier(runs: Runs) -> Plot:
     """Plot goodput over the speed that one user sees, and the runs that no other beats in both.
 
     `runs` are summaries with an SLO, or a mapping from names, such as those of deployments, to them. The speed is
-    1000 / median TPOT in ms. Goodput is per GPU where all summaries tell it, else of the whole. Summaries without one
+    1000 / median TPOT in ms. Goodput is per GPU where all summaries have it, else of the whole. Summaries without one
     of the figures are left out and noted. Columns: run, tokens_per_s_per_user, goodput_per_gpu or request_goodput,
     is_on_frontier.
     """
@@ -168,7 +168,7 @@ def predicted_against_observed(
 ) -> Plot:
     """Plot figures of simulated runs against those of the measured runs of the same experiments, one by one.
 
-    What lies on the diagonal was predicted. `metrics` are of `compare.METRICS`, in one unit. Repeats show their 95 %
+    What is on the diagonal was predicted. `metrics` are of `compare.METRICS`, in one unit. Repeats show their 95 %
     interval. Figures that one of both does not have are left out and noted, and so is what was observed as 0. Columns:
     experiment (its number), metric, predicted, observed, observed_low, observed_high, ratio (predicted / observed).
     Raises ConfigError for what `bench.compare` refuses, for lists of two lengths, and for metrics of two units.

@@ -1,4 +1,4 @@
-"""What models say, beside text: thoughts and calls of tools, in the markup of their makers.
+"""Reasoning and calls of tools in the text of models, in the markup of their makers.
 
     dialect = dialect_of(tokenizer)
     parser = dialect.parser(prompt_text, tools)

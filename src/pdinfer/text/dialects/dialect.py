@@ -1,4 +1,4 @@
-"""Which dialect a checkpoint speaks, by its added tokens and its chat template."""
+"""The dialect of a checkpoint, found by its added tokens and its chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _new_id() -> str:
 
 @attrs.frozen(eq=False)
 class Dialect:
-    """How a checkpoint writes reasoning and calls of tools. Any number of parsers may share one. Made by `dialect_of`.
+    """The form in which a checkpoint writes reasoning and calls of tools. Any number of parsers may share one. Made by
+    `dialect_of`.
 
     `markers` are the texts of added tokens that a parser has to see, some of which may be special, and have no text
     otherwise. `thinks` says whether an answer may begin with `<think>`. `why_not` says why a client may not bring
@@ -48,7 +49,7 @@ class Dialect:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether a client may bring tools: calls can be read, and the model can be told of tools."""
+        """True if a client may bring tools: calls can be read, and the prompt can show tools."""
         return not self.why_not
 
     def tools_text(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -62,7 +63,7 @@ class Dialect:
     ) -> Parser:
         """Return a parser of one answer.
 
-        `prompt_text` is the end of the rendered prompt with its markers, which tells whether the answer begins inside
+        `prompt_text` is the end of the rendered prompt with its markers, which shows whether the answer begins inside
         an open `<think>`. `tools` is OpenAI's list, whose schemas say which arguments are text where the markup does
         not; with None no calls are read, and their markup is content. `new_id` makes the ids of calls, where the model
         makes none.

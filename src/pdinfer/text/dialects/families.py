@@ -9,7 +9,7 @@ _WORD = r"\s*(?P<name>[^\s<>]+)\s*"
 
 def _with_json(section: tuple[str, str], call: tuple[str, ...], arguments: str, name: str) -> Calls:
     """Return the form of calls whose arguments are JSON: `section` has the markers around all calls, `call` the one
-    before each and those that may stand behind it, `arguments` is the one before its arguments."""
+    before each and those that may follow it, `arguments` is the one before its arguments."""
     begin, *ends = call
     return Calls(
         {
@@ -93,7 +93,7 @@ FAMILIES = (
         "deepseek",
         (_SEP,),
         _OF_DEEPSEEK,
-        why_not="the chat template of the checkpoint writes no calls, so it does not tell which form they have",
+        why_not="the chat template of the checkpoint writes no calls, which would show their form",
         white="\n",
     ),
     Family("kimi_k2", _KIMI_SECTION, ("<|im_middle|>",), ("<|im_middle|>",), _KIMI, call_ends_thought=True),

@@ -16,7 +16,7 @@ WHITE = " \t\r\n"
 
 
 class Place(enum.Enum):
-    """Where in an answer a character stands. What follows CALLS is inside a call."""
+    """The part of an answer that a character is in. What follows CALLS is inside a call."""
 
     OPENING = "before all but white space, where <think> may come"
     REASONING = "the thoughts"
@@ -30,7 +30,7 @@ class Place(enum.Enum):
 
 
 Ends = Mapping[Place, Mapping[str, Place]]
-"""The markers that end each place, and the place behind them. Of two that end together the longer counts. What leads to
+"""The markers that end each place, and the place after them. Of two that end together the longer counts. What leads to
 NAME begins a call."""
 Steps = Mapping[Place, tuple[Automaton[str], Mapping[str, Place]]]
 """The same, with what finds the markers."""
@@ -38,7 +38,7 @@ Steps = Mapping[Place, tuple[Automaton[str], Mapping[str, Place]]]
 
 @attrs.frozen
 class Calls:
-    """How calls are written. `name` is a pattern of the whole text in NAME, with the group "name", and "id" where the
+    """The form of calls. `name` is a pattern of the whole text in NAME, with the group "name", and "id" where the
     model itself names its calls. `key` is one of the text in KEY, with the group "key", and "is_text" where the markup
     says whether a value is text ("true") or JSON ("false")."""
 
@@ -49,7 +49,7 @@ class Calls:
 
 @attrs.frozen
 class ToolsText:
-    """What the system's turn says of tools where the chat template does not: `head`, `each` with the name, the
+    """The text about tools in the system's turn, where the chat template has none: `head`, `each` with the name, the
     description and the parameters of one, and `tail`."""
 
     head: str
@@ -58,12 +58,12 @@ class ToolsText:
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the text for OpenAI's list of tools."""
-        told = []
+        texts = []
         for tool in tools:
             function = tool["function"]
             parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
-            told.append(self.each.format(function["name"], function.get("description") or "", parameters))
-        return self.head + "".join(told) + self.tail
+            texts.append(self.each.format(function["name"], function.get("description") or "", parameters))
+        return self.head + "".join(texts) + self.tail
 
 
 @attrs.frozen
@@ -71,8 +71,8 @@ class Family:
     """A dialect, which a checkpoint speaks that knows all `tokens`, as added tokens or in its chat template, and whose
     template has what is `written`.
 
-    The answer begins behind the last of `turns` in a prompt. White space in `white` is dropped at both ends of the
-    reasoning and before the content, `white_behind` behind the content. `why_not` says why `calls` are not known.
+    The answer begins after the last of `turns` in a prompt. White space in `white` is dropped at both ends of the
+    reasoning and before the content, `white_behind` after the content. `why_not` says why `calls` are not known.
     `call_ends_thought` is for models that leave `</think>` out before a call. `tools_text` is the maker's way to show
     tools with a template that does not.
     """

@@ -11,7 +11,7 @@ from pdinfer.text.dialects.arguments import TEXT, as_json, properties_of, quoted
 from pdinfer.text.dialects.grammar import WHITE, Calls, Family, Place, Steps
 
 MAX_NAME = 256
-"""The most characters before the arguments of a call. What is longer is no call."""
+"""The most characters before the arguments of a call. Longer text is not a call."""
 MAX_WHITE = 64
 """The most white space that is held back until it is known whether a marker follows."""
 
@@ -22,7 +22,7 @@ _INSIDE = frozenset({Place.NAME, Place.JSON, Place.PARAMETERS, Place.KEY, Place.
 
 @attrs.frozen
 class CallDelta:
-    """What comes to the call with this index, counted from 0. The first delta of a call has its id and name. Its
+    """An addition to the call with this index, counted from 0. The first delta of a call has its id and name. Its
     `arguments` joined are one JSON text."""
 
     index: int
@@ -33,7 +33,7 @@ class CallDelta:
 
 @attrs.frozen
 class Delta:
-    """What comes to an answer: one of the three."""
+    """An addition to an answer: one of the three."""
 
     reasoning: str = ""
     content: str = ""
@@ -49,7 +49,7 @@ class Parser:
       call up to its arguments, an argument that may be no string, and, where the family drops white space before a
       marker, at most 64 characters of that. A character costs the same however long the answer is.
     - Nothing raises. Markers disappear where they mean something, and are text anywhere else: so are those of calls
-      among thoughts, and `<think>` behind the first word.
+      among thoughts, and `<think>` after the first word.
     - Nothing else is lost. What begins like a call and has no name, or none within 256 characters, is content. What
       stands where a call has no place for it is content, too.
     - The arguments of a whole call are valid JSON, if the markup has them one by one. Where the model writes JSON they
@@ -77,10 +77,10 @@ class Parser:
         self._types: frozenset[str] = frozenset()
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text of the answer, cut anywhere, and return what it tells."""
+        """Take more text of the answer, cut anywhere, and return the deltas that it completes."""
         self._read(text)
-        told, self._out = self._out, []
-        return told
+        deltas, self._out = self._out, []
+        return deltas
 
     def end(self) -> list[Delta]:
         """Return what was held back, once the answer is over."""
@@ -91,6 +91,7 @@ class Parser:
         self._take(self._held)
         text = "".join(self._parts)
         if self._place is Place.KEY and text:
+            # without its end, as the answer ended inside: joined pieces stay what came
             self._argue(self._separator() + quoted(text)[:-1])
         elif self._place is Place.VALUE:
             self._argue(text)
@@ -113,6 +114,7 @@ class Parser:
             else:
                 continue
             if not is_whole:
+                # read again, as text of the place that it belongs to after all
                 self._give_up()
                 at = done
             elif length:
@@ -123,7 +125,7 @@ class Parser:
         self._held = text[shown:]
 
     def _pass(self, before: str, marker: str) -> bool:
-        """Go on behind a marker, or return False if the text before it has no name of a call."""
+        """Go on after a marker, or return False if the text before it has no name of a call."""
         place, then = self._place, self._steps[self._place][1][marker]
         if place is Place.NAME:
             named = re.fullmatch(self._calls.name, before)
@@ -166,6 +168,7 @@ class Parser:
             self._white_before = "" if text else self._white_before
         if self._white_behind:
             text = self._blank + text
+            # white space at the end waits: it is dropped if a marker follows
             shown = max(len(text.rstrip(self._white_behind)), len(text) - MAX_WHITE)
             text, self._blank = text[:shown], text[shown:]
         if not text:
@@ -206,8 +209,8 @@ class Parser:
         found = re.fullmatch(self._calls.key, text, re.DOTALL)
         key = (found["key"] if found else text).strip()
         is_text = found.groupdict().get("is_text") if found else None
-        said = types_of(self._properties.get(self._function, {}).get(key)) if is_text is None else frozenset()
-        self._types = TEXT if is_text == "true" else said
+        types = types_of(self._properties.get(self._function, {}).get(key)) if is_text is None else frozenset()
+        self._types = TEXT if is_text == "true" else types
         self._argue(f"{self._separator()}{quoted(key)}: " + ('"' if self._types == TEXT else ""))
 
     def _end_value(self) -> None:

@@ -1,4 +1,4 @@
-"""What the body of a call may say. Each field of OpenAI's API, and each that clients of vLLM add, is served, or of no
+"""The body of a call. Each field of OpenAI's API, and each that clients of vLLM add, is served, or of no
 consequence for the answer (HARMLESS), or refused by name (REFUSED). A field that is in none of them is refused, too."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "functions": ((), "it became tools"),
     "function_call": ((), "it became tool_choice"),
     "web_search_options": ((), "nothing is looked up"),
-    "moderation": ((), "nobody judges what is asked and answered; a gateway may"),
+    "moderation": ((), "prompts and answers are not moderated here; a gateway may"),
     "verbosity": (("medium",), "no model that is served here knows it; ask in a message"),
     "suffix": (("",), "text is continued at its end only"),
     "best_of": ((0, 1), "ask for n answers and choose among them"),
@@ -40,7 +40,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "skip_special_tokens": ((True,), "special tokens have no text"),
     "include_stop_str_in_output": ((False,), "a stop string is not shown"),
     "return_token_ids": ((False,), "ask for logprobs"),
-    "return_tokens_as_token_ids": ((False,), "ask for logprobs, whose bytes tell tokens apart"),
+    "return_tokens_as_token_ids": ((False,), "ask for logprobs, whose bytes distinguish tokens"),
     "priority": ((0,), "the host says which requests go first"),
     "bad_words": (([],), "use logit_bias"),
     "allowed_token_ids": ((), "use logit_bias or response_format"),
@@ -50,7 +50,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
         ((), "use response_format"),
     ),
 }
-"""Fields that cannot be served: the values that ask for nothing, beside null, and why not or what to use instead."""
+"""Fields that cannot be served: the values that ask for nothing, next to null, and why not or what to use instead."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of calls may ask for; top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids,
+    """The fields of both kinds of calls; top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids,
     add_special_tokens and cache_salt are also vLLM's. `check_request` has the ranges of numbers."""
 
     model: str | None = None
@@ -89,7 +89,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/completions. `logprobs` is how many of the best tokens are told with each token."""
+    """A body of /v1/completions. `logprobs` is how many of the best tokens are returned with each token."""
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
@@ -113,23 +113,23 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
 
 
 def read(data: bytes | str, *, is_chat: bool) -> CompletionBody | ChatBody:
-    """Read a body. Raise RequestError for one that cannot be read, that has a field nobody knows or a value of another
+    """Read a body. Raise RequestError for one that cannot be read, that has an unknown field or a value of another
     type, or that asks for what is refused."""
     try:
-        said = msgspec.json.decode(data)
-        if not isinstance(said, dict):
-            raise RequestError(f"the body of a call must be a JSON object, got {clip(type(said).__name__)}")
+        fields = msgspec.json.decode(data)
+        if not isinstance(fields, dict):
+            raise RequestError(f"the body of a call must be a JSON object, got {clip(type(fields).__name__)}")
         if is_chat:
-            return msgspec.convert(_served(said), ChatBody, str_keys=True)
-        return msgspec.convert(_served(said), CompletionBody, str_keys=True)
+            return msgspec.convert(_served(fields), ChatBody, str_keys=True)
+        return msgspec.convert(_served(fields), CompletionBody, str_keys=True)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise RequestError(f"the body of the call cannot be used: {error}") from error
 
 
-def _served(said: dict[str, Any]) -> dict[str, Any]:
+def _served(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that are served. Null is as good as absent."""
     served = {}
-    for name, value in said.items():
+    for name, value in fields.items():
         if value is None or name in HARMLESS:
             continue
         if name not in REFUSED:

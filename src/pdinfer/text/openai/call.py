@@ -42,7 +42,7 @@ class Call:
         self.streams = bool(body.stream)
         self._is_chat = isinstance(body, ChatBody)
         self._num_each = body.n or 1
-        self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._reports_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{os.urandom(12).hex()}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -118,7 +118,7 @@ class Call:
 
     def push(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
         """Take the next event, and yield what to send to the client: for a stream the chunks of this event, else the
-        whole answer behind the last event. Raises the event's error, or TransferError when the request was cancelled or
+        whole answer after the last event. Raises the event's error, or TransferError when the request was cancelled or
         late; nothing more is to be sent then."""
         reason = event.finish_reason
         if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -126,7 +126,7 @@ class Call:
         choice = self._choices[event.request_id]
         if self.streams:
             yield self._chunk([choice.chunk(event)])
-            if self._tells_usage and self._has_ended:
+            if self._reports_usage and self._has_ended:
                 yield {**self._chunk([]), "usage": self._usage()}
             return
         choice.add(event)
@@ -140,7 +140,7 @@ class Call:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        usage = {"usage": None} if self._tells_usage else {}
+        usage = {"usage": None} if self._reports_usage else {}
         return {**self._head, "object": kind, "choices": choices, **usage}
 
     def _usage(self) -> dict[str, Any]:
@@ -172,21 +172,21 @@ def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> Comple
     return body
 
 
-def _salt(tenant: bytes, said: str | None) -> bytes:
+def _salt(tenant: bytes, given: str | None) -> bytes:
     """Return the salt of a call. No other tenant can say the same."""
-    salt = (said or "").encode()
+    salt = (given or "").encode()
     return len(tenant).to_bytes(2) + tenant + salt if tenant or salt else b""
 
 
 def max_bytes(limit: int) -> int:
     """Return how many bytes a body may have where prompt and answer have at most `limit` tokens: 32 for each of them,
-    and 64 KiB beside."""
+    plus 64 KiB."""
     return SPARE_BYTES + BYTES_PER_TOKEN * limit
 
 
 def error_answer(error: PDInferError) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Return the status, the headers and the body that tell a client of an error: 400 for what it may not ask, 429 when
-    it should ask later, 503 for what it cannot help."""
+    """Return the status, the headers and the body that report an error to a client: 400 for what it may not ask, 429
+    when it should ask later, 503 for what it cannot help."""
     status = {"REQUEST": 400, "CONFIG": 400, "OVERLOADED": 429}.get(error.code, 503)
     wait_s = getattr(error, "retry_after_s", None) or 1.0
     code = "context_length_exceeded" if isinstance(error, TooLong) else error.code.lower()

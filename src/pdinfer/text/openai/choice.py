@@ -15,12 +15,12 @@ from pdinfer.types import FinishReason, Request, TokenEvent
 
 Part = dict[str, Any]
 PROMPT_END = 64
-"""So many tokens of a prompt say whether the answer begins inside a reasoning."""
+"""The number of last tokens of a prompt that show whether the answer begins inside a reasoning."""
 
 
 class Choice(ABC):
     """One of the answers to a call. A stream takes the `chunk` of each event; otherwise `add` takes them, and `whole`
-    returns the answer. `names` tells log-probabilities, if the client wants them."""
+    returns the answer. `names` makes log-probabilities, if the client wants them."""
 
     def __init__(self, index: int, names: TokenNames | None) -> None:
         self.index = index
@@ -30,7 +30,7 @@ class Choice(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its last event has come."""
+        """True if its last event has come."""
         return self.last is not None and self.last.finish_reason is not None
 
     def chunk(self, event: TokenEvent) -> Part:
@@ -39,14 +39,14 @@ class Choice(ABC):
         return {"index": self.index, **self._added(event, is_first=is_first), **self._about([event])}
 
     def add(self, event: TokenEvent) -> None:
-        """Take the next event of an answer that is told whole."""
+        """Take the next event of an answer that is returned whole."""
         self._keep(event)
         self.last = event
         self._events.append(event)
 
     def whole(self) -> Part:
         """Return the answer."""
-        return {"index": self.index, **self._said(), **self._about(self._events)}
+        return {"index": self.index, **self._answer(), **self._about(self._events)}
 
     @abstractmethod
     def _added(self, event: TokenEvent, *, is_first: bool) -> Part: ...
@@ -55,14 +55,14 @@ class Choice(ABC):
     def _keep(self, event: TokenEvent) -> None: ...
 
     @abstractmethod
-    def _said(self) -> Part: ...
+    def _answer(self) -> Part: ...
 
     @abstractmethod
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part: ...
 
     def _about(self, events: list[TokenEvent]) -> Part:
-        told = None if self.names is None else self._logprobs(self.names, events)
-        return {"logprobs": told, "finish_reason": self._reason(events[-1].finish_reason)}
+        logprobs = None if self.names is None else self._logprobs(self.names, events)
+        return {"logprobs": logprobs, "finish_reason": self._reason(events[-1].finish_reason)}
 
     def _reason(self, reason: FinishReason | None) -> str | None:
         return None if reason is None else reason.value
@@ -82,7 +82,7 @@ class Completion(Choice):
     def _keep(self, event: TokenEvent) -> None:
         self._shown.append(self._text.push(event))
 
-    def _said(self) -> Part:
+    def _answer(self) -> Part:
         return {"text": "".join(self._shown)}
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:
@@ -97,18 +97,19 @@ class Turn(Choice):
         self._speech = speech
         self._message = Message()
         self._has_calls = False
-        self._is_content = True  # what was told last
+        self._is_content = True  # the kind of the last delta
 
     def _added(self, event: TokenEvent, *, is_first: bool) -> Part:
-        told = self._read(event, Message()).chunk()
-        if not told and self._is_content:  # elsewhere a content, though empty, would end a reasoning or a call for some
-            told = {"content": ""}
-        return {"delta": {**({"role": "assistant"} if is_first else {}), **told}}
+        chunk = self._read(event, Message()).chunk()
+        if not chunk and self._is_content:
+            # elsewhere a content, though empty, would end a reasoning or a call for some clients
+            chunk = {"content": ""}
+        return {"delta": {**({"role": "assistant"} if is_first else {}), **chunk}}
 
     def _keep(self, event: TokenEvent) -> None:
         self._read(event, self._message)
 
-    def _said(self) -> Part:
+    def _answer(self) -> Part:
         return {"message": {"role": "assistant", **self._message.whole()}}
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:
@@ -134,8 +135,8 @@ class Speech:
         ids = {tokenizer.special_texts[text] for text in shown if text in tokenizer.special_texts}
         self._text = TextStream(tokenizer, request, shown=ids)
         prompt_end = tokenizer.library.decode(request.prompt[-PROMPT_END:], skip_special_tokens=False)
-        told = tools.told if tools.are_parsed else None
-        self._parser = None if dialect is None else dialect.parser(prompt_end, told)
+        offered = tools.shown if tools.are_parsed else None
+        self._parser = None if dialect is None else dialect.parser(prompt_end, offered)
         self._forced = ForcedCall(tools.named) if tools.schema is not None else None
         self._at_most_one = tools.at_most_one
 
@@ -177,7 +178,7 @@ class Message:
         self._content.append(delta.content)
 
     def whole(self) -> Part:
-        """Return what the message of an answer has beside its role."""
+        """Return the fields of an answer's message, without its role."""
         content = "".join(self._content)
         calls = [_call(deltas) for _, deltas in sorted(self.calls.items())]
         return {
@@ -188,7 +189,7 @@ class Message:
         }
 
     def chunk(self) -> Part:
-        """Return what a delta has beside the role."""
+        """Return the fields of a delta, without its role."""
         content = "".join(self._content)
         calls = [{"index": index, **_call(deltas)} for index, deltas in sorted(self.calls.items())]
         return {

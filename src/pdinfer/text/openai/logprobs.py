@@ -11,7 +11,7 @@ from typing import Any
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import TokenEvent
 
-Told = dict[str, Any]
+Logprobs = dict[str, Any]
 
 
 class TokenNames:
@@ -35,7 +35,7 @@ class TokenNames:
             return bytes(_BYTES[character] for character in name)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
             return bytes([int(byte[1], 16)])
-        # behind itself, since decoders may drop a space at the beginning of a text
+        # after itself, since decoders may drop a space at the beginning of a text
         return self._tokenizer.joined([token, token]).removeprefix(self._tokenizer.joined([token])).encode()
 
     def name(self, token: int) -> str:
@@ -46,19 +46,19 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def for_chat(self, events: Iterable[TokenEvent]) -> Told:
+    def for_chat(self, events: Iterable[TokenEvent]) -> Logprobs:
         """Return `logprobs` of a chat's choice."""
         content = [
-            {**self._told(token, event.logprob), "top_logprobs": [self._told(*top) for top in event.top_logprobs]}
+            {**self._named(token, event.logprob), "top_logprobs": [self._named(*top) for top in event.top_logprobs]}
             for event in events
             if (token := event.token) is not None
         ]
         return {"content": content, "refusal": None}
 
-    def for_completion(self, events: Iterable[TokenEvent]) -> Told:
+    def for_completion(self, events: Iterable[TokenEvent]) -> Logprobs:
         """Return `logprobs` of a completion's choice. The token that was drawn is always among the best, under its own
         name."""
-        told: Told = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        table: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for event in events:
             if event.token is None:
                 continue
@@ -67,12 +67,12 @@ class TokenNames:
                 if token != event.token:
                     name = self.name(token)
                     best[f"token_id:{token}" if name in best else name] = logprob
-            told["tokens"].append(self.name(event.token))
-            told["token_logprobs"].append(event.logprob)
-            told["top_logprobs"].append(best)
-        return told
+            table["tokens"].append(self.name(event.token))
+            table["token_logprobs"].append(event.logprob)
+            table["top_logprobs"].append(best)
+        return table
 
-    def _told(self, token: int, logprob: float | None) -> Told:
+    def _named(self, token: int, logprob: float | None) -> Logprobs:
         return {"token": self.name(token), "logprob": logprob, "bytes": list(self.bytes_of(token))}
 
 

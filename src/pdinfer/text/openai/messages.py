@@ -25,7 +25,7 @@ PROBE = '{"city": "Oslo"}'
 def normalized(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
     """Return the messages with contents that are one text each, roles that the template knows, and calls of tools as it
     reads them. Raise RequestError, which says where, for what no template can show: pictures and sounds, numbers, a
-    content that is missing, arguments of a call that are no JSON object."""
+    content that is missing, and arguments of a call other than a JSON object."""
     return [_normalized(message, f"messages[{number}]", template) for number, message in enumerate(messages)]
 
 
@@ -103,12 +103,12 @@ def _object(text: str, at: str) -> dict[str, Any]:
     return found
 
 
-def told_by_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages with a text behind that of the first one of the system, or as one of its own."""
+def with_system_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with a text after that of the first one of the system, or as one of its own."""
     for at, message in enumerate(messages):
         if message["role"] == "system":
-            told = {**message, "content": f"{message['content']}\n\n{text}"}
-            return [*messages[:at], told, *messages[at + 1 :]]
+            extended = {**message, "content": f"{message['content']}\n\n{text}"}
+            return [*messages[:at], extended, *messages[at + 1 :]]
     return [{"role": "system", "content": text}, *messages]
 
 

@@ -1,4 +1,4 @@
-"""What of a body becomes SamplingParams."""
+"""The fields of a body that become SamplingParams."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pdinfer.errors import RequestError
 from pdinfer.text.chat import ChatTemplate
 from pdinfer.text.dialects import dialect_of, shows_tools
 from pdinfer.text.openai.body import MAX_CHOICES, ChatBody, CompletionBody
-from pdinfer.text.openai.messages import normalized, told_by_system
+from pdinfer.text.openai.messages import normalized, with_system_text
 from pdinfer.text.openai.tools import Tools
 from pdinfer.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ def prompts_of(
     body: CompletionBody | ChatBody, tokenizer: Tokenizer, tools: Tools, *, limit: int, num_new: int
 ) -> Iterator[Prompt]:
     """Yield the prompts of a call, each of which leaves `num_new` of `limit` tokens. Raise TooLong for one that does
-    not, and RequestError for what is no prompt, and for what the template would not show."""
+    not, and RequestError for anything but a prompt, and for what the template would not show."""
     made = iter((_chat(body, tokenizer, tools),)) if isinstance(body, ChatBody) else _completions(body, tokenizer)
     for prompt in made:
         if len(prompt.tokens) + num_new > limit:
@@ -46,17 +46,17 @@ def prompts_of(
 
 
 def _completions(body: CompletionBody, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    said: Any = body.prompt
-    if isinstance(said, str) or (said and all(isinstance(token, int) for token in said)):
-        said = [said]
-    if any(isinstance(prompt, int) for prompt in said):
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or (prompts and all(isinstance(token, int) for token in prompts)):
+        prompts = [prompts]
+    if any(isinstance(prompt, int) for prompt in prompts):
         raise RequestError("prompt must be a text, tokens, or a list of either; got tokens among others")
-    if not 1 <= len(said) * (body.n or 1) <= MAX_CHOICES:
-        raise RequestError(f"a call has 1 to {MAX_CHOICES} prompts times n, got {len(said) * (body.n or 1)}")
+    if not 1 <= len(prompts) * (body.n or 1) <= MAX_CHOICES:
+        raise RequestError(f"a call has 1 to {MAX_CHOICES} prompts times n, got {len(prompts) * (body.n or 1)}")
     if body.echo and body.logprobs is not None:
         raise RequestError("echo with logprobs is not served: a prompt has no log-probabilities here")
     with_special = body.add_special_tokens is not False
-    for prompt in said:
+    for prompt in prompts:
         if isinstance(prompt, str):
             yield Prompt(tokenizer.encode(prompt, add_special_tokens=with_special), prompt)
         else:
@@ -64,16 +64,16 @@ def _completions(body: CompletionBody, tokenizer: Tokenizer) -> Iterator[Prompt]
 
 
 def _chat(body: ChatBody, tokenizer: Tokenizer, tools: Tools) -> Prompt:
-    template = tokenizer.template_for(tools.told or None)
+    template = tokenizer.template_for(tools.shown or None)
     messages = normalized(body.messages, template)
-    told = tools.told or None
-    if told and (text := _tools_text(tokenizer, template, tools)) is not None:
-        messages, told = told_by_system(messages, text), None
+    shown = tools.shown or None
+    if shown and (text := _tools_text(tokenizer, template, tools)) is not None:
+        messages, shown = with_system_text(messages, text), None
     if body.documents and "documents" not in template.source:
         raise RequestError("the checkpoint's chat template does not show documents: say them in a message")
     tokens = tokenizer.chat(
         messages,
-        tools=told,
+        tools=shown,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables={**_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
@@ -83,9 +83,9 @@ def _chat(body: ChatBody, tokenizer: Tokenizer, tools: Tools) -> Prompt:
 
 def _tools_text(tokenizer: Tokenizer, template: ChatTemplate, tools: Tools) -> str | None:
     """Return what the system's turn has to say of tools, or None where the template shows them. Raise RequestError for
-    tools that the model would not get to know, or whose calls nobody could read."""
+    tools that the model would not see, or whose calls could not be read."""
     dialect = dialect_of(tokenizer)
-    text = None if dialect is None else dialect.tools_text(tools.told)
+    text = None if dialect is None else dialect.tools_text(tools.shown)
     if text is None and not shows_tools(template):
         raise RequestError(
             "tools are not served with this checkpoint: its chat template does not show them to the model; the host "

@@ -1,4 +1,4 @@
-"""The tools of a chat: which are told to the model, and the choice among them that a client may force.
+"""The tools of a chat: which are shown to the model, and the choice among them that a client may force.
 
 A forced call is an answer by a schema, whatever markup the model has for calls: the arguments of the one tool, or
 {"name": …, "parameters": …} where the model may choose among several.
@@ -28,23 +28,23 @@ OTHERS = frozenset(
         *("$ref", "allOf", "anyOf", "oneOf", "if"),
     }
 )
-"""What a schema says of properties beside those that it lists."""
+"""The keywords of a schema about properties other than those that it lists."""
 
 
 @attrs.frozen
 class Tools:
-    """What a chat says of tools. `told` are those that the template shows, `schema` is what forces a call: of the tool
-    `named`, or of any where that is None. `at_most_one` drops the calls behind the first."""
+    """The tools of a chat. `shown` are those that the template shows, `schema` is what forces a call: of the tool
+    `named`, or of any where that is None. `at_most_one` drops the calls after the first."""
 
-    told: tuple[Tool, ...] = ()
+    shown: tuple[Tool, ...] = ()
     schema: dict[str, Any] | None = None
     named: str | None = None
     at_most_one: bool = False
 
     @property
     def are_parsed(self) -> bool:
-        """Whether calls are read from the model's own markup."""
-        return bool(self.told) and self.schema is None
+        """True if calls are read from the model's own markup."""
+        return bool(self.shown) and self.schema is None
 
     @classmethod
     def of(cls, body: ChatBody) -> Tools:
@@ -85,7 +85,7 @@ def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> str:
         if choice not in MODES:
             raise RequestError(f"tool_choice must be one of {', '.join(MODES)}, or name a tool, got {clip(choice)}")
         if choice == "required" and not names:
-            raise RequestError("tool_choice is required, and there are no tools")
+            raise RequestError("tool_choice is required, and the call has no tools")
         return choice
     function = choice.get("function")
     name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
@@ -140,7 +140,7 @@ class ForcedCall:
         self._is_wrapped = named is None
         self._make_id = make_id or (lambda: f"call_{os.urandom(12).hex()}")
         self._held = ""
-        self._said: list[str] = []
+        self._written: list[str] = []
         self._has_begun = False
 
     def push(self, text: str) -> Iterator[Delta]:
@@ -165,13 +165,13 @@ class ForcedCall:
         ready, self._held = self._held[:length], self._held[length:]
         first = {} if self._has_begun else {"call_id": self._make_id(), "name": self._name}
         self._has_begun = True
-        self._said.append(ready)
+        self._written.append(ready)
         return Delta(call=CallDelta(index=0, arguments=ready, **first))
 
     def _is_whole(self) -> bool:
         """Return whether the arguments are, so that what is held is the brace of the wrapping."""
         try:
-            json.loads("".join(self._said))
+            json.loads("".join(self._written))
         except ValueError:
             return False
         return True

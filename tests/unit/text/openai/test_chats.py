@@ -303,7 +303,7 @@ def test_what_changes_no_answer_is_taken(speaker: pd.text.Tokenizer, harmless: d
         ({"guided_json": {}}, "use response_format"),
         ({"include_stop_str_in_output": True}, "a stop string is not shown"),
         ({"web_search_options": {}}, "nothing is looked up"),
-        ({"moderation": {"model": "m"}}, "nobody judges"),
+        ({"moderation": {"model": "m"}}, "not moderated"),
         ({"echo": True}, "unknown field `echo`"),
     ],
 )

@@ -33,7 +33,7 @@ def test_tools_are_told_unless_none_may_be_called() -> None:
     asked = [tool("look"), tool("add", ADD)]
     for choice in ({}, {"tool_choice": None}, {"tool_choice": "auto"}):
         tools = tools_of(tools=asked, **choice)
-        assert (tools.told, tools.schema, tools.are_parsed, tools.at_most_one) == (tuple(asked), None, True, False)
+        assert (tools.shown, tools.schema, tools.are_parsed, tools.at_most_one) == (tuple(asked), None, True, False)
     assert tools_of(tools=asked, parallel_tool_calls=False).at_most_one
     for idle in ({"tools": asked, "tool_choice": "none"}, {"tools": []}, {"tool_choice": "none"}):
         assert tools_of(**idle) == Tools()
@@ -73,7 +73,7 @@ def test_a_forced_call_has_the_arguments_that_the_tool_lists(says: dict[str, Any
         ({"tools": [tool("a b")]}, r"tools\[0\].function.name"),
         ({"tools": [tool("a", [1])]}, "parameters must be a JSON schema"),
         ({"tools": [tool("a"), tool("a")]}, "two tools have one name"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required"}, "the call has no tools"),
         ({"tools": [tool("a")], "tool_choice": "always"}, "tool_choice must be one of"),
         ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "one of"),
         ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice must be"),

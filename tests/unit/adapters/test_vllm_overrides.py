@@ -11,7 +11,7 @@ import torch
 
 from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages
-from pdinfer.adapters.vllm.told import folded, told
+from pdinfer.adapters.vllm.overrides import folded, overrides
 from pdinfer.errors import ConfigError
 from tests.unit.adapters.fake_vllm import LISTEN, FakeBase, Pairs, Status, run
 from tests.unit.adapters.test_vllm import caches, hand_over, prompt_of, submit
@@ -52,8 +52,8 @@ PLAIN: dict[str, SimpleNamespace] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_set_up_keeps_the_id_of_the_files(name: str) -> None:
-    assert told(PLAIN[name]) == {}
-    assert folded(b"files", told(PLAIN[name])) == b"files"
+    assert overrides(PLAIN[name]) == {}
+    assert folded(b"files", overrides(PLAIN[name])) == b"files"
 
 
 TOLD: dict[str, tuple[SimpleNamespace, dict[str, Any]]] = {
@@ -82,7 +82,7 @@ TOLD: dict[str, tuple[SimpleNamespace, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_what_changes_the_model_is_told(name: str) -> None:
     config, says = TOLD[name]
-    assert told(config) == says
+    assert overrides(config) == says
     assert folded(b"files", says) not in (b"files", folded(b"others", says))
     assert len(folded(b"files", says)) == 32
 
@@ -93,7 +93,7 @@ def test_every_value_that_is_told_gives_another_id() -> None:
 
 def test_equal_values_have_one_id_however_they_are_written() -> None:
     rope = {"rope_theta": 10000.0, "factor": 4, "rope_type": "yarn"}
-    one, other = (told(config_of({"hf_overrides": each})) for each in (ROPE, {"rope_parameters": rope}))
+    one, other = (overrides(config_of({"hf_overrides": each})) for each in (ROPE, {"rope_parameters": rope}))
     assert folded(b"files", one) == folded(b"files", other)
 
 
@@ -142,7 +142,7 @@ def test_overrides_at_one_end_are_refused_by_name_and_at_both_served(
 
 def test_overrides_may_leave_layers_out() -> None:
     """A model of 4 layers, of which vLLM was told to make 3."""
-    pages = engine_pages(MODEL, caches(3), 16, None, said={"hf_overrides": {"num_hidden_layers": 3}})
+    pages = engine_pages(MODEL, caches(3), 16, None, changes={"hf_overrides": {"num_hidden_layers": 3}})
     assert pages.layout.layers == range(3)
     with pytest.raises(ConfigError, match="serves MLA models"):
         engine_pages(MODEL, caches(3), 16, None)
