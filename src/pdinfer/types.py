@@ -332,8 +332,7 @@ class TokensByPort(Mapping[PeerAddress, int]):
 class RequestShape:
     """The facts about a request that a policy may know. `ordinal` counts the choices a Pairing has made so far. `links`
     are all pairs that reach each other, among the ports that the policy is shown; without any, all pairs do.
-    `found_tokens` has how many tokens of the beginning of this prompt the pages of a port hold, where it is more than
-    0."""
+    `found_tokens` has the tokens at the beginning of this prompt that the pages of a port hold, where there are any."""
 
     __repr__ = brief
     ordinal: int
