@@ -11,6 +11,7 @@ import pickle
 import selectors
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,24 @@ def test_without_another_engine_the_request_fails_and_names_the_closed_one() -> 
         decode.close()
         (last,) = setup.pairing.generate([request("a")])
         assert f"; the last that was lost is {decode.address}: its decode engine was closed" in str(last.error)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_engines_that_a_host_drops_give_back_their_thread_and_their_pages(kind: str) -> None:
+    """A cell of a notebook that runs again has dropped those that it made before."""
+
+    def dropped() -> list[weakref.ref[object]]:
+        setup = join(model_of(), kind, prefill_pools=[pool_of(model_of())], decode_pools=[pool_of(model_of())])
+        assert tokens_of(setup.pairing.generate([request("a")]))
+        ends = [engine.channel for engine in (*setup.prefills, *setup.decodes)]
+        return [weakref.ref(each) for end in ends for each in (end, end.pool)]
+
+    gone = dropped()
+    until = time.monotonic() + FAR_S
+    while any(each() for each in gone) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert not any(each() for each in gone)
 
 
 def test_a_pool_forgets_the_engines_that_have_used_it() -> None:

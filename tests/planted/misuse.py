@@ -14,6 +14,12 @@ WAITS = f"{INTERRUPTS}::test_ctrl_c_waits_for_the_end_of_a_step_and_costs_no_req
 
 MUTANTS = [
     Mutant(
+        "engines that were dropped keep their thread and their pages",
+        "        if self._channel.engine is not None and self._channel.engine() is None:\n",
+        "        if False:\n",
+        f"{MISUSE}::test_engines_that_a_host_drops_give_back_their_thread_and_their_pages[tcp]",
+    ),
+    Mutant(
         "Ctrl-C breaks a step off in the middle",
         "            and _signal.getsignal(SIGINT) is _signal.default_int_handler",
         "            and False",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -124,7 +125,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
-        if channel.has_engine:
+        if channel.engine is not None:
             raise ConfigError(f"{channel} has an engine already, which gets its pages and its news: make a new channel")
         if not isinstance(channel.pool, PagePool):
             raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
@@ -136,9 +137,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
-        self._trace: Trace | None = None
-        if self.config.trace is not None:
-            self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
+        folder, engine_id = self.config.trace, channel.address.engine_id
+        self._trace = None if folder is None else Trace.in_folder(folder, self.role, engine_id)
         if self.config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()
         self.pool = channel.pool
@@ -166,7 +166,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._closed = False
         self._arrived = deque()
         channel.notify(self._inbox.wake)
-        channel.has_engine = True
+        channel.engine = weakref.ref(self)
         self.peers = channel.peers
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pdinfer.checks import typed
@@ -49,9 +50,10 @@ class KVChannel(OfOneProcess):
     new peer. What few hosts need is asked of its `sender`, `receiver` and `links`. With a `key` (at least 16 random
     bytes, the same on every end) frames carry an HMAC, and a peer without the key gets no further than a first frame.
     With `takes_offers` decodes may send their grants over the link, for `poll_offers`; otherwise such a grant is
-    answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `has_engine` is whether an engine was
-    made over this end; there can be only one. Once `in_doubt` it is time to `recover`: a host was interrupted inside
-    one of our callbacks, or while it sent. Raises ConfigError or TransferError when the transport cannot start.
+    answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `engine` is the one that was made
+    over this end: there can be only one, and once its host has dropped it the next tick closes this end. Once
+    `in_doubt` it is time to `recover`: a host was interrupted inside one of our callbacks, or while it sent. Raises
+    ConfigError or TransferError when the transport cannot start.
     """
 
     @typed
@@ -89,7 +91,7 @@ class KVChannel(OfOneProcess):
         self.looked_at = clock()
         self.in_doubt = False
         self.is_closed = False
-        self.has_engine = False
+        self.engine: weakref.ref[object] | None = None
         self.arrivals = ChannelArrivals(self, authenticates=key is not None)
         self.address = self.links.register(pool.memory, self.arrivals)
 
@@ -341,6 +343,9 @@ class ChannelArrivals:
         self._receiver.placed(self._book.at(link), frame, error, self._book.clock())
 
     def tick(self) -> None:
+        if self._channel.engine is not None and self._channel.engine() is None:
+            self._channel.close()  # nobody else would: the transport's thread, which calls this, holds the pages
+            return
         now = self._book.clock()
         self._sender.tick(now)
         self._receiver.tick(now)
