@@ -26,8 +26,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
-from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
 from tests.forks import check_ended, fork

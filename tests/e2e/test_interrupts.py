@@ -18,6 +18,7 @@ import pdinfer as pd
 from pdinfer.engine import sequence
 from pdinfer.engine.engine import Engine
 from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker, queue
 from pdinfer.pairing.choosing import OfPolicy
@@ -48,11 +49,10 @@ def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KINDS = ("shared", "loopback", "tcp")
 POOL = "own grant adopt release generations chain find num_unused share is_kept keep forget rebuild"
-CHANNEL = (
-    "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial "
-    "received place placed closed recover"
-)
-CALLS = [(pd.PagePool, name) for name in POOL.split()] + [(pd.KVChannel, name) for name in CHANNEL.split()]
+CHANNEL = "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial recover"
+ARRIVALS = "received place placed closed"
+OWNERS = (pd.PagePool, POOL), (pd.KVChannel, CHANNEL), (ChannelArrivals, ARRIVALS)
+CALLS = [(owner, name) for owner, names in OWNERS for name in names.split()]
 
 
 def over(kind: str) -> Setup:

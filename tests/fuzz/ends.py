@@ -20,8 +20,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, total_bytes
-from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits, Message
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.ring import RingOffer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport

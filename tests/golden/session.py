@@ -11,8 +11,8 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.budget import Message
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
 from pdinfer.types import PageGrant

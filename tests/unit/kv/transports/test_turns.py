@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from pdinfer.kv.transports.stream.connection import StreamConnection
-from pdinfer.kv.transports.stream.turns import Turns
+from pdinfer.kv.transports.stream.io_thread import Turns
 from pdinfer.testing import VirtualClock
 
 

@@ -26,8 +26,7 @@ from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
-from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget, Message
 from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,

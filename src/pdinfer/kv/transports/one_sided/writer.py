@@ -22,8 +22,7 @@ import attrs
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
-from pdinfer.kv.transports.budget import Budget
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import Budget, Message
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock, take
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.process.locks import new_lock

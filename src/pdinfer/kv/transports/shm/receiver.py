@@ -27,7 +27,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import Message
 from pdinfer.kv.transports.shm.sender import (
     COUNT,
     PIECE_BYTES,

@@ -23,7 +23,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, digest_bytes
 
 RING_BYTES = 8 << 20

@@ -1,16 +1,14 @@
 """Links over stream sockets: one I/O thread that listens, dials, reads and writes.
 
     transport.py    what a channel may ask for
-    acceptor.py     how links that peers open come in
-    io_thread.py    the thread that serves every link
+    io_thread.py    the thread that serves every link in its turn
     connection.py   one socket as a link
     payloads.py     the part of a connection that moves payloads
     framing.py      how messages lie on the stream
     endpoints.py    endpoints as text, and the sockets behind them
-    door.py         who may wait before it is trusted
-    turns.py        which link is served next
+    door.py         how links that peers open come in, and who may wait before it is trusted
 
 Tested by tests/conformance/test_socket_transport.py; door and turns by tests/unit/kv/transports.
 
-May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process, the ground.
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
 """

@@ -1,4 +1,4 @@
-"""Who may wait at a listening socket before it is trusted, and who gives way when there is no more room.
+"""How links that peers open come in: at a limited pace, and past a door at which they wait until they are trusted.
 
 No honest peer waits there for long: a handshake takes some milliseconds. So a newcomer is let in, and the link that has
 waited longest leaves, from the source that has the most links. A source is the address of another machine, or the
@@ -8,19 +8,24 @@ has no limit of its own.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import logging
 import math
 import resource
 import socket
 import struct
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import attrs
 
 from pdinfer.checks import is_number
-from pdinfer.errors import ConfigError
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
+from pdinfer.kv.transports.stream.endpoints import Listener, prepare_socket, tcp_endpoint
+from pdinfer.kv.transports.stream.io_thread import IOThread
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid, as SO_PEERCRED returns them."""
@@ -29,6 +34,11 @@ DESCRIPTOR_SHARE = 8
 LOOPBACK = "loopback"
 V6_NETWORK_BITS = 64
 """The smallest network that one customer gets: its addresses are one source."""
+ACCEPTS, PACE_S = 12, 0.005
+"""How many newcomers are let in at once, and how long the next ones wait. Other links have their turns meanwhile, and
+strangers that come again and again take little of the I/O thread's time."""
+RETRY_S = TICK_S
+"""How long an end that could not accept waits before it tries again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -143,3 +153,75 @@ def source_of(sock: socket.socket, address: Any) -> Hashable:
     if host.is_loopback:
         return LOOPBACK
     return host if host.version == 4 else ipaddress.ip_network((host, V6_NETWORK_BITS), strict=False)
+
+
+class Acceptor:
+    """Lets newcomers in at a listener. `connect` makes a connection from a socket. Belongs to the I/O thread."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        door: Door,
+        io: IOThread,
+        receiver: Receiver,
+        clock: Callable[[], float],
+        *,
+        connect: Callable[[socket.socket, Link], StreamConnection],
+    ) -> None:
+        self._listener = listener
+        self._door = door
+        self._io = io
+        self._receiver = receiver
+        self._clock = clock
+        self._connect = connect
+
+    def accept(self) -> None:
+        """Let newcomers in; a link that waits without being trusted gives way to them. A newcomer that cannot come in
+        yet waits in the backlog."""
+        for _ in range(ACCEPTS):
+            now = self._clock()
+            if (wait_s := self._door.room_in_s(now)) > 0:
+                self._io.pause_listening(now + wait_s)
+                return
+            try:
+                sock, address = self._listener.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                # The peer keeps waiting in the backlog, and asking again at once would spin.
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not len(self._door):
+                    logging.getLogger("pdinfer").error("cannot accept at %s: %s", self._listener.endpoint, error)
+                    self._io.pause_listening(now + RETRY_S)
+                    return
+                self._turn_out(self._door.oldest(), "there are no more descriptors")
+                continue
+            try:
+                self._enter(sock, address, now)
+            except OSError:  # the newcomer has already left
+                sock.close()
+        self._io.pause_listening(now + PACE_S)
+
+    def sweep(self) -> None:
+        """Close the links of strangers that sent no whole message in time."""
+        for connection, limit_s in self._door.late(self._clock()):
+            reason = f"{connection.link.endpoint} sent no whole message for {limit_s:g} s and is not trusted"
+            self._io.shut(connection, TransferError(reason))
+
+    def _enter(self, sock: socket.socket, address: Any, now: float) -> None:
+        source = source_of(sock, address)
+        if self._door.turns_away(source, now):
+            sock.close()
+            return
+        prepare_socket(sock)
+        # A Unix socket that dials has no address of its own.
+        endpoint = tcp_endpoint(*address[:2]) if address else self._listener.endpoint
+        connection = self._connect(sock, Link(endpoint))
+        self._io.add(connection)
+        leaves = self._door.enter(connection, source, now)
+        if leaves is not None:
+            self._turn_out(leaves, "others want to get in")
+        self._io.guarded(connection, lambda: self._receiver.opened(connection.link))
+        self._io.watch(connection)
+
+    def _turn_out(self, connection: StreamConnection, reason: str) -> None:
+        self._io.shut(connection, TransferError(f"{connection.link.endpoint} is not trusted yet, and {reason}"))

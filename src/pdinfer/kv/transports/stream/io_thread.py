@@ -1,4 +1,5 @@
-"""The thread that moves all bytes of a transport and makes all calls to its receiver.
+"""The thread that moves all bytes of a transport and makes all calls to its receiver. A link that says little is not
+held up by those that say much.
 
 other threads: post ──► commands ──┐
 sockets that are ready ────────────┼──► each link's turn ──► tick, when it is due
@@ -13,18 +14,19 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener
-from pdinfer.kv.transports.stream.turns import ROUND_S, Turns
 from pdinfer.process.locks import new_lock
 
 CLOSE_S = 5.0
 CATCH_UP_ROUNDS = 3
 """How often a late I/O thread looks for what has arrived before it ticks anyway."""
+ROUND_S = 0.001
+"""How long links have their turns before the thread checks which others can move something by now."""
 
 
 class IOThread:
@@ -248,3 +250,38 @@ class IOThread:
         self._stopping = True
         for connection in list(self.connections.values()):
             self._shut(connection, None)
+
+
+class Turns:
+    """The order of the links: those that used the thread least of late come first. Belongs to the I/O thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._used_s: dict[StreamConnection, float] = {}
+
+    def enter(self, connection: StreamConnection) -> None:
+        """Add a newcomer, which is not ahead of the others: otherwise a peer that reconnects again and again would
+        always be first."""
+        self._used_s[connection] = max(self._used_s.values(), default=0.0)
+
+    def leave(self, connection: StreamConnection) -> None:
+        """Give the connection no more turns."""
+        self._used_s.pop(connection, None)
+
+    def of(self, ready: Collection[StreamConnection], round_s: float = ROUND_S) -> Iterator[StreamConnection]:
+        """Yield, of those that can move something, the ones to serve now, one after the other, until `round_s` have
+        passed. The time that each takes is counted."""
+        began = self._clock()
+        for connection in sorted(ready, key=lambda each: self._used_s.get(each, 0.0)):
+            before = self._clock()
+            yield connection
+            after = self._clock()
+            if connection in self._used_s:
+                self._used_s[connection] += after - before
+            if after - began > round_s:
+                return
+
+    def fade(self) -> None:
+        """Halve what each connection has used, so that older use counts less."""
+        for connection in self._used_s:
+            self._used_s[connection] /= 2

@@ -11,7 +11,7 @@ import xxhash
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.budget import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16

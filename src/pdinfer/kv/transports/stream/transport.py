@@ -21,11 +21,9 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
-from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
-from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.stream.acceptor import Acceptor
+from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits, Message
 from pdinfer.kv.transports.stream.connection import StreamConnection
-from pdinfer.kv.transports.stream.door import Door, Strangers
+from pdinfer.kv.transports.stream.door import Acceptor, Door, Strangers
 from pdinfer.kv.transports.stream.endpoints import Addresses, Listener, dial
 from pdinfer.kv.transports.stream.io_thread import IOThread
 from pdinfer.kv.transports.stream.payloads import Payloads
