@@ -38,7 +38,7 @@ MUTANTS = [
         "others wait until who runs alone has ended",
         "return turns[num_steps % len(turns)]",
         "return turns[0]",
-        "test_schedule.py::test_who_must_run_alone_has_turns_of_its_own",
+        "test_rules.py::test_who_must_run_alone_has_turns_of_its_own",
     ),
     Mutant(
         "a prefill that is lost before it began counts",

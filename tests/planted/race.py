@@ -7,7 +7,7 @@ from tests.planted.mutant import Mutant
 _RESULTS = "test_results.py"
 _RACE = "test_cpu_race.py"
 _TURNS = "pairing/test_turns.py"
-_SCHEDULE = "test_schedule.py"
+_SCHEDULE = "test_rules.py"
 
 MUTANTS = [
     Mutant(

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.engine import schedule
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.prefill import PrefillEngine
@@ -28,6 +27,7 @@ from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.scheduling import rules
 from pdinfer.testing import Placement, SimNetwork, SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
@@ -405,7 +405,7 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
             counts[index] = min(remaining[index], chunk_size - sum(counts))
         return counts
 
-    patch.setattr(schedule, "plan_chunk", shortest_first)
+    patch.setattr(rules, "plan_chunk", shortest_first)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

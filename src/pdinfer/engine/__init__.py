@@ -4,9 +4,6 @@
     decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
     engine.py        what both engines share, also after a step that did not end
     commands.py      what a host asks of an engine between steps
-    admission.py     which requests may enter, as pure functions
-    schedule.py      the other decisions as pure functions
-    costs.py         what steps take, learned from the steps themselves
     sequence.py      one request in an engine: a prompt at prefill, a sequence at decode, and those that wait for pages
     page_tables.py   the pages of the sequences in a decode engine
     tracks.py        what the trace of an engine shows of requests
@@ -14,5 +11,5 @@
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 
-May import: config, execution, kv, model, moe, parallel, process, the ground.
+May import: config, execution, kv, model, moe, parallel, process, scheduling, the ground.
 """

@@ -12,13 +12,10 @@ import attrs
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
-from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.schedule import choose_victim, share_a_step
 from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.engine.tracks import show_landed, show_sequence
@@ -34,6 +31,9 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.process.modes import own_modes
+from pdinfer.scheduling.admission import check_request
+from pdinfer.scheduling.costs import StepCosts
+from pdinfer.scheduling.rules import choose_victim, share_a_step
 from pdinfer.stats import DecodeCost, DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 

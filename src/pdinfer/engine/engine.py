@@ -20,7 +20,6 @@ from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
-from pdinfer.engine.schedule import withheld_pages
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -38,6 +37,7 @@ from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
+from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdinfer.config import EngineConfig
-from pdinfer.engine.schedule import (
+from pdinfer.engine.sequence import Sequence
+from pdinfer.execution.drafting import Draft
+from pdinfer.kv.pool import Held, PagePool
+from pdinfer.scheduling.rules import (
     expected_growth,
     forecast_tokens,
     growth_watermark,
@@ -13,9 +16,6 @@ from pdinfer.engine.schedule import (
     may_grant,
     withheld_pages,
 )
-from pdinfer.engine.sequence import Sequence
-from pdinfer.execution.drafting import Draft
-from pdinfer.kv.pool import Held, PagePool
 from pdinfer.types import PageGrant, PeerAddress
 
 

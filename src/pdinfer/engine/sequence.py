@@ -15,11 +15,11 @@ from typing import Protocol
 import attrs
 
 from pdinfer.engine.commands import DecodeCommand, SubmitDecode
-from pdinfer.engine.schedule import by_age, due_at, tokens_to_find, tokens_to_reserve
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessor
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.scheduling.rules import by_age, due_at, tokens_to_find, tokens_to_reserve
 from pdinfer.types import (
     Event,
     FinishReason,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S
 from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.scheduling.rules import OLDEST_EVERY, PATIENCE_S
 from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress, Request
 

@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.engine.schedule import WORTH_A_STEP
 from pdinfer.execution.drafting import Draft
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.model.batch import Row
 from pdinfer.pairing.ports import Ports
+from pdinfer.scheduling.rules import WORTH_A_STEP
 from pdinfer.testing import VirtualClock, random_model
 from tests.unit.planning.simulation.timed import NUM_LAYERS, TOKEN, PlainModel, SameToken
 

@@ -14,7 +14,7 @@
     pages.py        the pages of a pool
     deployment.py   the cluster that is simulated
 
-May import: bench, config, engine, pairing, the ground.
+May import: bench, config, pairing, scheduling, the ground.
 """
 
 from __future__ import annotations

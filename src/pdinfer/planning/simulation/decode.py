@@ -1,4 +1,4 @@
-"""A simulated decode engine: the decisions are those of `engine.schedule`, the seconds those of the host's function.
+"""A simulated decode engine: the decisions are those of `scheduling.rules`, the seconds those of the host's function.
 
 Steps between two decisions are equal but for their contexts. They are worked out at once, as a burst, which is cut at
 the end of the step that is under way when something comes.
@@ -15,8 +15,14 @@ from operator import attrgetter
 import numpy as np
 
 from pdinfer.checks import clip
-from pdinfer.engine.costs import StepCosts
-from pdinfer.engine.schedule import (
+from pdinfer.errors import ConfigError
+from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
+from pdinfer.planning.simulation.growth import Growth
+from pdinfer.planning.simulation.job import Job, Spell
+from pdinfer.planning.simulation.pages import Held, Pages
+from pdinfer.planning.simulation.world import DecodeState, World
+from pdinfer.scheduling.costs import StepCosts
+from pdinfer.scheduling.rules import (
     by_age,
     choose_victim,
     expected_growth,
@@ -27,12 +33,6 @@ from pdinfer.engine.schedule import (
     tokens_to_reserve,
     withheld_pages,
 )
-from pdinfer.errors import ConfigError
-from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
-from pdinfer.planning.simulation.growth import Growth
-from pdinfer.planning.simulation.job import Job, Spell
-from pdinfer.planning.simulation.pages import Held, Pages
-from pdinfer.planning.simulation.world import DecodeState, World
 from pdinfer.stats import DecodeCost
 
 MAX_BURST = 128

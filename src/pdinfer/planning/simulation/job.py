@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 from pdinfer.bench.traces import Arrival
-from pdinfer.engine.schedule import due_at
 from pdinfer.planning.simulation.pages import Held, Keys
+from pdinfer.scheduling.rules import due_at
 
 
 @attrs.define(eq=False)

@@ -1,4 +1,4 @@
-"""A simulated prefill engine: the decisions are those of `engine.schedule`, the seconds those that the host gives."""
+"""A simulated prefill engine: the decisions are those of `scheduling.rules`, the seconds those that the host gives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Protocol
 
 import attrs
 
-from pdinfer.engine.costs import StepCosts
-from pdinfer.engine.schedule import by_age, due_at, plan_step, withheld_pages
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.links import Transfer
 from pdinfer.planning.simulation.pages import Held, Pages
 from pdinfer.planning.simulation.world import World as BaseWorld
+from pdinfer.scheduling.costs import StepCosts
+from pdinfer.scheduling.rules import by_age, due_at, plan_step, withheld_pages
 from pdinfer.stats import PrefillCost
 
 _ORDER = attrgetter("order")
