@@ -108,7 +108,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("experts", "sequence"),
         ("ranks", "commands"),
     ),
-    "scheduling": (("rules", "admission", "costs"),),
+    "scheduling": (("decode", "prefill"), ("rules", "admission", "costs")),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("resident",), ("drafting", "graphs"), ("sampling",)),
     "model": (

@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "chunks are cut while nothing decodes",
-        "        if not self._running:\n            return None\n        step_s, sequence_s",
-        "        step_s, sequence_s",
+        "        if not (running := self._scheduler.running):\n            return None\n",
+        "        running = self._scheduler.running\n",
         f"{_TURNS}::test_chunks_are_whole_while_nothing_decodes",
     ),
     Mutant(

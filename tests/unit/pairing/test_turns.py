@@ -194,6 +194,6 @@ def test_cut_chunks_give_the_same_tokens() -> None:
             submit(pairing, "long", 60, 4)
             events = [event for _ in iter(lambda: pairing.num_unfinished, 0) for event in pairing.step()]
             given[target_itl_s] = sorted((event.request_id, event.index, event.token) for event in events)
-            sizes[target_itl_s] = prefill._num_chunks
+            sizes[target_itl_s] = prefill._scheduler.num_steps
     assert given[None] == given[1e-6]
     assert sizes[1e-6] > sizes[None]

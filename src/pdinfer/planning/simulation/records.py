@@ -25,7 +25,7 @@ def record_of(job: Job, cluster: Cluster) -> Record:
         request_id=f"simulated-{job.number}",
         intended_s=job.intended_s,
         sent_s=job.sent_s,
-        prompt_tokens=job.arrival.prompt_tokens,
+        prompt_tokens=job.asked.prompt_tokens,
         outcome=job.outcome,
         error=job.error,
         chosen_s=job.chosen_s,

@@ -52,6 +52,7 @@ class Simulator:
         self.cluster, self.load = cluster, load
         self.jobs: list[Job] = []
         self.num_events = 0
+        self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._num_pushed = 0
         self._soon: dict[Engine, None] = {}
@@ -91,6 +92,7 @@ class Simulator:
         heap = self._heap
         while heap:
             now_s, _, action, what = heappop(heap)
+            self.now_s = now_s
             self.num_events += 1
             action(now_s, what)
             while self._soon and (not heap or heap[0][0] > now_s):
@@ -172,12 +174,12 @@ class Simulator:
         """Let the host learn this then."""
         self._at(at_s, self._told, ([(job, job.room) for job in granted], ended))
 
-    def not_full(self, prefill: int, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts for whose decode no more than `send_window_bytes` wait."""
+    def is_full(self, prompt: Prompt, /) -> bool:
+        """Return whether more than `send_window_bytes` wait for the decode of this prompt."""
         if self.links is None:
-            return prompts
-        backlog, window = self.links.backlog, self.cluster.prefill.engine.send_window_bytes
-        return [prompt for prompt in prompts if backlog.get((prefill, prompt.job.decode), 0.0) <= window]
+            return False
+        waiting = self.links.backlog.get((prompt.job.prefill, prompt.job.decode), 0.0)
+        return waiting > self.cluster.prefill.engine.send_window_bytes
 
     # -- links -------------------------------------------------------------------------------------------------------
 
@@ -224,13 +226,13 @@ class Simulator:
             self._settle(now_s)
             self._watch_links()
             for prefill in self.prefills:  # a link that was full may not be any more
-                if prefill.queue:
+                if prefill.scheduler.queue:
                     prefill.poke()
 
     def _land(self, now_s: float, prompt: Prompt) -> None:
         job = prompt.job
         self.prefills[job.prefill].sent(prompt, now_s)
-        if job.room == prompt.room and job in self.decodes[job.decode].granted:
+        if job.room == prompt.room and job in self.decodes[job.decode].scheduler.granted:
             self.landed_tokens += prompt.num_tokens - job.num_found
             self._view.landed(job)
             job.last_byte_s = now_s
@@ -282,8 +284,7 @@ class Simulator:
         most = self.load.max_concurrency or math.inf
         while self._held_back and self._num_in_flight < most:
             arrival, intended_s = self._held_back.popleft()
-            job = Job(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens)
-            job.num_tokens = arrival.prompt_tokens
+            job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens)
             self.jobs.append(job)
             self._num_in_flight += 1
             refusal = self._view.refusal(job, num_queued=len(self._queue))
@@ -327,7 +328,7 @@ class Simulator:
             return
         granted, ended = told
         for job, room in granted:
-            if job.room == room and job in self.decodes[job.decode].granted:
+            if job.room == room and job in self.decodes[job.decode].scheduler.granted:
                 self._view.keep_promise(job)
                 self.prefills[job.prefill].submit(job, now_s)
         for job in ended:
@@ -352,7 +353,7 @@ class Simulator:
     def _lose_prefill(self, prefill: Prefill, now_s: float) -> None:
         """Give what it had to other prefills. Requests that run need one, too, in case they lose their pages."""
         self._view.drop(prefill)
-        prefill.due_s, prefill.queue, prefill.active = math.inf, [], []
+        prefill.fail()
         for job in [job for job in self.jobs if job.ended_s is None and job.prefill == prefill.number]:
             if job.chosen_s is None or job in self._queue:
                 continue
@@ -360,12 +361,12 @@ class Simulator:
             self._view.keep_promise(job)
             self._view.landed(job)
             if not self._view.choose_prefill(job, now_s):
-                if not job.landed:
+                if not job.runs:
                     decode.drop(job, now_s)
                     self._end(job, now_s, "failed", "no prefill is left")
                 continue
             job.room += 1
-            if not job.landed:
+            if not job.runs:
                 self._view.promise(job)
             decode.give_up(job, now_s)
 
@@ -379,14 +380,13 @@ class Simulator:
             job.room += 1
             if job.spells and job.spells[-1].told_s > now_s:  # the host never got this token
                 job.spells.pop()
-                job.num_tokens -= 1
+                job.offset -= 1
             job.num_decodes_lost += job.attempts > 0
-            job.num_computing_lost += job.landed
+            job.num_computing_lost += job.runs
             is_last = job.num_computing_lost > MAX_COMPUTING
             if is_last or (job.num_output and not self.cluster.pairing.continue_elsewhere):
                 self._end(job, now_s, "failed", f"its decode is lost: D{decode.number}")
                 continue
-            job.attempts, job.num_taken_over, job.landed = 0, 0, False
             insort(self._queue, job, key=_turn)
         self._dispatch(now_s)
 

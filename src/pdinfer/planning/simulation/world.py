@@ -28,6 +28,8 @@ class Engine(Protocol):
 class World(Protocol):
     """The time, the device and the host of engines."""
 
+    now_s: float
+
     def wake(self, engine: Engine, at_s: float) -> None:
         """Call `engine.wake` then. Its device is busy until then."""
 

@@ -52,11 +52,11 @@ def load(rate: float = 20.0, count: int = 150, *, seed: int = 0, **lengths: Any)
 
 def assert_nothing_is_left(simulator: Simulator) -> None:
     for decode in simulator.decodes:
-        assert not [*decode.running, *decode.granted, *decode.waiting, *decode.landed]
-        assert (decode.context, decode.granted_tokens, decode.waiting_tokens) == (0, 0, 0)
+        assert not [*decode.scheduler.running, *decode.scheduler.granted, *decode.scheduler.waiting, *decode.landed]
+        assert decode.context == 0
         assert decode.pages.num_used == 0
     for prefill in simulator.prefills:
-        assert not prefill.unfinished()
+        assert not prefill.scheduler.unfinished
         assert prefill.pages.num_used == 0
 
 
@@ -85,7 +85,7 @@ def test_tokens_bytes_and_slots_are_neither_lost_nor_made(setting: str) -> None:
         assert sum(record.stages().values()) == pytest.approx(record.ttft_s, abs=1e-9)
     made = sum(arrival.output_tokens for arrival in wanted.arrivals)
     landings = sum(1 + record.num_retries for record in records)
-    assert sum(decode.num_step_tokens for decode in simulator.decodes) == made - landings
+    assert sum(decode.scheduler.costs.num_tokens for decode in simulator.decodes) == made - landings
     assert simulator.pushed_tokens == simulator.landed_tokens
     slots = simulator.cluster.decode.engine.max_running_requests
     assert max(decode.most_slots for decode in simulator.decodes) <= slots
@@ -214,7 +214,8 @@ def test_colocated_engines_take_turns() -> None:
     for record in simulator.run():
         assert str(record.prefill)[1:] == str(record.decode)[1:]
     busy = [
-        prefill.busy_s + decode.busy_s for prefill, decode in zip(simulator.prefills, simulator.decodes, strict=True)
+        prefill.scheduler.costs.busy_s + decode.scheduler.costs.busy_s
+        for prefill, decode in zip(simulator.prefills, simulator.decodes, strict=True)
     ]
     assert max(busy) <= max(decode.ends[-1] for decode in simulator.decodes) + 1e-9
 
