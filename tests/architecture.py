@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("view", "device"),
         ("prefill", "decode"),
         ("world", "records"),
-        ("job",),
+        ("job", "chance"),
         ("links", "pages", "growth", "deployment"),
     ),
     "pairing": (

@@ -40,8 +40,8 @@ MUTANTS = [
     ),
     Mutant(
         "simulated grants reach the prefill in the middle of decode's step",
-        "self._world.tell(told_s, granted, ended)",
-        "self._world.tell(now_s, granted, ended)",
+        "self._world.tell(told_s, granted, [*ended, *overdue])",
+        "self._world.tell(now_s, granted, [*ended, *overdue])",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
@@ -128,5 +128,23 @@ MUTANTS = [
         "self.attempts, self.num_taken_over = 0, 0",
         "self.num_taken_over = 0",
         "planning/simulation/test_order.py::test_a_request_that_moves_to_another_decode_is_new_there_but_for_its_tokens",
+    ),
+    Mutant(
+        "a deadline ends no simulated request",
+        "overdue = self._expire(now_s)",
+        "overdue: list[Job] = []",
+        f"{_RUNS}::test_deadlines_end_requests_wherever_they_are_and_leave_nothing_behind",
+    ),
+    Mutant(
+        "a simulated prefill that stops writing does not say so",
+        "            self._world.settle(prompt.job, now_s)\n",
+        "",
+        f"{_RUNS}::test_deadlines_end_requests_wherever_they_are_and_leave_nothing_behind",
+    ),
+    Mutant(
+        "simulated drafts that were right are drawn again",
+        "job.offset += num_accepted",
+        "job.offset += 0",
+        f"{_RUNS}::test_drafts_that_are_right_are_tokens_for_no_step[4000]",
     ),
 ]

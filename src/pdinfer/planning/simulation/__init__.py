@@ -10,6 +10,7 @@
     records.py      the record of one request
     job.py          one request
     growth.py       when running sequences need pages
+    chance.py       what is drawn by the seed of a run
     links.py        bytes on their way
     pages.py        the pages of a pool
     deployment.py   the cluster that is simulated

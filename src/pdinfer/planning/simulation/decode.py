@@ -17,9 +17,9 @@ from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.growth import Growth
 from pdinfer.planning.simulation.job import Job, Spell
-from pdinfer.planning.simulation.pages import Pages
+from pdinfer.planning.simulation.pages import Held, Pages
 from pdinfer.planning.simulation.world import DecodeState, World
-from pdinfer.scheduling.decode import DecodeScheduler
+from pdinfer.scheduling.decode import DecodeScheduler, SequenceState
 from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import DecodeCost
 
@@ -36,8 +36,6 @@ class Decode:
     """One engine. `ends` has when each of its steps ended. Requests in `landed` have all their KV and join the next
     step; until then they are granted, too. It counts the pages of its scheduler (`SequencePages`)."""
 
-    num_orphans = 0
-
     def __init__(self, number: int, model: EngineModel, pages: Pages, world: World, *, shares_pool: bool) -> None:
         config = model.engine
         self.number, self.pages, self.model = number, pages, model
@@ -45,6 +43,8 @@ class Decode:
         self.speed, self.due_s = 1.0, math.inf
         self.ends: list[float] = []
         self.landed: list[Job] = []
+        self.orphans: dict[Job, Held] = {}
+        self._drafts = config.num_draft_tokens > 0
         self.scheduler: DecodeScheduler[Job] = DecodeScheduler(
             self, config, lambda: world.now_s, num_pages=pages.num_pages, page_size=self.page_size
         )
@@ -64,6 +64,7 @@ class Decode:
         self._grown: set[Job] = set()  # have a page for the step under way, and it is counted
         self._finishes: list[tuple[int, int, Job]] = []
         self._burst: list[float] | np.ndarray = []
+        self._batch: list[Job] = []  # of the step under way, if it drafts
         self._num_batch = self._step_context = self._step_first = self._learned_at = 0
         self._began_s = 0.0
         self._learn_all_until = LEARN_ALL
@@ -79,6 +80,8 @@ class Decode:
             self._before.num_waiting += 1
             self._before.waiting_tokens += job.num_tokens
         self.poke(now_s)
+        if job.deadline_at is not None and self.due_s < math.inf:
+            job.deadline_at += self.due_s - now_s  # what is left of it counts from the step that takes the request
 
     def land(self, job: Job, now_s: float) -> None:
         """Take the last byte of a hand-off."""
@@ -89,6 +92,12 @@ class Decode:
         """Abort the attempt of a granted request whose prefill is gone, and queue it for another prefill."""
         if self.scheduler.take_over(job):
             self.pages.release(job.held)
+            self.poke(now_s)
+
+    def settle(self, job: Job, now_s: float) -> None:
+        """Free the pages of a room that was given up: its prefill has stopped."""
+        if (held := self.orphans.pop(job, None)) is not None:
+            self.pages.release(held)
             self.poke(now_s)
 
     def poke(self, now_s: float) -> None:
@@ -121,7 +130,7 @@ class Decode:
         for job in scheduler.running:
             self.release(job)
         scheduler.clear()
-        self.landed, self.due_s, self._burst = [], math.inf, []
+        self.landed, self.due_s, self._burst, self.orphans = [], math.inf, [], {}
         return jobs
 
     def drop(self, job: Job, now_s: float) -> None:
@@ -196,12 +205,26 @@ class Decode:
         self._before = None
         self._learn(ended)
         took_s, self._began_s = ended[-1] - self._began_s, ended[-1]
-        self.scheduler.costs.count(self._num_batch * count, took_s)
         self.slot_s += took_s * self._num_batch
         self.ends += ended
         self._burst = burst[count:]
         self._take_pages()
-        self.context += self._num_batch * count
+        num_accepted = sum(map(self._accept, self._batch)) if self._drafts else 0
+        self.scheduler.costs.count(self._num_batch * count + num_accepted, took_s)
+        self.context += self._num_batch * count + num_accepted
+
+    def _accept(self, job: Job) -> int:
+        """Give a request the drafts of the step that has ended that were right, and return how many they are. Pages
+        that only the others needed return, as those of `PageTables.trim`."""
+        num_accepted = self._world.chance.num_accepted(job.num_drafts) if job.num_drafts else 0
+        job.num_drafted += job.num_drafts
+        job.accepted_s += [self.ends[-1]] * num_accepted
+        job.offset += num_accepted
+        if num_accepted:
+            heappush(self._finishes, (job.end_step, job.number, job))
+        if not job.protected:
+            self.pages.give_back(job.held, max(0, self._num_held(job) - self._num_pages(job.num_tokens)))
+        return num_accepted
 
     def _take_pages(self) -> None:
         """Take the pages that the steps so far needed, and the one under way."""
@@ -226,10 +249,11 @@ class Decode:
         """Do what `DecodeEngine.step` does, unless a step is under way: what landed joins, pages are granted, and the
         batch runs. The host learns of it when the step ends."""
         scheduler = self.scheduler
-        has_work = scheduler.running or self.landed or scheduler.waiting
+        has_work = scheduler.running or scheduler.granted or scheduler.waiting
         if self.due_s < math.inf or not has_work or not self._world.may_begin(self, now_s):
             return
         before = self.state()
+        overdue = self._expire(now_s)
         joined, ended = self._land(now_s)
         granted = self._grant(now_s)
         held_back = self._held_back() if scheduler.running else []
@@ -243,8 +267,8 @@ class Decode:
             self._world.wake(self, now_s)
         for job in joined:
             job.spells[-1].told_s = told_s
-        if granted or ended:
-            self._world.tell(told_s, granted, ended)
+        if granted or ended or overdue:
+            self._world.tell(told_s, granted, [*ended, *overdue])
 
     def _run(self, now_s: float, held_back: Sequence[Job]) -> None:
         """Work out when the next steps end: as many as need no decision."""
@@ -254,6 +278,7 @@ class Decode:
         for job in held_back:
             self._skip(job)
         count = 1
+        self._batch = [job for job in scheduler.running if job not in held_back] if self._drafts else []
         if not self._has_grown and self._world.is_alone(self):
             finishes = self._finishes
             while finishes[0][2] not in scheduler.running or finishes[0][2].end_step != finishes[0][0]:
@@ -270,7 +295,7 @@ class Decode:
         self._world.wake(self, self.due_s)
 
     def _ends_of(self, now_s: float, num_rows: int, context: int, count: int) -> list[float] | np.ndarray:
-        model, noise = self.model, self._world.noise(count)
+        model, noise = self.model, self._world.chance.noise(count)
         if count >= ARRAY_FROM and model.takes_arrays:
             contexts = np.arange(context, context + num_rows * count, num_rows)
             took = np.asarray(model.step_s(StepRows(num_rows, num_rows, contexts, contexts)), dtype=float)
@@ -281,6 +306,8 @@ class Decode:
             ends += now_s
             return ends
         told = []
+        if self._drafts:
+            return [now_s + self._drafting_s(context) * (1.0 if noise is None else float(noise[0])) / self.speed]
         for at in range(count):
             took_s = seconds("decode_s", model.step_s, StepRows(num_rows, num_rows, context, context))
             now_s += took_s / self.speed if noise is None else took_s * float(noise[at]) / self.speed
@@ -288,7 +315,29 @@ class Decode:
             told.append(now_s)
         return told
 
+    def _drafting_s(self, context: int) -> float:
+        """Return the seconds of a step that checks drafts, and decide how many of each request."""
+        num_tokens, num_context, num_pairs = len(self._batch), context, context
+        for job in self._batch:
+            drafts = job.num_drafts = self.scheduler.num_drafts(job)
+            num_tokens, num_context = num_tokens + drafts, num_context + drafts
+            num_pairs += drafts * job.num_tokens + drafts * (drafts + 1) // 2
+        return seconds("decode_s", self.model.step_s, StepRows(len(self._batch), num_tokens, num_context, num_pairs))
+
     # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, now_s: float) -> list[Job]:
+        """End the requests whose deadline is over, and return them. The pages of a room wait for its prefill."""
+        overdue = self.scheduler.overdue()
+        for job in overdue:
+            job.outcome = "deadline"
+            self.scheduler.leave(job)
+            if job.runs:
+                self.release(job)
+            elif job.state is SequenceState.GRANTED:
+                self.orphans[job] = job.held
+                self._world.abort(job, now_s)
+        return overdue
 
     def _land(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Let landed requests join. Return those that gave their first token, and those that end with it."""
@@ -296,18 +345,19 @@ class Decode:
         landed, self.landed = self.landed, []
         for job in landed:
             if job not in self.scheduler.granted:
+                self.settle(job, now_s)
                 continue
             self.scheduler.admit(job)
-            self.pages.keep(job.held, job.keys(self.page_size, job.num_tokens), self._domain(job))
+            self.pages.keep(job.held, job.keys(self.page_size, job.num_tokens - self._drafts), self._domain(job))
             job.offset += 1
             job.committed_s = now_s
             job.spells.append(Spell(self.ends, len(self.ends), landed_s=now_s, told_s=now_s))
             job.run(self.ends)
             joined.append(job)
             self.context += job.num_tokens
-            if not job.protected:
+            if self._grows(job):
                 self._growth.add(job.offset)
-            if job.num_tokens >= job.max_tokens:
+            if job.is_whole:
                 self._end(job)
                 ended.append(job)
             else:
@@ -333,12 +383,12 @@ class Decode:
         held = job.held
         job.close_spell(len(self.ends))
         self.context -= job.num_tokens
-        if not job.protected:
+        if self._grows(job):
             self._growth.remove(job.offset)
-            held.num_own = -(-(job.num_tokens - 1) // self.page_size) - held.num_known + (job in self._grown)
+            held.num_own = self._num_held(job) - held.num_known
         self._grown.discard(job)
         job.rest()
-        self.pages.keep(held, job.keys(self.page_size, job.num_tokens - 1), self._domain(job))
+        self.pages.keep(held, job.keys(self.page_size, job.num_tokens - 1 - self._drafts), self._domain(job))
         self.pages.release(held)
 
     def _skip(self, job: Job) -> None:
@@ -346,16 +396,34 @@ class Decode:
         steps = len(self.ends)
         job.close_spell(steps)
         job.spells.append(Spell(self.ends, steps + 1))
-        if not job.protected:
+        if self._grows(job):
             self._growth.remove(job.offset)
             self._growth.add(job.offset - 1)
         job.offset -= 1
         heappush(self._finishes, (job.end_step, job.number, job))
 
+    def _grows(self, job: Job) -> bool:
+        """Return whether a request takes pages by `Growth`, one in so many steps, and they are counted when it ends."""
+        return not (job.protected or self._drafts)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _num_held(self, job: Job) -> int:
+        """Return how many pages a running request has."""
+        if self._grows(job):
+            return self._num_pages(job.num_tokens - 1) + (job in self._grown)
+        return job.held.num_known + job.held.num_own
+
     def _domain(self, job: Job) -> Hashable:
         return job.prefill if self._of_writer else None
 
     # -- pages -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_orphans(self) -> int:
+        """Rooms that were given up and whose prefills have not stopped yet."""
+        return len(self.orphans)
 
     @property
     def num_available(self) -> int:
@@ -378,13 +446,17 @@ class Decode:
         return job.found.num_known - self.pages.num_unused(job.found)
 
     def extend(self, job: Job, num_drafts: int = 0, /) -> bool:
-        """Make sure that a request has a page for its next token. Return False when there is none."""
-        if job.protected or (job.num_tokens - 1) % self.page_size:
+        """Make sure that a request has a page for its next token and for the `num_drafts` tokens after it. Return False
+        when there is none."""
+        if self._num_pages(job.num_tokens + num_drafts) <= self._num_held(job):
             return True
         if self.num_available <= 0:
             return False
         self.pages.take(1)
-        self._grown.add(job)
+        if self._drafts:
+            job.held.num_own += 1
+        else:
+            self._grown.add(job)
         return True
 
     def _open_room(self, job: Job, now_s: float) -> None:
@@ -412,7 +484,7 @@ class Decode:
     def _held_back(self) -> list[Job]:
         """Return the requests that have no page for their next token and do not run in the next step. Where there are
         enough pages, everybody runs, and nothing has to be planned."""
-        self._has_grown = self._growth.num_pages(len(self.ends), 1) > self.num_available
+        self._has_grown = self._drafts or self._growth.num_pages(len(self.ends), 1) > self.num_available
         if not self._has_grown:
             return []
         batch = set(self.scheduler.plan())

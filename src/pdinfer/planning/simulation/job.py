@@ -30,7 +30,8 @@ class Job(ScheduledSequence):
     those at its decode. It has `offset` tokens more than its decode has ended steps while it runs there, of which
     `ends` has the times, and `offset` tokens otherwise. `found` is what decode's pages had of it when they were last
     asked, `held` what it holds of them. They had the first `num_found` tokens when they were granted, prefill's the
-    first `num_cached`.
+    first `num_cached`. In the step under way `num_drafts` tokens are drafted for it; of the `num_drafted` so far, those
+    that were right came at `accepted_s`.
     """
 
     number: int
@@ -62,15 +63,29 @@ class Job(ScheduledSequence):
     error: str | None = None
     score: tuple[tuple[str, float], ...] = ()
     spells: list[Spell] = attrs.field(factory=list)
+    num_drafts: int = 0
+    num_drafted: int = 0
+    accepted_s: list[float] = attrs.field(factory=list)
     _keys: dict[int, Keys] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, number: int, asked: Arrival, intended_s: float, sent_s: float, block_tokens: int) -> Job:
+    def of(
+        cls,
+        number: int,
+        asked: Arrival,
+        intended_s: float,
+        sent_s: float,
+        block_tokens: int,
+        default_deadline_s: float | None = None,
+    ) -> Job:
         """Return a request that is sent now."""
         most = asked.prompt_tokens + asked.output_tokens
+        deadline_s = default_deadline_s if asked.deadline_s is None else asked.deadline_s
         return cls(
             arrival=number,
             submitted_at=sent_s,
+            deadline_at=None if deadline_s is None else sent_s + deadline_s,
+            priority=asked.priority,
             max_tokens=most,
             expected_tokens=most,
             number=number,
@@ -95,6 +110,11 @@ class Job(ScheduledSequence):
     def end_step(self) -> int:
         """How many steps its decode has ended when it gets its last token, while it runs."""
         return self.max_tokens - self.offset
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.num_tokens >= self.max_tokens
 
     @property
     def runs(self) -> bool:

@@ -46,6 +46,9 @@ class World(BaseWorld, Protocol):
     def push(self, prompt: Prompt, now_s: float) -> None:
         """Send `prompt.pushes` tokens while the step computes them."""
 
+    def settle(self, job: Job, now_s: float) -> None:
+        """Tell the decode that has given a request up that nobody writes its pages any more."""
+
     def hand_off(self, prompt: Prompt, now_s: float) -> None:
         """Tell decode that a prompt is computed. `Prefill.sent` is called once its last byte has left."""
 
@@ -69,6 +72,7 @@ class Prefill:
         self._num_arrivals = 0
         self._step: list[tuple[Prompt, int]] = []
         self._new: list[Prompt] = []
+        self._stopped: list[Prompt] = []
         self._num_begun = 0
         self._sent: deque[tuple[float, Prompt]] = deque()
         self._began_s = 0.0
@@ -76,12 +80,15 @@ class Prefill:
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a prompt for which decode has granted pages."""
         self.num_changes += 1
+        taken_s = now_s if self.due_s == math.inf else self.due_s  # what was left at the grant counts from there on
         prompt = Prompt(
             job=job,
             room=job.room,
             arrival=self._num_arrivals,
             submitted_at=now_s,
             is_resumed=job.num_output > 0,
+            deadline_at=job.deadline_at and job.deadline_at + taken_s - (job.granted_s or 0.0),
+            priority=job.priority,
             num_tokens=job.num_tokens,
             num_pushed=job.num_found,
         )
@@ -137,6 +144,13 @@ class Prefill:
                 self.pages.release(prompt.held)
             self.scheduler.leave(prompt)
 
+    def stop(self, job: Job) -> bool:
+        """Stop the prompt of a request that has ended, at the next step. Return False if it is not here."""
+        stopped = [prompt for prompt in self.scheduler.unfinished if prompt.job is job]
+        self._stopped += stopped
+        self.poke()
+        return bool(stopped)
+
     def fail(self) -> None:
         """Stop for good."""
         self.due_s = math.inf
@@ -189,6 +203,10 @@ class Prefill:
             prompt.taken = self._num_begun
             prompt.num_uncached = prompt.num_tokens - self._find(prompt).num_known * self.page_size
         self._new.clear()
+        for prompt in self._stopped:
+            self.cancel(prompt.job)
+            self._world.settle(prompt.job, now_s)
+        self._stopped.clear()
         step = self._plan(now_s) if self.scheduler.unfinished else []
         if not step and self._sent:
             self._return_pages(math.inf)
@@ -203,7 +221,7 @@ class Prefill:
     def _run(self, step: list[tuple[Prompt, int]], now_s: float) -> None:
         self._step, self._began_s = step, now_s
         took_s = seconds("prefill_s", self.model.step_s, _rows(step)) / self.speed
-        noise = self._world.noise(1)
+        noise = self._world.chance.noise(1)
         self.due_s = now_s + (took_s if noise is None else took_s * float(noise[0]))
         for prompt, count in step:
             prompt.pushes = max(0, prompt.num_computed + count - prompt.num_pushed)

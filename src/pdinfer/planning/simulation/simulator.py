@@ -7,17 +7,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Any
-
-import numpy as np
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.bench.summary import EngineUse
 from pdinfer.bench.traces import Arrival
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware
+from pdinfer.planning.simulation.chance import Chance
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster
 from pdinfer.planning.simulation.device import Device
@@ -29,9 +28,7 @@ from pdinfer.planning.simulation.records import record_of
 from pdinfer.planning.simulation.view import View
 from pdinfer.planning.simulation.world import Engine
 from pdinfer.progress import Tell, nobody
-
-_BATCH = 4096
-"""Random factors that are drawn at once."""
+from pdinfer.scheduling.rules import by_age, order_of
 
 
 class Simulator:
@@ -56,8 +53,7 @@ class Simulator:
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._num_pushed = 0
         self._soon: dict[Engine, None] = {}
-        self._random = np.random.default_rng([seed, 2])
-        self._factors, self._num_drawn = np.empty(0), 0
+        self.chance = Chance(cluster, seed)
         decode_pages = [_pool(cluster, "decode") for _ in range(cluster.num_decodes)]
         prefill_pages = (
             decode_pages if cluster.colocated else [_pool(cluster, "prefill") for _ in range(cluster.num_prefills)]
@@ -79,6 +75,7 @@ class Simulator:
         self.pushed_tokens = self.landed_tokens = 0
         self._view = View(cluster, self.prefills, self.decodes, self.links, policy)
         self._queue: list[Job] = []
+        self._num_turns = 0
         self._held_back: deque[tuple[Arrival, float]] = deque()
         self._num_in_flight = 0
         self._num_arrived = self._num_ended = 0
@@ -106,30 +103,6 @@ class Simulator:
     def num_steps(self) -> int:
         """The steps that all decodes ran."""
         return sum(len(decode.ends) for decode in self.decodes)
-
-    @property
-    def engines(self) -> tuple[EngineUse, ...]:
-        """The use of slots and pages, one value per engine."""
-        slots = self.cluster.decode.engine.max_running_requests
-        ends = [decode.ends[-1] for decode in self.decodes if decode.ends]
-        whole_s = max(ends, default=0.0)
-        prefills = () if self.cluster.colocated else self.prefills
-        return (
-            *(
-                EngineUse(name=f"P{at}", role="prefill", max_pages=each.pages.most_used / each.pages.num_pages)
-                for at, each in enumerate(prefills)
-            ),
-            *(
-                EngineUse(
-                    name=f"D{at}",
-                    role="decode",
-                    mean_slots=each.slot_s / whole_s / slots if whole_s else None,
-                    max_slots=each.most_slots / slots,
-                    max_pages=each.pages.most_used / each.pages.num_pages,
-                )
-                for at, each in enumerate(self.decodes)
-            ),
-        )
 
     def _at(self, at_s: float, action: Callable[[float, Any], None], what: Any = None) -> None:
         self._num_pushed += 1
@@ -160,15 +133,13 @@ class Simulator:
         """Return whether nobody else has work for the engine's device."""
         return not self._devices or self._devices[engine.number].is_alone()
 
-    def noise(self, count: int) -> np.ndarray | None:
-        """Return a factor of mean 1 for each of `count` steps, gamma distributed; None when steps do not scatter."""
-        cv = self.cluster.step_cv
-        if not cv:
-            return None
-        if self._num_drawn + count > len(self._factors):
-            self._factors, self._num_drawn = self._random.gamma(cv**-2, cv**2, max(count, _BATCH)), 0
-        self._num_drawn += count
-        return self._factors[self._num_drawn - count : self._num_drawn]
+    def abort(self, job: Job, now_s: float) -> None:
+        """Let the prefill of a granted request stop. `Decode.settle` is called when it has."""
+        self._view.keep_promise(job)
+        self._view.landed(job)
+        is_computed = job.prefilled_s is not None and job.granted_s is not None and job.prefilled_s >= job.granted_s
+        if not is_computed and not self.prefills[job.prefill].stop(job):
+            self.settle(job, now_s)
 
     def tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
         """Let the host learn this then."""
@@ -206,6 +177,10 @@ class Simulator:
             self._landing[transfer] = prompt, ready_s
         self._watch_links()
 
+    def settle(self, job: Job, now_s: float) -> None:
+        """Tell the decode that has given a request up that nobody writes its pages any more."""
+        self.decodes[job.decode].settle(job, now_s)
+
     def _settle(self, now_s: float) -> None:
         assert self.links is not None
         for transfer in self.links.advance(now_s):
@@ -232,6 +207,8 @@ class Simulator:
     def _land(self, now_s: float, prompt: Prompt) -> None:
         job = prompt.job
         self.prefills[job.prefill].sent(prompt, now_s)
+        if job.outcome != "unfinished":
+            self.settle(job, now_s)
         if job.room == prompt.room and job in self.decodes[job.decode].scheduler.granted:
             self.landed_tokens += prompt.num_tokens - job.num_found
             self._view.landed(job)
@@ -284,12 +261,15 @@ class Simulator:
         most = self.load.max_concurrency or math.inf
         while self._held_back and self._num_in_flight < most:
             arrival, intended_s = self._held_back.popleft()
-            job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens)
+            deadline_s = self.cluster.pairing.default_deadline_s
+            job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens, deadline_s)
             self.jobs.append(job)
             self._num_in_flight += 1
             refusal = self._view.refusal(job, num_queued=len(self._queue))
             if refusal is None:
                 insort(self._queue, job, key=_turn)
+                if job.deadline_at is not None:
+                    self._at(job.deadline_at, self._expire, job)
             else:
                 self._end(job, now_s, "refused", refusal)
         self._dispatch(now_s)
@@ -302,20 +282,32 @@ class Simulator:
         if self.load.mode == "closed_loop":
             self._at(now_s, self._start_client)
 
+    def _expire(self, now_s: float, job: Job) -> None:
+        """End a request that waits in the queue at its deadline. Its decode ends any other."""
+        if job in self._queue:
+            self._queue.remove(job)
+            self._end(job, now_s, "deadline")
+        elif job.deadline_at is not None and job.deadline_at > now_s:
+            self._at(job.deadline_at, self._expire, job)
+        elif job.ended_s is None:
+            self.decodes[job.decode].poke(now_s)
+
     # -- the host: what is chosen ------------------------------------------------------------------------------------
 
     def _dispatch(self, now_s: float) -> None:
         """Send queued requests, in turn, to the pairs that the policy chooses, until it lets one wait."""
         while self._queue:
-            job = self._queue[0]
+            oldest = by_age(self._queue, attrgetter("sent_s"), num_turns=self._num_turns, now=now_s)
+            job = oldest or self._queue[0]
             choice = self._view.choose(job, now_s)
             if choice is None:
                 if not self._view.has_ports:
-                    del self._queue[0]
+                    self._queue.remove(job)
                     self._end(job, now_s, "failed", "no prefill or no decode is left")
                     continue
                 return
-            del self._queue[0]
+            self._queue.remove(job)
+            self._num_turns += 1
             job.prefill, job.decode, job.score = choice
             job.chosen_s = now_s if job.chosen_s is None else job.chosen_s
             self._view.promise(job)
@@ -332,7 +324,7 @@ class Simulator:
                 self._view.keep_promise(job)
                 self.prefills[job.prefill].submit(job, now_s)
         for job in ended:
-            self._end(job, now_s, "length")
+            self._end(job, now_s, "length" if job.is_whole else job.outcome)
         if ended and self._held_back:
             self._send(now_s)
         elif self._queue:
@@ -355,7 +347,9 @@ class Simulator:
         self._view.drop(prefill)
         prefill.fail()
         for job in [job for job in self.jobs if job.ended_s is None and job.prefill == prefill.number]:
-            if job.chosen_s is None or job in self._queue:
+            if job.outcome != "unfinished":
+                self.settle(job, now_s)
+            if job.outcome != "unfinished" or job.chosen_s is None or job in self._queue:
                 continue
             decode = self.decodes[job.decode]
             self._view.keep_promise(job)
@@ -391,8 +385,8 @@ class Simulator:
         self._dispatch(now_s)
 
 
-def _turn(job: Job) -> tuple[bool, float, int]:
-    return not job.num_output, job.sent_s, job.number
+def _turn(job: Job) -> tuple[int, bool, float, int]:
+    return order_of(job.priority, job.sent_s, job.deadline_at, job.number, is_new=not job.num_output)
 
 
 def _pool(cluster: Cluster, side: str) -> Pages:
