@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("execution",),
         ("model",),
         ("moe",),
-        ("checkpoint", "layers"),
+        ("checkpoint", "layers", "scheduling"),
         ("kv",),
         ("config",),
         ("parallel", "kernels"),
@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("view", "device"),
         ("prefill", "decode"),
         ("world", "records"),
-        ("job",),
+        ("job", "chance"),
         ("links", "pages", "growth", "deployment"),
     ),
     "pairing": (
@@ -106,8 +106,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prefill", "decode"),
         ("engine", "page_tables", "snapshot", "tracks"),
         ("experts", "sequence"),
-        ("ranks", "schedule", "admission", "commands", "costs"),
+        ("ranks", "commands"),
     ),
+    "scheduling": (("decode", "prefill"), ("rules", "admission", "costs")),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("resident",), ("drafting", "graphs"), ("sampling",)),
     "model": (
@@ -239,8 +240,7 @@ ONLY: dict[str, dict[str, frozenset[str]]] = {
     "layers": {"kv": frozenset()},
     "kv": {"kernels": frozenset(), "parallel": frozenset()},
     "config": {"kernels": frozenset(), "parallel": frozenset()},
-    "engine.admission": {"kv": frozenset()},
-    "engine.schedule": {"kv": frozenset()},
+    "scheduling": {"kv": frozenset()},
 }
 
 # Which modules (patterns) may import a library. One that is not here is a new dependency. Those with a narrow pattern
@@ -282,12 +282,10 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "moe.placement": frozenset({"torch"}),
     "moe.placement.recorder": frozenset(),
     "moe.placement.replicas": frozenset(),
-    "engine.admission": frozenset({"torch"}),
     "engine.page_tables": frozenset({"torch"}),
-    "engine.costs": frozenset({"torch"}),
-    "engine.schedule": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),
     "parallel.slices": frozenset({"torch"}),
+    "scheduling": frozenset({"torch", "threading", "time", "os", "socket"}),
 }
 """By room or module; what is said of a module counts instead of what is said of its room."""
 

@@ -18,6 +18,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     moe/          Experts are placed on ranks, tokens are routed to them, and they move while engines run.
     checkpoint/   The files of a model folder are read without trust, and written shard by shard.
     layers        Linear maps, norms, the gated MLP and rotary angles are the smallest parts of a model.
+    scheduling/   What engines decide is said once: real engines obey it, and simulated ones too.
     kv/           Pages of the cache have a layout, an owner, and channels that carry them between engines.
     config/       The host's choices and the model's architecture are checked and frozen.
     parallel/     Ranks are divided into groups, which act together.

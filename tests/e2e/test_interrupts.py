@@ -15,13 +15,13 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.engine import sequence
 from pdinfer.engine.engine import Engine
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker, queue
 from pdinfer.pairing.choosing import OfPolicy
+from pdinfer.scheduling import decode as scheduling
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
     PROMPT,
@@ -43,7 +43,7 @@ from tests.e2e.setups import (
 @pytest.fixture(autouse=True)
 def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request waits for nothing of those before it: that would take longer than a test may."""
-    monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)
+    monkeypatch.setattr(scheduling, "WRITER_GRACE_S", 3600.0)
     monkeypatch.setattr(queue, "LINK_WAIT_S", 3600.0)
 
 

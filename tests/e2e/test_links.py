@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.engine import sequence
 from pdinfer.pairing.broker import LOOK_S
 from pdinfer.pairing.queue import LINK_WAIT_S
+from pdinfer.scheduling import decode as scheduling
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (
@@ -95,7 +95,7 @@ def test_a_pair_without_a_link_is_not_chosen_until_it_is_back() -> None:
 
 
 def test_a_request_whose_prefill_lost_its_decode_goes_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "WRITER_GRACE_S", 3600.0)  # so that nothing waits for the one that was lost
+    monkeypatch.setattr(scheduling, "WRITER_GRACE_S", 3600.0)  # so that nothing waits for the one that was lost
     with several(2, 1, policy=pd.policy.round_robin) as setup:
         hang(setup.prefills[0])
         setup.pairing.submit(request("a", 12))

@@ -24,8 +24,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill computes a request that must run alone beside others",
-        "share_a_step(self._active, lambda prompt: prompt.request.alone, num_steps=self._num_chunks),",
-        "self._active,",
+        'share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps),',
+        "self.active,",
         LOSSES + "test_a_request_that_must_run_alone_takes_turns_with_the_others",
     ),
     Mutant(
@@ -38,7 +38,7 @@ MUTANTS = [
         "others wait until who runs alone has ended",
         "return turns[num_steps % len(turns)]",
         "return turns[0]",
-        "test_schedule.py::test_who_must_run_alone_has_turns_of_its_own",
+        "test_rules.py::test_who_must_run_alone_has_turns_of_its_own",
     ),
     Mutant(
         "a prefill that is lost before it began counts",
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "an attempt counts though another prefill has taken over",
-        "sequence.num_taken_over += len(sequence.cuts) + (sequence.state is SequenceState.GRANTED)",
+        "sequence.num_taken_over += len(sequence.cuts) + ends",
         "sequence.num_taken_over += len(sequence.cuts)",
         LOSSES + "test_an_attempt_that_another_prefill_takes_over_is_not_counted",
     ),
@@ -94,8 +94,8 @@ MUTANTS = [
     ),
     Mutant(
         "attempts over links that break never end",
-        "            if sequence.cuts and sequence.num_failed >= self.config.max_attempts:",
-        "            if False:",
+        "return bool(sequence.cuts) and sequence.num_failed >= self._config.max_attempts",
+        "return False",
         LOSSES + "test_a_last_attempt_has_failed_once_the_writer_turns_out_to_live[back]",
     ),
     Mutant(

@@ -157,8 +157,8 @@ MUTANTS = [
     ),
     Mutant(
         "pages are kept for a mere limit",
-        "owed = sum(max(0, forecast_tokens(sequence.request) - sequence.num_tokens) for sequence in growing)",
-        "owed = sum(sequence.max_tokens - sequence.num_tokens for sequence in growing)",
+        "owed = sum(max(0, one.expected_tokens - one.num_tokens) for one in growing)",
+        "owed = sum(one.max_tokens - one.num_tokens for one in growing)",
         "test_page_tables.py::test_pages_are_kept_for_the_growth_that_is_expected_and_not_for_a_mere_limit",
     ),
     Mutant(

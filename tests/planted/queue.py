@@ -47,14 +47,14 @@ MUTANTS = [
     ),
     Mutant(
         "a retracted stream is the newest at its prefill",
-        "is_new = not self.request.output",
+        "is_new = not self.is_resumed",
         "is_new = True",
         QUEUE + "test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill",
     ),
     Mutant(
         "decode grants by priority alone",
-        'return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_turns, now=now) or next(able(), None)',
-        "return next(able(), None)",
+        "oldest = by_age(able(), SINCE, num_turns=self._num_turns, now=self._clock())",
+        "oldest = None",
         QUEUE + "test_a_low_priority_runs_though_high_ones_never_end",
     ),
     Mutant(

@@ -7,7 +7,7 @@ from tests.planted.mutant import Mutant
 _RESULTS = "test_results.py"
 _RACE = "test_cpu_race.py"
 _TURNS = "pairing/test_turns.py"
-_SCHEDULE = "test_schedule.py"
+_SCHEDULE = "test_rules.py"
 
 MUTANTS = [
     Mutant(
@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "chunks are cut while nothing decodes",
-        "        if not self._running:\n            return None\n        step_s, sequence_s",
-        "        step_s, sequence_s",
+        "        if not (running := self._scheduler.running):\n            return None\n",
+        "        running = self._scheduler.running\n",
         f"{_TURNS}::test_chunks_are_whole_while_nothing_decodes",
     ),
     Mutant(

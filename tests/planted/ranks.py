@@ -346,36 +346,36 @@ MUTANTS = [
         "a late request is not overtaken for ever",
         "else min(deadline_at, patient_until)",
         "else deadline_at",
-        "test_schedule.py::test_nobody_is_overtaken_after_a_while",
+        "test_rules.py::test_nobody_is_overtaken_after_a_while",
     ),
     Mutant(
         "a class gets the whole budget",
         "        budget -= sum(share)\n",
         "",
-        "test_schedule.py::test_a_chunk_fills_its_budget_class_by_class",
+        "test_rules.py::test_a_chunk_fills_its_budget_class_by_class",
     ),
     Mutant(
         "the watermark holds one that is alone",
         "(watermark if others else 0)",
         "watermark",
-        "test_schedule.py::test_alone_a_sequence_may_take_all",
+        "test_rules.py::test_alone_a_sequence_may_take_all",
     ),
     Mutant(
         "growth is forgotten at once",
         "max(0.0, share - GROWTH_DECAY)",
         "0.0",
-        "test_schedule.py::test_growth_is_learnt_from_retractions_and_forgotten",
+        "test_rules.py::test_growth_is_learnt_from_retractions_and_forgotten",
     ),
     Mutant(
         "the victim is the oldest",
         "(*sequences[i][:2], -sequences[i][2])",
         "sequences[i]",
-        "test_schedule.py::test_the_victim_is_the_last_of_those_with_the_fewest_attempts_of_the_lowest_priority",
+        "test_rules.py::test_the_victim_is_the_last_of_those_with_the_fewest_attempts_of_the_lowest_priority",
     ),
     Mutant(
         "orphans are not counted as holding pages",
-        "others=len(others) + len(self._orphans),",
-        "others=len(others),",
+        "others=num_holding + self._pages.num_orphans,",
+        "others=num_holding,",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
     ),
     Mutant(
@@ -386,8 +386,8 @@ MUTANTS = [
     ),
     Mutant(
         "shared pages count as new ones",
-        "tokens_to_find(self._max_attempts)) - in_use_anyway,",
-        "tokens_to_find(self._max_attempts)),",
+        "sequence)) - self._pages.num_in_use(sequence),",
+        "sequence)),",
         "test_page_tables.py::test_pages_that_others_use_anyway_are_had_for_nothing",
     ),
     Mutant(
@@ -416,20 +416,20 @@ MUTANTS = [
     ),
     Mutant(
         "a page beyond max_total_tokens",
-        "return self._pool.num_available - self._num_withheld",
-        "return self._pool.num_available",
+        "return self._pool.num_available - self._num_withheld\n\n    @property",
+        "return self._pool.num_available\n\n    @property",
         "test_page_tables.py::test_pages_in_use_have_room_for_no_more_tokens_than_allowed",
     ),
     Mutant(
         "the last attempt is not protected",
-        "sequence.protected = reserved == sequence.max_tokens",
+        "sequence.protected = sequence.reserved_tokens == sequence.max_tokens",
         "sequence.protected = False",
         "test_page_tables.py::test_at_the_last_attempt_a_sequence_has_all_it_can_need",
     ),
     Mutant(
         "a prefill's unsent window is not looked at",
-        "lambda prompt: not self._channel.is_full(prompt.grant), self._queue",
-        "lambda prompt: True, self._queue",
+        "lambda prompt: not self._pages.is_full(prompt), self.queue",
+        "lambda prompt: True, self.queue",
         "test_prefill.py::test_a_full_decode_holds_its_own_prompts_and_no_others",
     ),
     Mutant(
@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     Mutant(
         "withheld pages are given",
-        "<= self.pool.num_available - self._num_withheld",
-        "<= self.pool.num_available",
+        "return self._pool.num_available - self._num_withheld\n\n    def is_full",
+        "return self._pool.num_available\n\n    def is_full",
         "test_prefill.py::test_no_more_tokens_are_held_than_allowed",
     ),
     Mutant(
@@ -464,8 +464,8 @@ MUTANTS = [
     ),
     Mutant(
         "a stop is for every prompt",
-        "[prompt for prompt in self._unfinished if prompt.grant.room == room]",
-        "self._unfinished",
+        "[prompt for prompt in self._scheduler.unfinished if prompt.grant.room == room]",
+        "self._scheduler.unfinished",
         "test_prefill.py::test_a_stop_ends_its_own_room_and_no_other",
     ),
     Mutant(
@@ -482,8 +482,8 @@ MUTANTS = [
     ),
     Mutant(
         "attempts never end",
-        "(is_cut or sequence.num_failed < self.config.max_attempts):",
-        "True:",
+        "and (is_cut or sequence.num_failed < self._config.max_attempts)",
+        "",
         "test_decode.py::test_only_what_transfers_lose_is_tried_again[error0-3]",
     ),
     Mutant(
@@ -506,19 +506,19 @@ MUTANTS = [
     ),
     Mutant(
         "a queue has no end",
-        "if len(self._waiting) >= self.config.max_queued_requests:",
+        "if len(self.waiting) >= self._config.max_queued_requests:",
         "if False:",
         "test_decode.py::test_what_decode_cannot_take_is_refused_at_once",
     ),
     Mutant(
         "one more than may run",
-        "return len(holding) < self.config.max_running_requests",
-        "return len(holding) <= self.config.max_running_requests",
+        "if num_holding >= self._config.max_running_requests:",
+        "if num_holding > self._config.max_running_requests:",
         "test_decode.py::test_what_decode_cannot_take_is_refused_at_once",
     ),
     Mutant(
         "a change of writers leaves the room open",
-        '            self._give_up(sequence, TransferError("another prefill takes over"))\n            self._waiting.add(sequence)\n',
+        '            self._give_up(sequence, TransferError("another prefill takes over"))\n',
         "            pass\n",
         "test_decode.py::test_other_writers_get_another_room_and_the_first_one_is_asked_to_stop",
     ),

@@ -85,8 +85,8 @@ MUTANTS = [
     ),
     Mutant(
         "decode announces a room at once",
-        "if self._channel.expects(room) else",
-        "if True else",
+        "if self._channel.expects(event.grant.room):",
+        "if True:",
         "test_decode.py::test_a_grant_is_told_when_every_rank_expects_its_room",
     ),
     Mutant(

@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "a sequence is retracted though an orphan's pages are coming back",
-        "if victim is sequence and (self._granted or self._tables.num_orphans):",
-        "if victim is sequence and self._granted:",
+        "if victim is sequence and (self.granted or self._pages.num_orphans):",
+        "if victim is sequence and self.granted:",
         "test_faulty_peers.py::test_a_sequence_waits_for_the_pages_of_a_room_that_is_given_up_instead_of_losing_its_own",
     ),
     Mutant(

@@ -13,10 +13,8 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.engine import schedule
 from pdinfer.engine.decode import DecodeEngine
-from pdinfer.engine.page_tables import PageTables
-from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.engine.page_tables import PageTables, PromptTables
 from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import ChannelArrivals, KVChannel
 from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms, Tombstones
@@ -28,6 +26,8 @@ from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.scheduling import rules
+from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.testing import Placement, SimNetwork, SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
@@ -239,13 +239,15 @@ def a_grant_that_nobody_waits_for_stays(patch: pytest.MonkeyPatch) -> None:
 @bug(rare=True, tight=1.0, ports=("piped", "local"))
 def a_retracted_request_forgets_its_output(patch: pytest.MonkeyPatch) -> None:
     """A retracted request comes back as it was submitted (sglang#6857)."""
-    retract = DecodeEngine._retract
+    plan = DecodeScheduler.plan
 
-    def forget(self: DecodeEngine, sequence: Any) -> None:
-        retract(self, sequence)
-        del sequence.output[len(sequence.request.output) :]
+    def forget(self: DecodeScheduler[Any]) -> list[Any]:
+        batch = plan(self)
+        for sequence in self.retracted:
+            del sequence.output[len(sequence.request.output) :]
+        return batch
 
-    patch.setattr(DecodeEngine, "_retract", forget)
+    patch.setattr(DecodeScheduler, "plan", forget)
 
 
 @bug(tight=1.0, ports=("piped", "local"), cancel_share=0.5)
@@ -310,15 +312,15 @@ def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
 @bug(tight=1.0)
 def a_prefix_is_known_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
     """Others find prefill's pages before they are computed (vllm#50283)."""
-    lay_out = PrefillEngine._lay_out
+    lay_out = PromptTables.lay_out
 
-    def lay_out_and_keep(self: PrefillEngine, prompt: Any) -> None:
+    def lay_out_and_keep(self: PromptTables, prompt: Any) -> None:
         lay_out(self, prompt)
         if prompt.held == prompt.pages:
             full = prompt.held[: len(prompt.keys)]
-            prompt.held = prompt.pages = (*self.channel.pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+            prompt.held = prompt.pages = (*self._pool.keep(prompt.keys, full), *prompt.held[len(full) :])
 
-    patch.setattr(PrefillEngine, "_lay_out", lay_out_and_keep)
+    patch.setattr(PromptTables, "lay_out", lay_out_and_keep)
 
 
 @bug(armed=dict.fromkeys(TROUBLES, 0.0), deadline_share=0.6, max_new=40, steps_s=(0.05,), tight=0.0)
@@ -405,7 +407,7 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
             counts[index] = min(remaining[index], chunk_size - sum(counts))
         return counts
 
-    patch.setattr(schedule, "plan_chunk", shortest_first)
+    patch.setattr(rules, "plan_chunk", shortest_first)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

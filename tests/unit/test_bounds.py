@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from pdinfer.bounds import PRINTABLE, broken_bound, escaped
-from pdinfer.engine.admission import check_request
 from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.remote import messages
+from pdinfer.scheduling.admission import check_request
 from pdinfer.stats import EngineLoad
 from pdinfer.types import Request, RequestLimits
 from tests.golden import samples

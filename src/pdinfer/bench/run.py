@@ -235,7 +235,16 @@ def _requests(load: Load, maker: PromptMaker) -> Iterator[tuple[Arrival, Request
     run_id = os.urandom(4).hex()
     for at, arrival in enumerate(load.arrivals):
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True, seed=at)
-        yield arrival, Request(request_id=f"bench-{run_id}-{at}", prompt=maker.prompt(arrival), sampling=sampling)
+        yield (
+            arrival,
+            Request(
+                request_id=f"bench-{run_id}-{at}",
+                prompt=maker.prompt(arrival),
+                sampling=sampling,
+                priority=arrival.priority,
+                deadline_s=arrival.deadline_s,
+            ),
+        )
 
 
 def environment() -> dict[str, str]:

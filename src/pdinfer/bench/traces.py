@@ -48,7 +48,8 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(\+00:00|Z)?",
 
 @attrs.frozen(kw_only=True)
 class Arrival:
-    """One request: when it is due in seconds, its tokens, and the hashes of its blocks, equal for equal prefixes."""
+    """One request: when it is due in seconds, its tokens, the hashes of its blocks, equal for equal prefixes, and its
+    priority and deadline as in `Request`."""
 
     __repr__ = brief
 
@@ -56,6 +57,8 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 @attrs.frozen(kw_only=True)

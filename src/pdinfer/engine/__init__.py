@@ -1,18 +1,15 @@
-"""What one engine decides: which requests enter, what runs in a step, and which sequence gives way.
+"""Engines: what `scheduling` decides is done here, with pages, a channel and a runner.
 
     prefill.py       `PrefillEngine`: prompts in, latents pushed, one hand-off for each
     decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
     engine.py        what both engines share, also after a step that did not end
     commands.py      what a host asks of an engine between steps
-    admission.py     which requests may enter, as pure functions
-    schedule.py      the other decisions as pure functions
-    costs.py         what steps take, learned from the steps themselves
-    sequence.py      one request in an engine: a prompt at prefill, a sequence at decode, and those that wait for pages
-    page_tables.py   the pages of the sequences in a decode engine
+    sequence.py      one request in an engine: a prompt at prefill, a sequence at decode
+    page_tables.py   the pages of the prompts or sequences in an engine
     tracks.py        what the trace of an engine shows of requests
     snapshot.py      what an engine holds at one moment, for finding faults
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 
-May import: config, execution, kv, model, moe, parallel, process, the ground.
+May import: config, execution, kv, model, moe, parallel, process, scheduling, the ground.
 """

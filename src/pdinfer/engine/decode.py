@@ -12,17 +12,14 @@ import attrs
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
-from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.schedule import choose_victim, share_a_step
-from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
+from pdinfer.engine.sequence import Sequence, ends_of
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.engine.tracks import show_landed, show_sequence
-from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError, TransferError
+from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.runner import ModelRunner, graphs_of
@@ -34,6 +31,8 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.process.modes import own_modes
+from pdinfer.scheduling.admission import check_request
+from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.stats import DecodeCost, DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
@@ -44,10 +43,10 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """Continuous batching over the pages of its `pool`. Only this engine emits tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
-    page by page. When the pool is exhausted, a running sequence is retracted (`schedule.choose_victim`): it returns to
-    the front of the queue with its tokens so far. At its last attempt a sequence gets all the pages it may ever need,
-    so that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence the drafted tokens that were
-    right, and one more.
+    page by page. When the pool is exhausted, a running sequence is retracted (`rules.choose_victim`): it returns to the
+    front of the queue with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so
+    that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence the drafted tokens that were
+    right, and one more. A `DecodeScheduler` decides all of it; the engine obeys with pages, a channel and a runner.
     """
 
     role = "decode"
@@ -70,17 +69,20 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
-        self._waiting = WaitingQueue(self._has_writers, clock)
-        self._granted: dict[bytes, Sequence] = {}
-        self._untold: list[Granted] = []
-        self._running: list[Sequence] = []
-        self._tables = PageTables(self.pool, self.config)
+        self._untold: list[tuple[Sequence, Granted]] = []
+        shares_pool = self._channel.shares_pool
+        self._tables = PageTables(self.pool, num_withheld=self._num_withheld, shares_pool=shares_pool)
+        self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
+            self._tables,
+            self.config,
+            clock,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.layout.page_size,
+            has_writers=lambda sequence: all(map(self._channel.connected, sequence.writers)),
+        )
         self.pool.hold(self._held)
         self._arrivals = 0
-        self._num_batches = 0
-        self._stalled = False
         self._drafted = DraftCounts()
-        self._costs = StepCosts(3)
         if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
         if self.config.graph_batch_sizes is not None:
@@ -128,22 +130,26 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._land()
         self._grant()
 
+    @property
+    def _requests(self) -> tuple[Iterable[Sequence], ...]:
+        """Those that wait, those that are granted and those that run."""
+        return self._scheduler.waiting, self._scheduler.granted, self._scheduler.running
+
     def load(self) -> DecodeLoad:
         """Return what this engine holds. That includes requests that no step has seen yet."""
         return attrs.evolve(self._make_brief_load(), **self._full_load())
 
     def _make_brief_load(self) -> DecodeLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
-        waiting = list(self._waiting)
-        holding = [*self._granted.values(), *self._running]
-        step_s, sequence_s, token_s = self._costs.weights
+        waiting, granted, running = map(list, self._requests)
+        step_s, sequence_s, token_s = self._scheduler.costs.weights
         return DecodeLoad(
             **self._brief_load(),
             num_waiting_requests=len(waiting) + len(unseen),
             num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
-            num_granted_requests=len(self._granted),
-            num_running_requests=len(self._running),
-            num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            num_granted_requests=len(granted),
+            num_running_requests=len(running),
+            num_running_tokens=sum(sequence.num_tokens for sequence in (*granted, *running)),
             max_running_requests=self.config.max_running_requests,
             cost=DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s),
             **attrs.asdict(self._drafted),
@@ -152,16 +158,14 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def next_step_s(self) -> float | None:
         """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
         when no sequence runs."""
-        if not self._running:
+        if not (running := self._scheduler.running):
             return None
-        step_s, sequence_s, token_s = self._costs.weights
-        context = sum(sequence.num_tokens for sequence in self._running)
-        return step_s + len(self._running) * sequence_s + context * token_s
+        step_s, sequence_s, token_s = self._scheduler.costs.weights
+        return step_s + len(running) * sequence_s + sum(sequence.num_tokens for sequence in running) * token_s
 
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
-        lines = self._waiting, self._granted.values(), self._running
-        waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in lines)
+        waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in self._requests)
         return DecodeSnapshot(waiting=waiting, granted=granted, running=running, orphans=self._tables.orphans)
 
     @typed
@@ -169,13 +173,10 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._events or self._closed:
             return bool(self._events)
-        if self._running and not self._stalled:
-            return True
-        if (first := self._waiting.next()) is not None and self._may_grant(first):
-            return True  # requests that ended in the last step have left pages
-        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at]
-        left_s = min(ends, default=float("inf")) - self._clock()
-        return self._sleep(timeout_s, left_s)
+        scheduler = self._scheduler
+        if (scheduler.running and not scheduler.stalled) or scheduler.next_turn() is not None:
+            return True  # requests that ended in the last step may have left pages for the next turn
+        return self._sleep(timeout_s, scheduler.next_end() - self._clock())
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.decode()
@@ -190,13 +191,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._land()
 
     def _held(self) -> Held:
-        return self._tables.held([*self._running, *self._granted.values()])
+        return self._tables.held([*self._scheduler.running, *self._scheduler.granted])
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
-        self._sequences, self._granted, self._untold, self._running = {}, {}, [], []
-        self._waiting.clear()
-        self._tables = PageTables(self.pool, self.config)
+        self._sequences, self._untold = {}, []
+        self._tables.clear()
+        self._scheduler.clear()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
@@ -223,8 +224,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
             request = check_request(request, [self.limits])
             processor = self._make_processor(request.sampling)
-            if len(self._waiting) >= self.config.max_queued_requests:
-                raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
+            self._scheduler.check_room()
         except PDInferError as error:
             self._events.append(Refused(request_id=request_id, error=error))
             return
@@ -232,20 +232,16 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         sequence = Sequence.of(request, writers, self._arrivals, now, chain, processor)
         self._arrivals += 1
         self._sequences[request_id] = sequence
-        self._waiting.add(sequence)
+        self._scheduler.wait(sequence)
 
     def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
-        sequence.num_taken_over += len(sequence.cuts) + (sequence.state is SequenceState.GRANTED)
-        sequence.writers, sequence.cuts = writers, []
-        if sequence.state is SequenceState.GRANTED:
+        sequence.writers = writers
+        if self._scheduler.take_over(sequence):
             self._give_up(sequence, TransferError("another prefill takes over"))
-            self._waiting.add(sequence)
 
     def _expire(self) -> None:
-        now = self._clock()
-        for sequence in list(self._sequences.values()):
-            if sequence.deadline_at is not None and now >= sequence.deadline_at:
-                self._end(sequence, FinishReason.DEADLINE)
+        for sequence in self._scheduler.overdue():
+            self._end(sequence, FinishReason.DEADLINE)
 
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
@@ -253,7 +249,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for room, handoffs in by_room(self._channel.poll()).items():
             if self._tables.settle(room):
                 continue
-            sequence = self._granted.pop(room)
+            sequence = next(one for one in self._scheduler.granted if one.grant is not None and one.grant.room == room)
             if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
                 self._admit(sequence, handoffs)
             else:
@@ -266,8 +262,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if self._trace is not None and sequence.grant is not None:
             show_landed(self._trace, sequence, sequence.grant, now)
         self._tables.adopt(sequence)
-        sequence.state = SequenceState.RUNNING
-        self._running.append(sequence)
+        self._scheduler.admit(sequence)
         try:
             first = sequence.first_token(handoffs, self.model.config.vocab_size)
         except TransferError as error:
@@ -279,100 +274,57 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._append(sequence, first)
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
-        """End an attempt that brought no KV. Its writers have stopped, so its pages are free. Only a failed transfer is
-        retried. When the writers are gone, whether it has failed is seen once they are back or others are named."""
+        """End an attempt that brought no KV. Its writers have stopped, so its pages are free."""
         if not isinstance(error, TransferError | RequestError):
             self._tables.forget(sequence)
         self._tables.release(sequence)
-        is_cut = not self._has_writers(sequence)
-        sequence.cuts += [error] * is_cut
-        if isinstance(error, TransferError) and (is_cut or sequence.num_failed < self.config.max_attempts):
-            self._waiting.add(sequence)
-        else:
+        if not self._scheduler.lose(sequence, error):
             self._end(sequence, FinishReason.FAILED, error)
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Grant pages in the order of the queue. The first sequence that cannot have them holds up the others, so none
-        starves. Only sequences whose prefill is gone are passed over."""
-        for deserted in self._waiting.deserted():
+        """Open a room for every sequence that has its turn, and end those that had too many."""
+        for deserted in self._scheduler.deserted():
             error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
             self._end(deserted, FinishReason.FAILED, error)
-        while (sequence := self._waiting.next()) is not None:
-            if sequence.cuts and sequence.num_failed >= self.config.max_attempts:
+        while (sequence := self._scheduler.next_turn()) is not None:
+            if self._scheduler.has_failed(sequence):
                 self._end(sequence, FinishReason.FAILED, sequence.cuts[-1])
-                continue
-            self._tables.belong(sequence, shared=self._channel.shares_pool(sequence.writers))
-            if not self._may_grant(sequence):
-                break
-            self._waiting.take(sequence)
-            self._open_room(sequence)
-
-    def _has_writers(self, sequence: Sequence) -> bool:
-        return all(map(self._channel.connected, sequence.writers))
-
-    def _may_grant(self, sequence: Sequence) -> bool:
-        holding = [*self._running, *self._granted.values()]
-        return len(holding) < self.config.max_running_requests and self._tables.may_reserve(sequence, holding=holding)
+            else:
+                self._scheduler.grant(sequence)
+                self._open_room(sequence)
 
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
         self._looked_up(sequence.num_tokens, found=grant.tokens.start)
-        sequence.attempts += 1
         sequence.waited_s += self._clock() - sequence.waiting_since
         sequence.granted(self._clock())
-        sequence.state = SequenceState.GRANTED
-        self._granted[grant.room] = sequence
         self._channel.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
-        self._untold.append(Granted(grant=grant, request=request))
+        self._untold.append((sequence, Granted(grant=grant, request=request)))
 
     def _tell_granted(self) -> None:
         untold, self._untold = self._untold, []
-        for event in untold:
-            if (room := event.grant.room) in self._granted:  # otherwise it was given up meanwhile
-                (self._events if self._channel.expects(room) else self._untold).append(event)
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make sure that the next token of the sequence has a slot. If needed, retract others or the sequence itself.
-        Return False when it cannot run in this step."""
-        while not self._tables.extend(sequence):
-            candidates = [running for running in self._running if not running.protected]
-            victim = candidates[choose_victim([(c.request.priority, c.attempts, c.arrival) for c in candidates])]
-            if victim is sequence and (self._granted or self._tables.num_orphans):
-                return False  # pages are on their way: the sequence that lands next may give way
-            self._retract(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _retract(self, sequence: Sequence) -> None:
-        _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
-        self._running.remove(sequence)
-        self._computing -= {sequence.request_id}
-        self._tables.release(sequence)
-        self._waiting.add(sequence)
+        for sequence, event in untold:
+            if sequence.grant is event.grant:  # otherwise it was given up meanwhile
+                if self._channel.expects(event.grant.room):
+                    self._events.append(event)
+                else:
+                    self._untold.append((sequence, event))
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
         """Abort an open room. Its pages stay granted until its writers have stopped."""
-        grant = self._tables.orphan(sequence)
-        del self._granted[grant.room]
-        self._channel.abort(grant, error)
+        self._channel.abort(self._tables.orphan(sequence), error)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        num_running = len(self._running)
-        running = SequenceState.RUNNING  # one that another's growth has retracted is not
-        turn = share_a_step(self._running, lambda sequence: sequence.request.alone, num_steps=self._num_batches)
-        self._num_batches, num_in_turn = self._num_batches + 1, len(turn)
-        grown = [sequence for sequence in list(turn) if sequence.state is running and self._grow(sequence)]
-        self._tables.learn(num_retracted=num_running - len(self._running))
-        # growing a later sequence may have retracted an earlier one of lower priority
-        batch = [sequence for sequence in grown if sequence.state is running]
-        self._stalled = not batch and num_in_turn == num_running
+        batch = self._scheduler.plan()
+        for sequence in self._scheduler.retracted:
+            _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
+            self._computing -= {sequence.request_id}
         if not batch:
             self._runner.idle()
             return
@@ -392,11 +344,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence, new in zip(batch, drawn, strict=True):
             if self._sequences.get(sequence.request_id) is sequence:  # otherwise it ended while the step ran
                 self._take_tokens(sequence, new)
-        self._costs.add((1.0, float(len(batch)), float(context)), self._worked(num_tokens, started))
+        took_s = self._clock() - started
+        self._scheduler.costs.count(num_tokens, took_s)
+        self._scheduler.costs.add((1.0, float(len(batch)), float(context)), took_s)
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
-            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
+            sequence.draft.num_tokens = self._scheduler.num_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         draws = [s.next_draw or self._remember_draw(s) for s in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
@@ -455,10 +409,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if self._trace is not None:
             show_sequence(self._trace, sequence, reason, now)
         del self._sequences[sequence.request_id]
-        if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
-            self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
-        elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+        self._scheduler.leave(sequence)
+        if sequence.state is SequenceState.RUNNING:
             self._tables.release(sequence)
-        else:
-            self._waiting.discard(sequence)
+        elif sequence.grant is not None:
+            self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))

@@ -21,7 +21,6 @@ from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
-from pdinfer.engine.schedule import withheld_pages
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -39,6 +38,9 @@ from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
+from pdinfer.scheduling.decode import DecodeScheduler
+from pdinfer.scheduling.prefill import PrefillScheduler
+from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
@@ -112,6 +114,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """
 
     role = "engine"
+    _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
     def __init__(
         self,
@@ -157,9 +160,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._events: list[Event] = []
         self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
-        self._num_tokens = 0
-        self._busy_s = 0.0
-        self._best_tokens_per_s = 0.0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._brief: tuple[int, EngineLoad] | None = None
@@ -438,15 +438,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             processor=processor,
         )
 
-    def _worked(self, num_tokens: int, since_s: float) -> float:
-        """Count a model step that began at `since_s`, and return how many seconds it took."""
-        took_s = self._clock() - since_s
-        self._num_tokens += num_tokens
-        self._busy_s += took_s
-        if took_s > 0:
-            self._best_tokens_per_s = max(self._best_tokens_per_s, num_tokens / took_s)
-        return took_s
-
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""
         self._prefix_query_tokens += num_tokens
@@ -482,8 +473,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             "num_total_pages": self.pool.num_pages,
             "page_size": self.pool.layout.page_size,
             "token_bytes": self.pool.layout.token_bytes,
-            "num_tokens": self._num_tokens,
-            "busy_s": self._busy_s,
+            "num_tokens": self._scheduler.costs.num_tokens,
+            "busy_s": self._scheduler.costs.busy_s,
             "prefix_query_tokens": self._prefix_query_tokens,
             "prefix_hit_tokens": self._prefix_hit_tokens,
         }

@@ -1,42 +1,45 @@
-"""The pages of a decode engine: those that its sequences hold, and those that nobody may have yet."""
+"""The pages of an engine: at decode those of its sequences and those that nobody may have yet, at prefill those of its
+prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from functools import partial
 
-from pdinfer.config import EngineConfig
-from pdinfer.engine.schedule import (
-    expected_growth,
-    forecast_tokens,
-    growth_watermark,
-    learn_growth,
-    may_grant,
-    withheld_pages,
-)
-from pdinfer.engine.sequence import Sequence
+from pdinfer.engine.ranks.leader import RankChannel
+from pdinfer.engine.sequence import Prompt, Sequence
+from pdinfer.errors import TransferError
 from pdinfer.execution.drafting import Draft
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held, PagePool
 from pdinfer.types import PageGrant, PeerAddress
 
 
 class PageTables:
-    """Reserves, adopts, extends and returns the pages of sequences. The engine decides for which sequence.
+    """Reserves, adopts, extends and returns the pages of sequences, as the scheduler decides (`SequencePages`).
 
     A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
     written: only full pages are known, and a sequence writes behind them. The granted pages of a room that was given up
     are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
     """
 
-    def __init__(self, pool: PagePool, config: EngineConfig) -> None:
+    def __init__(
+        self, pool: PagePool, *, num_withheld: int, shares_pool: Callable[[tuple[PeerAddress, ...]], bool]
+    ) -> None:
         self._pool = pool
-        self._max_attempts = config.max_attempts
-        self._num_draft_tokens = config.num_draft_tokens
-        self._watermark = growth_watermark(pool.num_pages, config.growth_watermark)
-        self._num_withheld = withheld_pages(
-            pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=config.max_total_tokens
-        )
-        self._growth_share = 0.0
+        self._num_withheld = num_withheld
+        self._shares_pool = shares_pool
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the orphans, whose writers are all gone."""
         self._orphans: dict[bytes, tuple[int, ...]] = {}
+
+    @property
+    def num_available(self) -> int:
+        """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
+        return self._pool.num_available - self._num_withheld
 
     @property
     def num_orphans(self) -> int:
@@ -48,15 +51,6 @@ class PageTables:
         """The rooms that were given up and have writers that have not stopped yet."""
         return frozenset(self._orphans)
 
-    def belong(self, sequence: Sequence, *, shared: bool) -> None:
-        """Set whose pages the sequence may find: those that its current writers wrote. In a pool that is `shared` with
-        the writers there are only our own. Call it before the sequence reserves pages."""
-        writers = () if shared else sequence.writers
-        chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
-        if chain.root != sequence.chain.root:
-            sequence.chain = chain
-        sequence.extend_chain()
-
     def held(self, sequences: Iterable[Sequence]) -> Held:
         """Return the pages that these sequences and the orphans hold."""
         owned: list[int] = []
@@ -67,46 +61,26 @@ class PageTables:
             granted += sequence.pages[own:]
         return owned, granted
 
-    def may_reserve(self, sequence: Sequence, *, holding: Iterable[Sequence]) -> bool:
-        """Return whether the pool has pages for the next attempt of the sequence. Those `holding` pages will grow."""
+    def num_in_use(self, sequence: Sequence, /) -> int:
+        """Return how many pages with the beginning of a waiting sequence are in use anyway. It may find those that its
+        current writers wrote; in a pool that is shared with them there are only our own."""
+        writers = () if self._shares_pool(sequence.writers) else sequence.writers
+        chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
+        if chain.root != sequence.chain.root:
+            sequence.chain = chain
+        sequence.extend_chain()
         known = self._known(sequence)
-        in_use_anyway = len(known) - self._pool.num_unused(known)
-        others = list(holding)
-        return may_grant(
-            self._pool.layout.num_pages(sequence.tokens_to_find(self._max_attempts)) - in_use_anyway,
-            available=self._num_available,
-            watermark=max(self._watermark, self._expected_growth(others)),
-            others=len(others) + len(self._orphans),
-        )
-
-    def learn(self, *, num_retracted: int) -> None:
-        """Learn from a step how many sequences it retracted."""
-        self._growth_share = learn_growth(self._growth_share, num_retracted=num_retracted)
-
-    def _expected_growth(self, sequences: Iterable[Sequence]) -> int:
-        """Return how many pages these sequences are expected to need. A protected sequence has all it needs."""
-        if not self._growth_share:
-            return 0
-        growing = [sequence for sequence in sequences if not sequence.protected]
-        owed = sum(max(0, forecast_tokens(sequence.request) - sequence.num_tokens) for sequence in growing)
-        return expected_growth(self._growth_share, owed, page_size=self._pool.layout.page_size)
-
-    @property
-    def _num_available(self) -> int:
-        """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
-        return self._pool.num_available - self._num_withheld
+        return len(known) - self._pool.num_unused(known)
 
     def reserve(self, sequence: Sequence, room: bytes, destinations: tuple[PeerAddress, ...]) -> PageGrant:
         """Take the pages of an attempt: known and granted pages for its tokens so far, owned pages for those that may
         follow."""
         layout = self._pool.layout
-        reserved = sequence.tokens_to_reserve(self._max_attempts)
-        sequence.protected = reserved == sequence.max_tokens
         known = self._known(sequence)
         self._pool.share(known)
         granted = self._pool.grant(layout.num_pages(sequence.num_tokens) - len(known))
         sequence.pages = [*known, *granted]
-        sequence.spare = list(self._pool.own(layout.num_pages(reserved) - len(sequence.pages)))
+        sequence.spare = list(self._pool.own(layout.num_pages(sequence.reserved_tokens) - len(sequence.pages)))
         sequence.grant = PageGrant(
             room=room,
             request_id=sequence.request_id,
@@ -142,7 +116,7 @@ class PageTables:
         """Let no other sequence find these pages, because their contents are in doubt."""
         self._pool.forget(sequence.pages)
 
-    def extend(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+    def extend(self, sequence: Sequence, num_drafts: int = 0, /) -> bool:
         """Make sure that the next token of the sequence and the `num_drafts` tokens after it have slots. Only the last
         of them may lack one before the call. Return False when the pool has no page for it."""
         if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
@@ -150,17 +124,10 @@ class PageTables:
         if sequence.spare:
             sequence.pages.append(sequence.spare.pop())
             return True
-        if self._num_available <= 0:
+        if self.num_available <= 0:
             return False
         sequence.pages += self._pool.own(1)
         return True
-
-    def extend_for_drafts(self, sequence: Sequence) -> int:
-        """Return how many tokens may be drafted after the next one: those that could be used and have a slot."""
-        if not sequence.draft.num_newest:
-            return 0
-        wanted = min(self._num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
-        return next((count for count in range(wanted) if not self.extend(sequence, count + 1)), wanted)
 
     def trim(self, sequence: Sequence) -> None:
         """Take back the pages that drafts needed and the next token of the sequence does not, so that drafts never
@@ -174,7 +141,7 @@ class PageTables:
             else:
                 self._pool.release(surplus)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, /) -> None:
         """Return all pages of a sequence to the pool. If it has a room, the writers of the room must have stopped."""
         granted = () if sequence.grant is None else sequence.grant.pages
         self._pool.release(granted)
@@ -203,3 +170,71 @@ class PageTables:
         """Return the pages that already hold the beginning of the sequence, without the page of its last token. Prefill
         must run that token to draw the next one, and it cannot run in a shared page, which is not written again."""
         return self._pool.find(sequence.chain.keys[: (sequence.num_tokens - 1) // self._pool.layout.page_size])
+
+
+class PromptTables:
+    """Finds, lays out and returns the pages of prompts, as the scheduler decides (`PromptPages`)."""
+
+    def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
+        self._pool = pool
+        self._channel = channel
+        self._num_withheld = num_withheld
+
+    @property
+    def num_available(self) -> int:
+        """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
+        return self._pool.num_available - self._num_withheld
+
+    def is_full(self, prompt: Prompt, /) -> bool:
+        """Return whether too many bytes are on their way to the decode of this prompt."""
+        return self._channel.is_full(prompt.grant)
+
+    def num_needed(self, prompt: Prompt, /) -> int:
+        """Return how many available pages the prompt takes when it starts: none in a pool shared with decode."""
+        if self._channel.shares_pool(prompt.grant.destinations):
+            return 0
+        known = self._known(prompt)
+        return self._pool.layout.num_pages(prompt.num_tokens) - len(known) + self._pool.num_unused(known)
+
+    def look_up(self, prompt: Prompt) -> None:
+        """Give a new prompt its keys, and note how much of it is known."""
+        chain = self._pool.chain(prompt.request.cache_salt)
+        chain.extend(prompt.request.tokens)
+        prompt.keys = chain.keys
+        prompt.num_found = self._pool.count_known(self._keys_to_find(prompt)) * self._pool.layout.page_size
+
+    def lay_out(self, prompt: Prompt) -> None:
+        """Give the prompt its page table. In a pool shared with decode, the known pages are those that decode did not
+        grant. Decode uses them, so they are still known unless one of their users has failed since; then raise
+        TransferError."""
+        pool, size = self._pool, self._pool.layout.page_size
+        if self._channel.shares_pool(prompt.grant.destinations):
+            if pool.generations(prompt.grant.pages) != prompt.grant.generations:
+                raise TransferError("the granted pages have changed hands since")
+            start = prompt.grant.tokens.start
+            known = pool.find(prompt.keys[: start // size])
+            if len(known) * size != start:
+                raise TransferError(f"the grant starts at token {start} and the pages before it are not known any more")
+            pool.share(known)
+            prompt.held, prompt.pages = known, (*known, *prompt.grant.pages)
+        else:
+            known = self._known(prompt)
+            pool.share(known)
+            prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
+        prompt.num_cached = prompt.num_computed = len(known) * size
+
+    def release(self, prompt: Prompt) -> None:
+        """Return the pages of a prompt that nothing reads any more. Others may find those of one that has landed."""
+        if prompt.landed:
+            full = prompt.held[: len(prompt.keys)]
+            kept = self._pool.keep(prompt.keys, full, partial(getattr, prompt.request, "tokens"))
+            prompt.held = (*kept, *prompt.held[len(full) :])
+        self._pool.release(prompt.held)
+
+    def _known(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the pages that already hold the beginning of the prompt, without the page of its last token. That
+        token must run for the next one to be drawn, and it cannot run in a shared page, which is not written again."""
+        return self._pool.find(self._keys_to_find(prompt))
+
+    def _keys_to_find(self, prompt: Prompt) -> Seq[bytes]:
+        return prompt.keys[: (prompt.num_tokens - 1) // self._pool.layout.page_size]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from operator import attrgetter
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
-from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
+from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.schedule import by_age, chunk_beside, plan_step, share_a_step
 from pdinfer.engine.sequence import Prompt
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.engine.tracks import show_prompt, show_sent
@@ -30,6 +26,8 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.process.modes import own_modes
+from pdinfer.scheduling.admission import check_request
+from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
@@ -40,7 +38,8 @@ _log = logging.getLogger("pdinfer")
 class PrefillEngine(Engine[SubmitPrefill]):
     """Runs prompts in chunks over the pages of its `pool`, and pushes each layer as soon as it is finished.
 
-    It ends no request. A prompt that fails or is cancelled here becomes an ABORTED hand-off, and decode decides.
+    It ends no request. A prompt that fails or is cancelled here becomes an ABORTED hand-off, and decode decides. A
+    `PrefillScheduler` decides what runs; the engine obeys with pages, a channel and a runner.
     """
 
     role = "prefill"
@@ -61,25 +60,22 @@ class PrefillEngine(Engine[SubmitPrefill]):
         model.experts.check_step(*largest, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
-        self._queue: list[Prompt] = []
-        self._active: list[Prompt] = []
+        self._tables = PromptTables(self.pool, self._channel, num_withheld=self._num_withheld)
+        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self._tables, self.config, clock)
         self._sending: list[Prompt] = []
         self._arrivals = 0
-        self._num_starts = 0
-        self._num_chunks = 0
-        self._costs = StepCosts(2)
         self._decoding_s: Callable[[], float | None] | None = None
         self.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:
         """How many prompts have no hand-off yet or have bytes that have not left."""
-        return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
+        return len(self._scheduler.unfinished) + len(self._sending) + len(self._inbox.peek())
 
     @property
     def request_ids(self) -> list[str]:
         """The ids of the prompts without a hand-off."""
-        return [prompt.request.request_id or "" for prompt in self._unfinished]
+        return [prompt.request.request_id or "" for prompt in self._scheduler.unfinished]
 
     @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
@@ -99,10 +95,10 @@ class PrefillEngine(Engine[SubmitPrefill]):
             return
         self._take_inbox()
         for room, error in self._channel.poll_stops():
-            self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
+            self._abort([prompt for prompt in self._scheduler.unfinished if prompt.grant.room == room], error)
         self._return_pages()
         self._admit()
-        if chunk := self._plan():
+        if chunk := self._scheduler.plan(self._decoding_s() if self._decoding_s and self._scheduler.active else None):
             self._run(*zip(*chunk, strict=True))
         else:
             self._runner.idle()
@@ -114,10 +110,10 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _make_brief_load(self) -> PrefillLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
         new = [len(request.prompt) + len(request.output) for request in unseen]
-        queued, active = list(self._queue), list(self._active)
+        queued, active = list(self._scheduler.queue), list(self._scheduler.active)
         remaining = [prompt.num_remaining for prompt in (*queued, *active)]
         missing = [prompt.num_tokens - prompt.num_found for prompt in queued]
-        (step_s, token_s), chunk = self._costs.weights, max(0, self.config.chunked_prefill_size)
+        (step_s, token_s), chunk = self._scheduler.costs.weights, max(0, self.config.chunked_prefill_size)
         return PrefillLoad(
             **self._brief_load(),
             num_queued_requests=len(remaining) + len(new),
@@ -129,7 +125,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def snapshot(self) -> PrefillSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
-        lines = self._queue, self._active, self._sending
+        lines = self._scheduler.queue, self._scheduler.active, self._sending
         queued, active, sending = (tuple(map(PromptSnapshot.of, line)) for line in lines)
         return PrefillSnapshot(queued=queued, active=active, sending=sending)
 
@@ -138,7 +134,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._closed:
             return False
-        return self._can_run() or self._sleep(timeout_s)
+        return bool(self._scheduler.active) or self._scheduler.next() is not None or self._sleep(timeout_s)
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.prefill()
@@ -146,17 +142,18 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _close(self) -> None:
         """Abort what is unfinished and close the channel."""
         self._take_inbox()
-        self._abort(self._unfinished, TransferError("the prefill engine was closed"))
+        self._abort(self._scheduler.unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
         self._closed = True
         self._channel.close()
         self._return_pages()
 
     def _held(self) -> Held:
-        return [page for prompt in (*self._active, *self._sending) for page in prompt.held], []
+        return [page for prompt in (*self._scheduler.active, *self._sending) for page in prompt.held], []
 
     def _drop(self, error: PDInferError) -> None:
-        self._queue, self._active, self._sending = [], [], []
+        self._sending = []
+        self._scheduler.clear()
 
     def _take_inbox(self) -> None:
         for command in self._arrivals_in_order():
@@ -164,12 +161,13 @@ class PrefillEngine(Engine[SubmitPrefill]):
                 case SubmitPrefill(request, grant):
                     self._receive(request, grant)
                 case Cancel(request_id):
-                    cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == request_id]
+                    cancelled = [
+                        prompt for prompt in self._scheduler.unfinished if prompt.request.request_id == request_id
+                    ]
                     self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
-        self._queue.sort(key=lambda prompt: prompt.order)
 
     def _receive(self, request: Request, grant: PageGrant) -> None:
-        prompt = Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
+        prompt = Prompt.of(request, grant, self._arrivals, self._clock())
         self._arrivals += 1
         try:
             self._channel.accept(grant)
@@ -187,105 +185,21 @@ class PrefillEngine(Engine[SubmitPrefill]):
         except RequestError as error:
             self._finish(prompt, error=error)
             return
-        chain = self.pool.chain(request.cache_salt)
-        chain.extend(request.tokens)
-        prompt.keys = chain.keys
-        prompt.num_found = self.pool.count_known(self._keys_to_find(prompt)) * self.pool.layout.page_size
-        self._queue.append(prompt)
-
-    @property
-    def _unfinished(self) -> list[Prompt]:
-        return [*self._queue, *self._active]
+        self._tables.look_up(prompt)
+        self._scheduler.wait(prompt)
 
     def _abort(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
         for prompt in prompts:
             self._finish(prompt, error=error)
 
-    def _can_run(self) -> bool:
-        return bool(self._active) or self._next() is not None
-
-    def _next(self) -> Prompt | None:
-        """Return the prompt that may start now. A prompt whose decode is full lets others pass. A prompt that waits for
-        pages does not, or a long prompt would wait for ever."""
-        if len(self._active) >= self.config.max_running_requests:
-            return None
-        able = partial(filter, lambda prompt: not self._channel.is_full(prompt.grant), self._queue)
-        oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
-        first = oldest or next(able(), None)
-        return first if first is not None and self._fits(first) else None
-
-    def _fits(self, prompt: Prompt) -> bool:
-        if self._channel.shares_pool(prompt.grant.destinations):
-            return True
-        known = self._known(prompt)
-        num_new = self.pool.layout.num_pages(prompt.num_tokens) - len(known)
-        return num_new + self.pool.num_unused(known) <= self.pool.num_available - self._num_withheld
-
-    def _known(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the pages that already hold the beginning of the prompt, without the page of its last token. That
-        token must run for the next one to be drawn, and it cannot run in a shared page, which is not written again."""
-        return self.pool.find(self._keys_to_find(prompt))
-
-    def _keys_to_find(self, prompt: Prompt) -> Sequence[bytes]:
-        return prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size]
-
     def _admit(self) -> None:
-        while (prompt := self._next()) is not None:
-            self._queue.remove(prompt)
-            self._active.append(prompt)
-            self._num_starts += 1
+        while (prompt := self._scheduler.start()) is not None:
             prompt.started_at = self._clock()
             try:
-                self._lay_out(prompt)
+                self._tables.lay_out(prompt)
+                self._looked_up(prompt.num_tokens, found=prompt.num_cached)
             except TransferError as error:
                 self._finish(prompt, error=error)
-
-    def _lay_out(self, prompt: Prompt) -> None:
-        """Give the prompt its page table. In a pool shared with decode, the known pages are those that decode did not
-        grant. Decode uses them, so they are still known unless one of their users has failed since; then raise
-        TransferError."""
-        pool = self.pool
-        size = pool.layout.page_size
-        if self._channel.shares_pool(prompt.grant.destinations):
-            if pool.generations(prompt.grant.pages) != prompt.grant.generations:
-                raise TransferError("the granted pages have changed hands since")
-            start = prompt.grant.tokens.start
-            known = pool.find(prompt.keys[: start // size])
-            if len(known) * size != start:
-                raise TransferError(f"the grant starts at token {start} and the pages before it are not known any more")
-            pool.share(known)
-            prompt.held, prompt.pages = known, (*known, *prompt.grant.pages)
-        else:
-            known = self._known(prompt)
-            pool.share(known)
-            prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
-        prompt.num_cached = prompt.num_computed = len(known) * size
-        self._looked_up(prompt.num_tokens, found=prompt.num_cached)
-
-    def _plan(self) -> list[tuple[Prompt, int]]:
-        """Return the prompts of this step, each with its number of tokens."""
-        chunk = plan_step(
-            share_a_step(self._active, lambda prompt: prompt.request.alone, num_steps=self._num_chunks),
-            num_steps=self._num_chunks,
-            now=self._clock(),
-            tokens_per_s=self._best_tokens_per_s,
-            chunk_size=self._chunk_size(),
-            max_tokens=self.config.max_prefill_tokens,
-        )
-        self._num_chunks += bool(self._active)
-        return chunk
-
-    def _chunk_size(self) -> int:
-        """Return the most tokens of this step, so that what decodes in the same thread is not held up too long."""
-        size, target_itl_s = self.config.chunked_prefill_size, self.config.target_itl_s
-        decoding_s = self._decoding_s() if self._decoding_s and self._active else None
-        if decoding_s is None or target_itl_s is None or size == -1:
-            return size
-        step_s, token_s = self._costs.weights
-        if not (step_s or token_s) and self._num_tokens:
-            token_s = self._busy_s / self._num_tokens
-        costs, best = (step_s, token_s), self._best_tokens_per_s
-        return chunk_beside(decoding_s, target_itl_s=target_itl_s, chunk_size=size, costs=costs, tokens_per_s=best)
 
     def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """Run one chunk through the model. An exception ends the prompts in it and nothing else."""
@@ -297,10 +211,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
             raise
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
-            failed = [prompt for prompt in prompts if prompt in self._active]  # the others were handed off
+            failed = [prompt for prompt in prompts if prompt in self._scheduler.active]  # the others were handed off
             self._fail(failed, PDInferError(f"the prefill step failed: {cause(error)}"))
-        num_tokens = sum(counts)
-        self._costs.add((1.0, float(num_tokens)), self._worked(num_tokens, started))
+        self._scheduler.ran(sum(counts), self._clock() - started)
 
     def _compute(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         rows, spans = [], []
@@ -381,9 +294,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         if self._trace is not None:
             show_prompt(self._trace, prompt, now)
         prompt.sent = self._channel.finish(prompt.grant, handoff)
-        for prompts in (self._queue, self._active):
-            if prompt in prompts:
-                prompts.remove(prompt)
+        self._scheduler.leave(prompt)
         self._sending.append(prompt)
         self._return_pages()
 
@@ -392,8 +303,4 @@ class PrefillEngine(Engine[SubmitPrefill]):
             self._sending.remove(prompt)
             if self._trace is not None:
                 show_sent(self._trace, prompt, self._clock())
-            if prompt.landed:
-                full = prompt.held[: len(prompt.keys)]
-                kept = self.pool.keep(prompt.keys, full, partial(getattr, prompt.request, "tokens"))
-                prompt.held = (*kept, *prompt.held[len(full) :])
-            self.pool.release(prompt.held)
+            self._tables.release(prompt)

@@ -15,5 +15,5 @@
     health.py     whether it serves, and with all that it was given
     joining.py    how a new port is linked beside the running work, and which pairing has it
 
-May import: config, engine, execution, kv, model, process, the ground.
+May import: config, engine, execution, kv, model, process, scheduling, the ground.
 """

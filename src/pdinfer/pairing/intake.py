@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable
 
 from pdinfer.config import PairingConfig
-from pdinfer.engine.admission import check_request
-from pdinfer.engine.schedule import queueing_s
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import gives_way
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.scheduling.admission import check_request
+from pdinfer.scheduling.rules import queueing_s
 from pdinfer.types import Request
 
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from pdinfer.engine.schedule import PATIENCE_S, forecast_tokens, is_turn_of_oldest
-from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import TransferError
 from pdinfer.pairing.ports import LostPorts, Ports
 from pdinfer.pairing.request import End, TrackedRequest
+from pdinfer.scheduling.decode import WRITER_GRACE_S
+from pdinfer.scheduling.rules import PATIENCE_S, forecast_tokens, is_turn_of_oldest
 from pdinfer.types import FinishReason, PeerAddress
 
 MAX_TENANTS = 1024

@@ -7,11 +7,11 @@ from functools import cached_property
 
 import attrs
 
-from pdinfer.engine.schedule import due_at, forecast_tokens
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
+from pdinfer.scheduling.rules import due_at, forecast_tokens
 from pdinfer.types import Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02

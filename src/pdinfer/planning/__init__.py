@@ -5,7 +5,7 @@
     profiles/         published deployments: each setting, and what it is here
     rank_weights.py   how many bytes of weights a rank holds
 
-May import: bench, checkpoint, config, engine, kernels, kv, model, moe, pairing, parallel, the ground.
+May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.
 """
 
 from __future__ import annotations

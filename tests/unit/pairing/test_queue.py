@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S, forecast_tokens
 from pdinfer.pairing.queue import MAX_TENANTS, Queue, Shares, gives_way
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.scheduling.rules import OLDEST_EVERY, PATIENCE_S, forecast_tokens
 
 
 def tracked(name: str, *, at: float = 0.0, **more: object) -> TrackedRequest:

@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.engine.schedule import WORTH_A_STEP
 from pdinfer.execution.drafting import Draft
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.model.batch import Row
 from pdinfer.pairing.ports import Ports
+from pdinfer.scheduling.rules import WORTH_A_STEP
 from pdinfer.testing import VirtualClock, random_model
 from tests.unit.planning.simulation.timed import NUM_LAYERS, TOKEN, PlainModel, SameToken
 
@@ -194,6 +194,6 @@ def test_cut_chunks_give_the_same_tokens() -> None:
             submit(pairing, "long", 60, 4)
             events = [event for _ in iter(lambda: pairing.num_unfinished, 0) for event in pairing.step()]
             given[target_itl_s] = sorted((event.request_id, event.index, event.token) for event in events)
-            sizes[target_itl_s] = prefill._num_chunks
+            sizes[target_itl_s] = prefill._scheduler.num_steps
     assert given[None] == given[1e-6]
     assert sizes[1e-6] > sizes[None]

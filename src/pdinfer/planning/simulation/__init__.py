@@ -10,11 +10,12 @@
     records.py      the record of one request
     job.py          one request
     growth.py       when running sequences need pages
+    chance.py       what is drawn by the seed of a run
     links.py        bytes on their way
     pages.py        the pages of a pool
     deployment.py   the cluster that is simulated
 
-May import: bench, config, engine, pairing, the ground.
+May import: bench, config, pairing, scheduling, the ground.
 """
 
 from __future__ import annotations

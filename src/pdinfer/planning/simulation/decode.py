@@ -1,4 +1,4 @@
-"""A simulated decode engine: the decisions are those of `engine.schedule`, the seconds those of the host's function.
+"""A simulated decode engine: a `DecodeScheduler` decides, and the host's function says what steps take.
 
 Steps between two decisions are equal but for their contexts. They are worked out at once, as a burst, which is cut at
 the end of the step that is under way when something comes.
@@ -7,32 +7,20 @@ the end of the step that is under way when something comes.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush
-from operator import attrgetter
 
 import numpy as np
 
 from pdinfer.checks import clip
-from pdinfer.engine.costs import StepCosts
-from pdinfer.engine.schedule import (
-    by_age,
-    choose_victim,
-    expected_growth,
-    growth_watermark,
-    learn_growth,
-    may_grant,
-    tokens_to_find,
-    tokens_to_reserve,
-    withheld_pages,
-)
 from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.growth import Growth
 from pdinfer.planning.simulation.job import Job, Spell
 from pdinfer.planning.simulation.pages import Held, Pages
 from pdinfer.planning.simulation.world import DecodeState, World
+from pdinfer.scheduling.decode import DecodeScheduler, SequenceState
+from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import DecodeCost
 
 MAX_BURST = 128
@@ -43,13 +31,10 @@ LEARN_ALL, LEARN_EVERY = 2048, 128
 """A decode learns its costs from all of its first steps, and of those after its speed has changed, and later from one
 in so many, which saves time. A real one goes on learning from all."""
 
-_ORDER = attrgetter("order")
-_WAITING_SINCE = attrgetter("waiting_since")
-
 
 class Decode:
     """One engine. `ends` has when each of its steps ended. Requests in `landed` have all their KV and join the next
-    step; until then they are `granted`, too."""
+    step; until then they are granted, too. It counts the pages of its scheduler (`SequencePages`)."""
 
     def __init__(self, number: int, model: EngineModel, pages: Pages, world: World, *, shares_pool: bool) -> None:
         config = model.engine
@@ -57,23 +42,21 @@ class Decode:
         self.page_size = model.cache.page_size
         self.speed, self.due_s = 1.0, math.inf
         self.ends: list[float] = []
-        self.running: dict[Job, None] = {}
-        self.granted: dict[Job, None] = {}
-        self.waiting: list[Job] = []
         self.landed: list[Job] = []
-        self._costs = StepCosts(3)
+        self.orphans: dict[Job, Held] = {}
+        self._drafts = config.num_draft_tokens > 0
+        self.scheduler: DecodeScheduler[Job] = DecodeScheduler(
+            self, config, lambda: world.now_s, num_pages=pages.num_pages, page_size=self.page_size
+        )
         self._cost: DecodeCost | None = None
-        self.context = self.granted_tokens = self.waiting_tokens = 0
-        self.num_step_tokens = self.most_slots = self.num_retracted = 0
-        self.busy_s = self.slot_s = self.max_step_s = 0.0
-        self._world, self._config = world, config
+        self.context = self.most_slots = self.num_retracted = 0
+        self.slot_s = self.max_step_s = 0.0
+        self._world = world
         self._of_writer = model.cache.trust_domain == "writer" and not shares_pool
-        self._watermark = growth_watermark(pages.num_pages, config.growth_watermark)
         self._num_withheld = withheld_pages(
             pages.num_pages, page_size=self.page_size, max_total_tokens=config.max_total_tokens
         )
-        self._growth_share = 0.0
-        self._num_turns = self._num_arrivals = 0
+        self._num_arrivals = 0
         self._growth = Growth(self.page_size)
         self._grown_until = 0
         self._before: DecodeState | None = None  # as long as the first step of a burst is under way
@@ -81,6 +64,7 @@ class Decode:
         self._grown: set[Job] = set()  # have a page for the step under way, and it is counted
         self._finishes: list[tuple[int, int, Job]] = []
         self._burst: list[float] | np.ndarray = []
+        self._batch: list[Job] = []  # of the step under way, if it drafts
         self._num_batch = self._step_context = self._step_first = self._learned_at = 0
         self._began_s = 0.0
         self._learn_all_until = LEARN_ALL
@@ -89,13 +73,15 @@ class Decode:
 
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a request."""
-        job.submitted_at, job.attempts, job.num_taken_over = now_s, 0, 0
-        job.arrival_number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        self._wait(job, now_s)
+        job.begin(self._num_arrivals, now_s)
+        self._num_arrivals += 1
+        self.scheduler.wait(job)
         if self._before is not None:
             self._before.num_waiting += 1
             self._before.waiting_tokens += job.num_tokens
         self.poke(now_s)
+        if job.deadline_at is not None and self.due_s < math.inf:
+            job.deadline_at += self.due_s - now_s  # what is left of it counts from the step that takes the request
 
     def land(self, job: Job, now_s: float) -> None:
         """Take the last byte of a hand-off."""
@@ -104,12 +90,14 @@ class Decode:
 
     def give_up(self, job: Job, now_s: float) -> None:
         """Abort the attempt of a granted request whose prefill is gone, and queue it for another prefill."""
-        if job in self.granted:
-            del self.granted[job]
-            self.granted_tokens -= job.num_tokens
+        if self.scheduler.take_over(job):
             self.pages.release(job.held)
-            job.num_taken_over += 1
-            self._wait(job, now_s)
+            self.poke(now_s)
+
+    def settle(self, job: Job, now_s: float) -> None:
+        """Free the pages of a room that was given up: its prefill has stopped."""
+        if (held := self.orphans.pop(job, None)) is not None:
+            self.pages.release(held)
             self.poke(now_s)
 
     def poke(self, now_s: float) -> None:
@@ -137,37 +125,34 @@ class Decode:
     def fail(self, now_s: float) -> list[Job]:
         """Stop for good, and return the requests that it had."""
         self.sync(now_s)
-        jobs = [*self.running, *self.granted, *self.waiting]
-        for job in self.running:
-            self._leave(job)
-        self.running, self.granted, self.waiting, self.landed = {}, {}, [], []
-        self.due_s, self._burst = math.inf, []
+        scheduler = self.scheduler
+        jobs = [*scheduler.running, *scheduler.granted, *scheduler.waiting]
+        for job in scheduler.running:
+            self.release(job)
+        scheduler.clear()
+        self.landed, self.due_s, self._burst, self.orphans = [], math.inf, [], {}
         return jobs
 
     def drop(self, job: Job, now_s: float) -> None:
         """Forget a request that holds no KV and cannot go on."""
-        if job in self.granted:
-            del self.granted[job]
-            self.granted_tokens -= job.num_tokens
-            self.pages.release(job.held)
-        elif job in self.waiting:
-            self.waiting.remove(job)
-            self.waiting_tokens -= job.num_tokens
+        self.scheduler.leave(job)
+        self.pages.release(job.held)
         self.poke(now_s)
 
     def state(self) -> DecodeState:
         """Return what the host knows: the state after the last step, with what it has submitted since."""
         if self._before is not None:
             return self._before
+        scheduler = self.scheduler
         under_way = self._growth.num_pages(len(self.ends), 1) if len(self._burst) else 0
         return DecodeState(
             num_free=self.pages.num_free + under_way,
             num_cached=self.pages.num_cached,
-            num_waiting=len(self.waiting),
-            waiting_tokens=self.waiting_tokens,
-            num_granted=len(self.granted),
-            num_running=len(self.running),
-            held_tokens=self.context + self.granted_tokens,
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=sum(job.num_tokens for job in scheduler.waiting),
+            num_granted=len(scheduler.granted),
+            num_running=len(scheduler.running),
+            held_tokens=self.context + sum(job.num_tokens for job in scheduler.granted),
         )
 
     @property
@@ -179,7 +164,7 @@ class Decode:
     def cost(self) -> DecodeCost:
         """What its steps take, as it has learned."""
         if self._cost is None:
-            step_s, sequence_s, token_s = self._costs.weights
+            step_s, sequence_s, token_s = self.scheduler.costs.weights
             self._cost = DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
         return self._cost
 
@@ -213,20 +198,33 @@ class Decode:
         else:
             ended = burst[: int(burst.searchsorted(now_s, side="right"))].tolist()
         count = len(ended)
-        if not self._has_grown:
-            self._growth_share = _decayed(self._growth_share, count)
+        for _ in range(0 if self._has_grown else count):
+            self.scheduler.learn(num_retracted=0)
         self._has_grown = False
         self._grown.clear()
         self._before = None
         self._learn(ended)
         took_s, self._began_s = ended[-1] - self._began_s, ended[-1]
-        self.busy_s += took_s
         self.slot_s += took_s * self._num_batch
         self.ends += ended
         self._burst = burst[count:]
         self._take_pages()
-        self.context += self._num_batch * count
-        self.num_step_tokens += self._num_batch * count
+        num_accepted = sum(map(self._accept, self._batch)) if self._drafts else 0
+        self.scheduler.costs.count(self._num_batch * count + num_accepted, took_s)
+        self.context += self._num_batch * count + num_accepted
+
+    def _accept(self, job: Job) -> int:
+        """Give a request the drafts of the step that has ended that were right, and return how many they are. Pages
+        that only the others needed return, as those of `PageTables.trim`."""
+        num_accepted = self._world.chance.num_accepted(job.num_drafts) if job.num_drafts else 0
+        job.num_drafted += job.num_drafts
+        job.accepted_s += [self.ends[-1]] * num_accepted
+        job.offset += num_accepted
+        if num_accepted:
+            heappush(self._finishes, (job.end_step, job.number, job))
+        if not job.protected:
+            self.pages.give_back(job.held, max(0, self._num_held(job) - self._num_pages(job.num_tokens)))
+        return num_accepted
 
     def _take_pages(self) -> None:
         """Take the pages that the steps so far needed, and the one under way."""
@@ -243,43 +241,47 @@ class Decode:
         for at in range(len(ended) - count, len(ended)):
             context = self._step_context + self._num_batch * (first + at - self._step_first)
             took_s = ended[at] - (ended[at - 1] if at else self._began_s)
-            self._costs.add((1.0, float(self._num_batch), float(context)), took_s)
+            self.scheduler.costs.add((1.0, float(self._num_batch), float(context)), took_s)
         if count:
             self._learned_at, self._cost = first + len(ended), None
 
     def begin(self, now_s: float) -> None:
         """Do what `DecodeEngine.step` does, unless a step is under way: what landed joins, pages are granted, and the
         batch runs. The host learns of it when the step ends."""
-        has_work = self.running or self.landed or self.waiting
+        scheduler = self.scheduler
+        has_work = scheduler.running or scheduler.granted or scheduler.waiting
         if self.due_s < math.inf or not has_work or not self._world.may_begin(self, now_s):
             return
         before = self.state()
+        overdue = self._expire(now_s)
         joined, ended = self._land(now_s)
         granted = self._grant(now_s)
-        held_back = self._grow(now_s) if self.running else []
+        held_back = self._held_back() if scheduler.running else []
         told_s = now_s
-        if len(self.running) > len(held_back):
+        if len(scheduler.running) > len(held_back):
             self._run(now_s, held_back)
             self._before = before
             told_s = float(self._burst[0])
-        elif self.waiting and self._next_fits(now_s):  # what was retracted has left pages
+        elif scheduler.next_turn() is not None:  # what was retracted has left pages
             self.due_s = now_s
             self._world.wake(self, now_s)
         for job in joined:
             job.spells[-1].told_s = told_s
-        if granted or ended:
-            self._world.tell(told_s, granted, ended)
+        if granted or ended or overdue:
+            self._world.tell(told_s, granted, [*ended, *overdue])
 
     def _run(self, now_s: float, held_back: Sequence[Job]) -> None:
         """Work out when the next steps end: as many as need no decision."""
-        num_rows = self._num_batch = len(self.running) - len(held_back)
-        context = self.context - sum(job.offset + len(self.ends) for job in held_back)
+        scheduler = self.scheduler
+        num_rows = self._num_batch = len(scheduler.running) - len(held_back)
+        context = self.context - sum(job.num_tokens for job in held_back)
         for job in held_back:
             self._skip(job)
         count = 1
+        self._batch = [job for job in scheduler.running if job not in held_back] if self._drafts else []
         if not self._has_grown and self._world.is_alone(self):
             finishes = self._finishes
-            while finishes[0][2] not in self.running or finishes[0][2].end_step != finishes[0][0]:
+            while finishes[0][2] not in scheduler.running or finishes[0][2].end_step != finishes[0][0]:
                 heappop(finishes)
             count = self._affordable(min(MAX_BURST, finishes[0][0] - len(self.ends)))
         self._began_s, self._step_context, self._step_first = now_s, context, len(self.ends)
@@ -289,11 +291,11 @@ class Decode:
         self.due_s = float(self._burst[-1])
         before_s = now_s if count == 1 else float(self._burst[-2])
         self.max_step_s = max(self.max_step_s, self.due_s - before_s)  # steps of a burst grow longer with the contexts
-        self.most_slots = max(self.most_slots, len(self.running) + len(self.granted))
+        self.most_slots = max(self.most_slots, len(scheduler.running) + len(scheduler.granted))
         self._world.wake(self, self.due_s)
 
     def _ends_of(self, now_s: float, num_rows: int, context: int, count: int) -> list[float] | np.ndarray:
-        model, noise = self.model, self._world.noise(count)
+        model, noise = self.model, self._world.chance.noise(count)
         if count >= ARRAY_FROM and model.takes_arrays:
             contexts = np.arange(context, context + num_rows * count, num_rows)
             took = np.asarray(model.step_s(StepRows(num_rows, num_rows, contexts, contexts)), dtype=float)
@@ -304,6 +306,8 @@ class Decode:
             ends += now_s
             return ends
         told = []
+        if self._drafts:
+            return [now_s + self._drafting_s(context) * (1.0 if noise is None else float(noise[0])) / self.speed]
         for at in range(count):
             took_s = seconds("decode_s", model.step_s, StepRows(num_rows, num_rows, context, context))
             now_s += took_s / self.speed if noise is None else took_s * float(noise[at]) / self.speed
@@ -311,37 +315,52 @@ class Decode:
             told.append(now_s)
         return told
 
+    def _drafting_s(self, context: int) -> float:
+        """Return the seconds of a step that checks drafts, and decide how many of each request."""
+        num_tokens, num_context, num_pairs = len(self._batch), context, context
+        for job in self._batch:
+            drafts = job.num_drafts = self.scheduler.num_drafts(job)
+            num_tokens, num_context = num_tokens + drafts, num_context + drafts
+            num_pairs += drafts * job.num_tokens + drafts * (drafts + 1) // 2
+        return seconds("decode_s", self.model.step_s, StepRows(len(self._batch), num_tokens, num_context, num_pairs))
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, job: Job, now_s: float) -> None:
-        job.waiting_since, job.landed = now_s, False
-        self.waiting_tokens += job.num_tokens
-        insort(self.waiting, job, key=_ORDER)
+    def _expire(self, now_s: float) -> list[Job]:
+        """End the requests whose deadline is over, and return them. The pages of a room wait for its prefill."""
+        overdue = self.scheduler.overdue()
+        for job in overdue:
+            job.outcome = "deadline"
+            self.scheduler.leave(job)
+            if job.runs:
+                self.release(job)
+            elif job.state is SequenceState.GRANTED:
+                self.orphans[job] = job.held
+                self._world.abort(job, now_s)
+        return overdue
 
     def _land(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Let landed requests join. Return those that gave their first token, and those that end with it."""
         joined, ended = [], []
         landed, self.landed = self.landed, []
         for job in landed:
-            if job not in self.granted:
+            if job not in self.scheduler.granted:
+                self.settle(job, now_s)
                 continue
-            del self.granted[job]
-            self.granted_tokens -= job.num_tokens
-            self.pages.keep(job.held, job.keys(self.page_size, job.num_tokens), self._domain(job))
-            job.num_tokens += 1
-            job.committed_s, job.landed = now_s, True
+            self.scheduler.admit(job)
+            self.pages.keep(job.held, job.keys(self.page_size, job.num_tokens - self._drafts), self._domain(job))
+            job.offset += 1
+            job.committed_s = now_s
             job.spells.append(Spell(self.ends, len(self.ends), landed_s=now_s, told_s=now_s))
+            job.run(self.ends)
             joined.append(job)
-            job.offset = job.num_tokens - len(self.ends)
-            job.end_step = job.max_tokens - job.offset
             self.context += job.num_tokens
-            if not job.protected:
+            if self._grows(job):
                 self._growth.add(job.offset)
-            if job.num_tokens >= job.max_tokens:
-                self._leave(job)
+            if job.is_whole:
+                self._end(job)
                 ended.append(job)
             else:
-                self.running[job] = None
                 heappush(self._finishes, (job.end_step, job.number, job))
         return joined, ended
 
@@ -350,23 +369,26 @@ class Decode:
         ended, finishes = [], self._finishes
         while finishes and finishes[0][0] <= len(self.ends):
             end_step, _, job = heappop(finishes)
-            if job in self.running and job.end_step == end_step:
-                self._leave(job)
-                del self.running[job]
+            if job in self.scheduler.running and job.end_step == end_step:
+                self._end(job)
                 ended.append(job)
         return ended
 
-    def _leave(self, job: Job) -> None:
+    def _end(self, job: Job) -> None:
+        self.scheduler.leave(job)
+        self.release(job)
+
+    def release(self, job: Job, /) -> None:
         """Take the pages of a running request, which others may find from now on."""
-        steps, held = len(self.ends), job.held
-        job.num_tokens = job.offset + steps
-        job.close_spell(steps)
+        held = job.held
+        job.close_spell(len(self.ends))
         self.context -= job.num_tokens
-        if not job.protected:
+        if self._grows(job):
             self._growth.remove(job.offset)
-            held.num_own = -(-(job.num_tokens - 1) // self.page_size) - held.num_known + (job in self._grown)
+            held.num_own = self._num_held(job) - held.num_known
         self._grown.discard(job)
-        self.pages.keep(held, job.keys(self.page_size, job.num_tokens - 1), self._domain(job))
+        job.rest()
+        self.pages.keep(held, job.keys(self.page_size, job.num_tokens - 1 - self._drafts), self._domain(job))
         self.pages.release(held)
 
     def _skip(self, job: Job) -> None:
@@ -374,12 +396,24 @@ class Decode:
         steps = len(self.ends)
         job.close_spell(steps)
         job.spells.append(Spell(self.ends, steps + 1))
-        if not job.protected:
+        if self._grows(job):
             self._growth.remove(job.offset)
             self._growth.add(job.offset - 1)
         job.offset -= 1
-        job.end_step += 1
         heappush(self._finishes, (job.end_step, job.number, job))
+
+    def _grows(self, job: Job) -> bool:
+        """Return whether a request takes pages by `Growth`, one in so many steps, and they are counted when it ends."""
+        return not (job.protected or self._drafts)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _num_held(self, job: Job) -> int:
+        """Return how many pages a running request has."""
+        if self._grows(job):
+            return self._num_pages(job.num_tokens - 1) + (job in self._grown)
+        return job.held.num_known + job.held.num_own
 
     def _domain(self, job: Job) -> Hashable:
         return job.prefill if self._of_writer else None
@@ -387,114 +421,72 @@ class Decode:
     # -- pages -------------------------------------------------------------------------------------------------------
 
     @property
+    def num_orphans(self) -> int:
+        """Rooms that were given up and whose prefills have not stopped yet."""
+        return len(self.orphans)
+
+    @property
     def num_available(self) -> int:
         """Pages that can be had; zero or less when there are none."""
         return self.pages.num_available - self._num_withheld
 
     def _grant(self, now_s: float) -> list[Job]:
-        """Grant pages in the order of the queue, until somebody cannot have them."""
+        """Grant pages to those that have their turn."""
         granted: list[Job] = []
-        while (fit := self._next_fits(now_s)) is not None:
-            job, found = fit
-            self.waiting.remove(job)
-            self.waiting_tokens -= job.num_tokens
-            self._num_turns += 1
-            self._open_room(job, found, now_s)
+        while (job := self.scheduler.next_turn()) is not None:
+            self.scheduler.grant(job)
+            self._open_room(job, now_s)
             granted.append(job)
         return granted
 
-    def _next_fits(self, now_s: float) -> tuple[Job, Held] | None:
-        """Return the request whose turn it is with what is known of it, if it can have pages."""
-        if not self.waiting or len(self.running) + len(self.granted) >= self._config.max_running_requests:
-            return None
-        oldest = by_age(self.waiting, _WAITING_SINCE, num_turns=self._num_turns, now=now_s)
-        job = oldest or self.waiting[0]
+    def num_in_use(self, job: Job, /) -> int:
+        """Return how many pages with the beginning of a waiting request are in use anyway."""
         keys, size = job.keys(self.page_size, job.num_tokens), self.page_size
-        found = self.pages.find(keys, (job.num_tokens - 1) // size, self._domain(job))
-        return (job, found) if self._may_grant(job, found) else None
+        job.found = self.pages.find(keys, (job.num_tokens - 1) // size, self._domain(job))
+        return job.found.num_known - self.pages.num_unused(job.found)
 
-    def _may_grant(self, job: Job, found: Held) -> bool:
-        tokens = tokens_to_find(
-            job.num_tokens,
-            job.max_tokens,
-            attempts=job.attempts - job.num_taken_over,
-            max_attempts=self._config.max_attempts,
-        )
-        return may_grant(
-            -(-tokens // self.page_size) - found.num_known + self.pages.num_unused(found),
-            available=self.num_available,
-            watermark=max(self._watermark, self._expected_growth()),
-            others=len(self.running) + len(self.granted),
-        )
+    def extend(self, job: Job, num_drafts: int = 0, /) -> bool:
+        """Make sure that a request has a page for its next token and for the `num_drafts` tokens after it. Return False
+        when there is none."""
+        if self._num_pages(job.num_tokens + num_drafts) <= self._num_held(job):
+            return True
+        if self.num_available <= 0:
+            return False
+        self.pages.take(1)
+        if self._drafts:
+            job.held.num_own += 1
+        else:
+            self._grown.add(job)
+        return True
 
-    def _expected_growth(self) -> int:
-        if not self._growth_share:
-            return 0
-        steps = len(self.ends)
-        owed = sum(job.end_step - steps for job in self.running if not job.protected)
-        owed += sum(job.max_tokens - job.num_tokens for job in self.granted if not job.protected)
-        return expected_growth(self._growth_share, owed, page_size=self.page_size)
-
-    def _open_room(self, job: Job, found: Held, now_s: float) -> None:
-        reserved = tokens_to_reserve(
-            job.num_tokens,
-            job.max_tokens,
-            attempts=job.attempts - job.num_taken_over,
-            max_attempts=self._config.max_attempts,
-        )
-        job.protected = reserved == job.max_tokens
+    def _open_room(self, job: Job, now_s: float) -> None:
+        found = job.found
         self.pages.share(found)
-        found.num_own = -(-reserved // self.page_size) - found.num_known
+        found.num_own = -(-job.reserved_tokens // self.page_size) - found.num_known
         self.pages.take(found.num_own)
         job.held, job.num_found = found, found.num_known * self.page_size
-        job.num_retries += job.attempts > 0
-        job.attempts += 1
+        job.num_retries += job.attempts > 1
         job.room += 1
         job.granted_s = now_s
-        self.granted[job] = None
-        self.granted_tokens += job.num_tokens
 
     def _affordable(self, count: int) -> int:
         """Return how many of the next `count` steps need no page that is not there. While pages are kept for growth and
         requests wait, every step decides, since fewer are kept after each."""
-        if self.waiting and self._growth_share and len(self.running) < self._config.max_running_requests:
+        scheduler = self.scheduler
+        if (
+            scheduler.waiting
+            and scheduler.growth_share
+            and len(scheduler.running) < self.model.engine.max_running_requests
+        ):
             return 1
         return self._growth.affordable(len(self.ends), count, self.num_available)
 
-    def _grow(self, now_s: float) -> list[Job]:
-        """Make sure that every sequence has a page for its next token. Return those that have none and do not run in
-        the next step."""
-        self._has_grown = False
-        if self._growth.num_pages(len(self.ends), 1) <= self.num_available:
+    def _held_back(self) -> list[Job]:
+        """Return the requests that have no page for their next token and do not run in the next step. Where there are
+        enough pages, everybody runs, and nothing has to be planned."""
+        self._has_grown = self._drafts or self._growth.num_pages(len(self.ends), 1) > self.num_available
+        if not self._has_grown:
             return []
-        num_running = len(self.running)
-        batch = {job for job in list(self.running) if job in self.running and self._extend(job, now_s)}
-        num_retracted = num_running - len(self.running)
-        self.num_retracted += num_retracted
-        self._growth_share = learn_growth(self._growth_share, num_retracted=num_retracted)
-        self._has_grown = True
-        return [job for job in self.running if job not in batch]
-
-    def _extend(self, job: Job, now_s: float) -> bool:
-        if job.protected or (job.offset + len(self.ends) - 1) % self.page_size:
-            return True
-        while self.num_available <= 0:
-            candidates = [running for running in self.running if not running.protected]
-            victim = candidates[choose_victim([(0, each.attempts, each.arrival_number) for each in candidates])]
-            if victim is job and self.granted:
-                return False  # pages are on their way: the sequence that lands next may give way
-            self._leave(victim)
-            del self.running[victim]
-            self._wait(victim, now_s)
-            if victim is job:
-                return False
-        self.pages.take(1)
-        self._grown.add(job)
-        return True
-
-
-def _decayed(share: float, count: int) -> float:
-    """Return the share after `count` steps without a retraction."""
-    while share and count:
-        share, count = learn_growth(share, num_retracted=0), count - 1
-    return share
+        batch = set(self.scheduler.plan())
+        self.num_retracted += len(self.scheduler.retracted)
+        return [job for job in self.scheduler.running if job not in batch]

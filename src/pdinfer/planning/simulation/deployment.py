@@ -122,6 +122,7 @@ class Cluster:
     stalls: tuple[Stall, ...]
     colocated: bool
     step_cv: float
+    accept_rate: float
 
     @property
     def name(self) -> str:
@@ -145,6 +146,7 @@ def cluster(
     stalls: tuple[Stall, ...] = (),
     colocated: bool = False,
     step_cv: float = 0.0,
+    accept_rate: float = 0.0,
     **limits: Any,
 ) -> Cluster:
     """Return `shape` ("P4D4": 4 prefills and 4 decodes) as a value to simulate.
@@ -153,8 +155,9 @@ def cluster(
     CacheConfig, for both sides; `prefill` and `decode` have those of one side. Without `num_pages` a pool never fills.
     `bytes_per_s` to `latency_s` are those of `Network`. With `colocated`, prefill i and decode i share one device, on
     which they take turns, and one pool, of which `decode` says the size; they serve each other alone. Steps scatter
-    around their times with the coefficient of variation `step_cv`, drawn by the seed of a run. Raises ConfigError for
-    what does not fit together, and for step times that are no seconds.
+    around their times with the coefficient of variation `step_cv`, drawn by the seed of a run. With `num_draft_tokens`
+    a step of decode checks drafts, each of which is right with the chance `accept_rate` if those before it are. Raises
+    ConfigError for what does not fit together, and for step times that are no seconds.
     """
     found = _SHAPE.fullmatch(shape) if isinstance(shape, str) else None
     if found is None or max(int(found[1]), int(found[2])) > MAX_ENGINES:
@@ -170,6 +173,8 @@ def cluster(
             raise ConfigError(f"a change is for {clip(change.engine)}, and {shape} has P0 to D{num_decodes - 1}")
     if not 0.0 <= step_cv <= 2.0:
         raise ConfigError(f"step_cv must be from 0 to 2, got {clip(step_cv)}")
+    if not 0.0 <= accept_rate <= 1.0:
+        raise ConfigError(f"accept_rate must be from 0 to 1, got {clip(accept_rate)}")
     return Cluster(
         num_prefills=num_prefills,
         num_decodes=num_decodes,
@@ -181,6 +186,7 @@ def cluster(
         stalls=tuple(sorted(stalls, key=lambda stall: stall.at_s)),
         colocated=colocated,
         step_cv=step_cv,
+        accept_rate=accept_rate,
     )
 
 
@@ -190,8 +196,6 @@ def _engine_model(name: str, step_s: StepSeconds, limits: Mapping[str, Any], *, 
     if unknown:
         raise ConfigError(f"{', '.join(unknown)}: no field of EngineConfig or CacheConfig")
     engine = EngineConfig(**{key: value for key, value in limits.items() if key in engine_fields})
-    if engine.num_draft_tokens:
-        raise ConfigError(f"num_draft_tokens is {engine.num_draft_tokens}; drafts are not simulated, give 0")
     return EngineModel(
         step_s=step_s,
         engine=engine,

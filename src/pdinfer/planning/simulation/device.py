@@ -35,4 +35,4 @@ class Device:
 
     def is_alone(self) -> bool:
         """Return whether only decode has work."""
-        return not (self.prefill.queue or self.prefill.active)
+        return not self.prefill.scheduler.unfinished

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 from pdinfer.bench.traces import Arrival
-from pdinfer.engine.schedule import due_at
 from pdinfer.planning.simulation.pages import Held, Keys
+from pdinfer.scheduling.decode import ScheduledSequence, SequenceState
 
 
 @attrs.define(eq=False)
@@ -22,38 +22,32 @@ class Spell:
     told_s: float = 0.0
 
 
-@attrs.define(eq=False)
-class Job:
+@attrs.define(eq=False, kw_only=True)
+class Job(ScheduledSequence):
     """A request and what became of it. Times are seconds since the run began.
 
     `room` counts its attempts over all decodes, so that what belongs to an earlier one is recognised; `attempts` counts
-    those at its decode, of which other prefills took over `num_taken_over`. While it runs at decode, it has `offset`
-    tokens more than the decode has ended steps. Otherwise it has `num_tokens`. Decode's pages had the first `num_found`
-    tokens when they were granted, prefill's the first `num_cached`. `waiting_since` is when it joined the queue of its
-    decode.
+    those at its decode. It has `offset` tokens more than its decode has ended steps while it runs there, of which
+    `ends` has the times, and `offset` tokens otherwise. `found` is what decode's pages had of it when they were last
+    asked, `held` what it holds of them. They had the first `num_found` tokens when they were granted, prefill's the
+    first `num_cached`. In the step under way `num_drafts` tokens are drafted for it; of the `num_drafted` so far, those
+    that were right came at `accepted_s`.
     """
 
     number: int
-    arrival: Arrival
+    asked: Arrival
     intended_s: float
     sent_s: float
     block_tokens: int
     prefill: int = -1
     decode: int = -1
     room: int = 0
-    attempts: int = 0
     num_retries: int = 0
     num_decodes_lost: int = 0
     num_computing_lost: int = 0
-    num_taken_over: int = 0
-    landed: bool = False
-    protected: bool = False
-    num_tokens: int = 0
-    offset: int = 0
-    end_step: int = 0
-    submitted_at: float = 0.0
-    waiting_since: float = 0.0
-    arrival_number: int = 0
+    offset: int
+    ends: list[float] = attrs.field(factory=list)
+    found: Held = attrs.field(factory=Held)
     held: Held = attrs.field(factory=Held)
     num_found: int = 0
     link_bytes: int = 0
@@ -69,26 +63,76 @@ class Job:
     error: str | None = None
     score: tuple[tuple[str, float], ...] = ()
     spells: list[Spell] = attrs.field(factory=list)
+    num_drafts: int = 0
+    num_drafted: int = 0
+    accepted_s: list[float] = attrs.field(factory=list)
     _keys: dict[int, Keys] = attrs.field(factory=dict)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return self.arrival.prompt_tokens
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        asked: Arrival,
+        intended_s: float,
+        sent_s: float,
+        block_tokens: int,
+        default_deadline_s: float | None = None,
+    ) -> Job:
+        """Return a request that is sent now."""
+        most = asked.prompt_tokens + asked.output_tokens
+        deadline_s = default_deadline_s if asked.deadline_s is None else asked.deadline_s
+        return cls(
+            arrival=number,
+            submitted_at=sent_s,
+            deadline_at=None if deadline_s is None else sent_s + deadline_s,
+            priority=asked.priority,
+            max_tokens=most,
+            expected_tokens=most,
+            number=number,
+            asked=asked,
+            intended_s=intended_s,
+            sent_s=sent_s,
+            block_tokens=block_tokens,
+            offset=asked.prompt_tokens,
+        )
 
     @property
-    def max_tokens(self) -> int:
-        """The number of tokens in prompt and output once it has run to its full length."""
-        return self.arrival.prompt_tokens + self.arrival.output_tokens
+    def num_tokens(self) -> int:
+        """The tokens of its prompt and those given so far."""
+        return self.offset + len(self.ends)
 
     @property
     def num_output(self) -> int:
-        """The tokens given so far, of a request that does not run at decode."""
-        return self.num_tokens - self.arrival.prompt_tokens
+        """The tokens given so far."""
+        return self.num_tokens - self.asked.prompt_tokens
 
     @property
-    def order(self) -> tuple[int, bool, float, int]:
-        """The sort key of waiting requests: those that come back first, then by age."""
-        return 0, not (self.attempts or self.num_output), due_at(self.submitted_at, None), self.arrival_number
+    def end_step(self) -> int:
+        """How many steps its decode has ended when it gets its last token, while it runs."""
+        return self.max_tokens - self.offset
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.num_tokens >= self.max_tokens
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has all its KV at decode."""
+        return self.state is SequenceState.RUNNING
+
+    def begin(self, arrival: int, now_s: float) -> None:
+        """Come to a decode, as the request number `arrival` there."""
+        self.arrival, self.submitted_at, self.is_resumed = arrival, now_s, self.num_output > 0
+        self.attempts, self.num_taken_over = 0, 0
+
+    def run(self, ends: list[float]) -> None:
+        """Begin to run in the steps that come after `ends`."""
+        self.offset, self.ends = self.num_tokens - len(ends), ends
+
+    def rest(self) -> None:
+        """Run no more."""
+        self.offset, self.ends = self.num_tokens, []
 
     def keys(self, page_size: int, num_tokens: int) -> Keys:
         """Return the keys of the pages that its first `num_tokens` tokens fill.
@@ -105,7 +149,7 @@ class Job:
         return keys if full == keys.num_pages else keys.up_to(full)
 
     def _prompt_keys(self, page_size: int) -> Keys:
-        prompt, hashes, block = self.arrival.prompt_tokens, self.arrival.hash_ids, self.block_tokens
+        prompt, hashes, block = self.asked.prompt_tokens, self.asked.hash_ids, self.block_tokens
         if not hashes:
             full = prompt // page_size
             return Keys((("prompt", self.number),), (full,)) if full else Keys()

@@ -126,6 +126,11 @@ class Pages:
         self.num_free -= count
         self.most_used = max(self.most_used, self.num_used)
 
+    def give_back(self, held: Held, count: int) -> None:
+        """Return pages that only this sequence has."""
+        held.num_own -= count
+        self.num_free += count
+
     def keep(self, held: Held, keys: Keys, domain: Hashable = None) -> None:
         """Let other sequences find the full pages of one. Where others have them, too, theirs are held from now on, and
         ours are free."""

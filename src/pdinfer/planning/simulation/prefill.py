@@ -1,91 +1,78 @@
-"""A simulated prefill engine: the decisions are those of `engine.schedule`, the seconds those that the host gives."""
+"""A simulated prefill engine: a `PrefillScheduler` decides, and the host's function says what steps take."""
 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Protocol
 
 import attrs
 
-from pdinfer.engine.costs import StepCosts
-from pdinfer.engine.schedule import by_age, due_at, plan_step, withheld_pages
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.links import Transfer
 from pdinfer.planning.simulation.pages import Held, Pages
 from pdinfer.planning.simulation.world import World as BaseWorld
+from pdinfer.scheduling.prefill import PrefillScheduler, ScheduledPrompt
+from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import PrefillCost
 
-_ORDER = attrgetter("order")
-_SUBMITTED_AT = attrgetter("submitted_at")
 
-
-@attrs.define(eq=False)
-class Prompt:
-    """One attempt of a request here. `order` is its sort key, as in `engine.sequence.Prompt`. Of its `num_tokens`
-    tokens the pages contain `num_computed`, and contained all but `num_uncached` when it came. Those up to `num_pushed`
-    are at decode or on the way. `pushes` are the tokens that the newest step pushes, by `transfer`. The engine took it
-    in step `taken` and admitted it in step `admitted`; -1 is not yet."""
+@attrs.define(eq=False, kw_only=True)
+class Prompt(ScheduledPrompt):
+    """One attempt of a request here. All but `num_uncached` of its tokens were in the pages when it came. Those up to
+    `num_pushed` are at decode or on the way. `pushes` are the tokens that the newest step pushes, by `transfer`. The
+    engine took it in step `taken` and admitted it in step `admitted`; -1 is not yet. `held` is what it found of the
+    pages, and holds once it is admitted."""
 
     job: Job
     room: int
-    order: tuple[int, bool, float, int]
-    submitted_at: float
-    num_tokens: int
     num_pushed: int
     held: Held = attrs.field(factory=Held)
-    num_computed: int = 0
     num_uncached: int = 0
     taken: int = -1
     admitted: int = -1
     pushes: int = 0
     transfer: Transfer | None = None
-    deadline_at: None = None
-
-    @property
-    def num_remaining(self) -> int:
-        return self.num_tokens - self.num_computed
 
 
 class World(BaseWorld, Protocol):
     """What prefills ask of their simulation besides."""
 
-    def not_full(self, prefill: int, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts for whose decode no more than `send_window_bytes` wait."""
+    def is_full(self, prompt: Prompt, /) -> bool:
+        """Return whether more than `send_window_bytes` wait for the decode of this prompt."""
 
     def push(self, prompt: Prompt, now_s: float) -> None:
         """Send `prompt.pushes` tokens while the step computes them."""
+
+    def settle(self, job: Job, now_s: float) -> None:
+        """Tell the decode that has given a request up that nobody writes its pages any more."""
 
     def hand_off(self, prompt: Prompt, now_s: float) -> None:
         """Tell decode that a prompt is computed. `Prefill.sent` is called once its last byte has left."""
 
 
 class Prefill:
-    """One engine. Prompts wait in `queue`, are computed while `active`, and hold their pages until they are sent.
-    `num_changes` grows with whatever a policy could see."""
+    """One engine. Prompts hold their pages until they are sent. `num_changes` grows with whatever a policy could see.
+    It counts the pages of its scheduler (`PromptPages`)."""
 
     def __init__(self, number: int, model: EngineModel, pages: Pages, world: World, *, shares_pool: bool) -> None:
         self.number, self.pages, self.model, self._config = number, pages, model, model.engine
         self.page_size = model.cache.page_size
         self.speed, self.due_s = 1.0, math.inf
-        self.queue: list[Prompt] = []
-        self.active: list[Prompt] = []
+        self.scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self, model.engine, lambda: world.now_s)
+        self.is_full = world.is_full
         self.num_changes = 0
-        self._costs = StepCosts(2)
-        self.num_step_tokens = 0
-        self.busy_s = 0.0
         self._world = world
         self._shares_pool = shares_pool
         self._num_withheld = withheld_pages(
             pages.num_pages, page_size=self.page_size, max_total_tokens=model.engine.max_total_tokens
         )
-        self._num_arrivals = self._num_starts = self._num_chunks = 0
+        self._num_arrivals = 0
         self._step: list[tuple[Prompt, int]] = []
         self._new: list[Prompt] = []
+        self._stopped: list[Prompt] = []
         self._num_begun = 0
         self._sent: deque[tuple[float, Prompt]] = deque()
         self._began_s = 0.0
@@ -93,16 +80,20 @@ class Prefill:
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a prompt for which decode has granted pages."""
         self.num_changes += 1
+        taken_s = now_s if self.due_s == math.inf else self.due_s  # what was left at the grant counts from there on
         prompt = Prompt(
             job=job,
             room=job.room,
-            order=(0, not job.num_output, due_at(now_s, None), self._num_arrivals),
+            arrival=self._num_arrivals,
             submitted_at=now_s,
+            is_resumed=job.num_output > 0,
+            deadline_at=job.deadline_at and job.deadline_at + taken_s - (job.granted_s or 0.0),
+            priority=job.priority,
             num_tokens=job.num_tokens,
             num_pushed=job.num_found,
         )
         self._num_arrivals += 1
-        insort(self.queue, prompt, key=_ORDER)
+        self.scheduler.wait(prompt)
         self._new.append(prompt)
         self.poke()
 
@@ -122,15 +113,12 @@ class Prefill:
         self.due_s = math.inf
         self.num_changes += 1
         step, self._step = self._step, []
-        took_s = now_s - self._began_s
-        self.busy_s += took_s
-        self._costs.add((1.0, float(sum(count for _, count in step))), took_s)
+        self.scheduler.ran(sum(count for _, count in step), now_s - self._began_s)
         for prompt, count in step:
             prompt.num_computed += count
-            self.num_step_tokens += count
             prompt.num_pushed = max(prompt.num_pushed, prompt.num_computed)
-            if not prompt.num_remaining and prompt in self.active:
-                self.active.remove(prompt)
+            if not prompt.num_remaining and prompt in self.scheduler.active:
+                self.scheduler.leave(prompt)
                 prompt.job.prefilled_s = now_s
                 self._world.hand_off(prompt, now_s)
         self._world.soon(self)
@@ -151,11 +139,22 @@ class Prefill:
     def cancel(self, job: Job) -> None:
         """Forget the prompt of a request that goes elsewhere."""
         self.num_changes += 1
-        for prompts in (self.queue, self.active):
-            for prompt in [prompt for prompt in prompts if prompt.job is job]:
-                prompts.remove(prompt)
-                if not self._shares_pool:
-                    self.pages.release(prompt.held)
+        for prompt in [prompt for prompt in self.scheduler.unfinished if prompt.job is job]:
+            if prompt.admitted >= 0 and not self._shares_pool:
+                self.pages.release(prompt.held)
+            self.scheduler.leave(prompt)
+
+    def stop(self, job: Job) -> bool:
+        """Stop the prompt of a request that has ended, at the next step. Return False if it is not here."""
+        stopped = [prompt for prompt in self.scheduler.unfinished if prompt.job is job]
+        self._stopped += stopped
+        self.poke()
+        return bool(stopped)
+
+    def fail(self) -> None:
+        """Stop for good."""
+        self.due_s = math.inf
+        self.scheduler.clear()
 
     @property
     def chunk_tokens(self) -> int:
@@ -171,7 +170,7 @@ class Prefill:
     @property
     def cost(self) -> PrefillCost:
         """What its steps take, as it has learned."""
-        step_s, token_s = self._costs.weights
+        step_s, token_s = self.scheduler.costs.weights
         return PrefillCost(step_s=step_s, token_s=token_s, chunk_tokens=self.chunk_tokens)
 
     def num_found(self, job: Job) -> int:
@@ -184,7 +183,7 @@ class Prefill:
         that wait count in full, and those of each prompt without what is cached, as far as the engine has looked."""
         under_way = self._num_begun if self.due_s < math.inf else 0
         total, sizes = 0, []
-        for prompt in (*self.queue, *self.active):
+        for prompt in self.scheduler.unfinished:
             is_queued = prompt.admitted in (-1, under_way)
             total += prompt.num_tokens if is_queued else prompt.num_remaining
             if prompt.taken in (-1, under_way):
@@ -192,10 +191,6 @@ class Prefill:
             else:
                 sizes.append(prompt.num_uncached if is_queued else prompt.num_remaining)
         return total, sizes
-
-    def unfinished(self) -> list[Prompt]:
-        """The prompts without a hand-off."""
-        return [*self.queue, *self.active]
 
     def begin(self, now_s: float) -> None:
         """Do what `PrefillEngine.step` does, unless a step is under way, and work out when the model has run."""
@@ -206,9 +201,13 @@ class Prefill:
         self._num_begun += 1
         for prompt in self._new:
             prompt.taken = self._num_begun
-            prompt.num_uncached = prompt.num_tokens - self._known(prompt).num_known * self.page_size
+            prompt.num_uncached = prompt.num_tokens - self._find(prompt).num_known * self.page_size
         self._new.clear()
-        step = self._plan(now_s) if self.queue or self.active else []
+        for prompt in self._stopped:
+            self.cancel(prompt.job)
+            self._world.settle(prompt.job, now_s)
+        self._stopped.clear()
+        step = self._plan(now_s) if self.scheduler.unfinished else []
         if not step and self._sent:
             self._return_pages(math.inf)
             step = self._plan(now_s)
@@ -217,21 +216,12 @@ class Prefill:
 
     def _plan(self, now_s: float) -> list[tuple[Prompt, int]]:
         self._admit(now_s)
-        step = plan_step(
-            self.active,
-            num_steps=self._num_chunks,
-            now=now_s,
-            tokens_per_s=0.0,
-            chunk_size=self._config.chunked_prefill_size,
-            max_tokens=self._config.max_prefill_tokens,
-        )
-        self._num_chunks += bool(self.active)
-        return step
+        return self.scheduler.plan(None)
 
     def _run(self, step: list[tuple[Prompt, int]], now_s: float) -> None:
         self._step, self._began_s = step, now_s
         took_s = seconds("prefill_s", self.model.step_s, _rows(step)) / self.speed
-        noise = self._world.noise(1)
+        noise = self._world.chance.noise(1)
         self.due_s = now_s + (took_s if noise is None else took_s * float(noise[0]))
         for prompt, count in step:
             prompt.pushes = max(0, prompt.num_computed + count - prompt.num_pushed)
@@ -240,46 +230,39 @@ class Prefill:
         self._world.wake(self, self.due_s)
 
     def _admit(self, now_s: float) -> None:
-        while (prompt := self._next(now_s)) is not None:
-            job, known = prompt.job, self._known(prompt)
-            if not self._fits(prompt, known):
-                return
-            self.queue.remove(prompt)
-            self.active.append(prompt)
-            self._num_starts += 1
+        while (prompt := self.scheduler.start()) is not None:
+            job, known = prompt.job, prompt.held
             prompt.admitted = self._num_begun
             job.began_s = now_s
             if self._shares_pool:
                 prompt.num_computed = job.num_found
             else:
                 self.pages.share(known)
-                known.num_own = self._num_pages(prompt) - known.num_known
+                known.num_own = -(-prompt.num_tokens // self.page_size) - known.num_known
                 self.pages.take(known.num_own)
-                prompt.held, prompt.num_computed = known, known.num_known * self.page_size
+                prompt.num_computed = known.num_known * self.page_size
             if job.committed_s is None:
                 job.num_cached = prompt.num_computed
 
-    def _next(self, now_s: float) -> Prompt | None:
-        """Return the prompt whose turn it is. One whose decode is full lets others pass."""
-        if len(self.active) >= self._config.max_running_requests:
-            return None
-        able = self._world.not_full(self.number, self.queue)
-        return by_age(able, _SUBMITTED_AT, num_turns=self._num_starts, now=now_s) or next(iter(able), None)
+    # -- what the scheduler asks --------------------------------------------------------------------------------------
 
-    def _known(self, prompt: Prompt) -> Held:
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had; zero or less when there are none."""
+        return self.pages.num_available - self._num_withheld
+
+    def num_needed(self, prompt: Prompt, /) -> int:
+        """Return how many available pages the prompt takes when it starts: none in a pool shared with decode."""
         if self._shares_pool:
-            return Held()
-        keys = prompt.job.keys(self.page_size, prompt.num_tokens)
-        return self.pages.find(keys, (prompt.num_tokens - 1) // self.page_size)
+            return 0
+        found = self._find(prompt)
+        return -(-prompt.num_tokens // self.page_size) - found.num_known + self.pages.num_unused(found)
 
-    def _fits(self, prompt: Prompt, known: Held) -> bool:
-        if self._shares_pool:
-            return True
-        needed = self._num_pages(prompt) - known.num_known + self.pages.num_unused(known)
-        return needed <= self.pages.num_available - self._num_withheld
-
-    def _num_pages(self, prompt: Prompt) -> int:
-        return -(-prompt.num_tokens // self.page_size)
+    def _find(self, prompt: Prompt) -> Held:
+        if not self._shares_pool:
+            keys, size = prompt.job.keys(self.page_size, prompt.num_tokens), self.page_size
+            prompt.held = self.pages.find(keys, (prompt.num_tokens - 1) // size)
+        return prompt.held
 
 
 def _rows(step: Sequence[tuple[Prompt, int]]) -> StepRows:

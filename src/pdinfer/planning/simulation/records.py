@@ -18,6 +18,8 @@ def record_of(job: Job, cluster: Cluster) -> Record:
         steps = spell.ends[spell.start : spell.stop]
         made += steps
         read += steps
+    if job.accepted_s:
+        made, read = sorted([*made, *job.accepted_s]), sorted([*read, *job.accepted_s])
     for stall in cluster.stalls:
         until_s = stall.at_s + stall.for_s
         read = [until_s if stall.at_s <= at_s < until_s else at_s for at_s in read]
@@ -25,7 +27,7 @@ def record_of(job: Job, cluster: Cluster) -> Record:
         request_id=f"simulated-{job.number}",
         intended_s=job.intended_s,
         sent_s=job.sent_s,
-        prompt_tokens=job.arrival.prompt_tokens,
+        prompt_tokens=job.asked.prompt_tokens,
         outcome=job.outcome,
         error=job.error,
         chosen_s=job.chosen_s,
@@ -41,5 +43,7 @@ def record_of(job: Job, cluster: Cluster) -> Record:
         decode=None if job.decode < 0 else f"D{job.decode}",
         score=job.score,
         cached_tokens=job.num_cached,
+        num_draft_tokens=job.num_drafted,
+        num_accepted_tokens=len(job.accepted_s),
         num_retries=job.num_retries + job.num_decodes_lost,
     )

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pdinfer.bench.load import Load
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import summarize
-from pdinfer.bench.summary import Summary
+from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.simulator import Simulator
@@ -41,7 +41,7 @@ def simulate(
         num_gpus=num_gpus,
         max_concurrency=load.max_concurrency,
         environment={"pdinfer": version("pdinfer"), "cluster": cluster.name, **dict(load.environment)},
-        engines=simulator.engines,
+        engines=_engines(simulator),
         max_step_ms=max(decode.max_step_s for decode in simulator.decodes) * 1e3,
         source="simulated",
         mode=load.mode,
@@ -50,4 +50,27 @@ def simulate(
         seed=seed,
         name=name or load.name,
         notes=load.notes,
+    )
+
+
+def _engines(simulator: Simulator) -> tuple[EngineUse, ...]:
+    """Return the use of slots and pages, one value per engine."""
+    slots, decodes = simulator.cluster.decode.engine.max_running_requests, simulator.decodes
+    whole_s = max((decode.ends[-1] for decode in decodes if decode.ends), default=0.0)
+    prefills = [] if simulator.cluster.colocated else simulator.prefills
+    return (
+        *(
+            EngineUse(name=f"P{at}", role="prefill", max_pages=each.pages.most_used / each.pages.num_pages)
+            for at, each in enumerate(prefills)
+        ),
+        *(
+            EngineUse(
+                name=f"D{at}",
+                role="decode",
+                mean_slots=each.slot_s / whole_s / slots if whole_s else None,
+                max_slots=each.most_slots / slots,
+                max_pages=each.pages.most_used / each.pages.num_pages,
+            )
+            for at, each in enumerate(decodes)
+        ),
     )

@@ -7,17 +7,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Any
-
-import numpy as np
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.bench.summary import EngineUse
 from pdinfer.bench.traces import Arrival
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware
+from pdinfer.planning.simulation.chance import Chance
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster
 from pdinfer.planning.simulation.device import Device
@@ -29,9 +28,7 @@ from pdinfer.planning.simulation.records import record_of
 from pdinfer.planning.simulation.view import View
 from pdinfer.planning.simulation.world import Engine
 from pdinfer.progress import Tell, nobody
-
-_BATCH = 4096
-"""Random factors that are drawn at once."""
+from pdinfer.scheduling.rules import by_age, order_of
 
 
 class Simulator:
@@ -52,11 +49,11 @@ class Simulator:
         self.cluster, self.load = cluster, load
         self.jobs: list[Job] = []
         self.num_events = 0
+        self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._num_pushed = 0
         self._soon: dict[Engine, None] = {}
-        self._random = np.random.default_rng([seed, 2])
-        self._factors, self._num_drawn = np.empty(0), 0
+        self.chance = Chance(cluster, seed)
         decode_pages = [_pool(cluster, "decode") for _ in range(cluster.num_decodes)]
         prefill_pages = (
             decode_pages if cluster.colocated else [_pool(cluster, "prefill") for _ in range(cluster.num_prefills)]
@@ -78,6 +75,7 @@ class Simulator:
         self.pushed_tokens = self.landed_tokens = 0
         self._view = View(cluster, self.prefills, self.decodes, self.links, policy)
         self._queue: list[Job] = []
+        self._num_turns = 0
         self._held_back: deque[tuple[Arrival, float]] = deque()
         self._num_in_flight = 0
         self._num_arrived = self._num_ended = 0
@@ -91,6 +89,7 @@ class Simulator:
         heap = self._heap
         while heap:
             now_s, _, action, what = heappop(heap)
+            self.now_s = now_s
             self.num_events += 1
             action(now_s, what)
             while self._soon and (not heap or heap[0][0] > now_s):
@@ -104,30 +103,6 @@ class Simulator:
     def num_steps(self) -> int:
         """The steps that all decodes ran."""
         return sum(len(decode.ends) for decode in self.decodes)
-
-    @property
-    def engines(self) -> tuple[EngineUse, ...]:
-        """The use of slots and pages, one value per engine."""
-        slots = self.cluster.decode.engine.max_running_requests
-        ends = [decode.ends[-1] for decode in self.decodes if decode.ends]
-        whole_s = max(ends, default=0.0)
-        prefills = () if self.cluster.colocated else self.prefills
-        return (
-            *(
-                EngineUse(name=f"P{at}", role="prefill", max_pages=each.pages.most_used / each.pages.num_pages)
-                for at, each in enumerate(prefills)
-            ),
-            *(
-                EngineUse(
-                    name=f"D{at}",
-                    role="decode",
-                    mean_slots=each.slot_s / whole_s / slots if whole_s else None,
-                    max_slots=each.most_slots / slots,
-                    max_pages=each.pages.most_used / each.pages.num_pages,
-                )
-                for at, each in enumerate(self.decodes)
-            ),
-        )
 
     def _at(self, at_s: float, action: Callable[[float, Any], None], what: Any = None) -> None:
         self._num_pushed += 1
@@ -158,26 +133,24 @@ class Simulator:
         """Return whether nobody else has work for the engine's device."""
         return not self._devices or self._devices[engine.number].is_alone()
 
-    def noise(self, count: int) -> np.ndarray | None:
-        """Return a factor of mean 1 for each of `count` steps, gamma distributed; None when steps do not scatter."""
-        cv = self.cluster.step_cv
-        if not cv:
-            return None
-        if self._num_drawn + count > len(self._factors):
-            self._factors, self._num_drawn = self._random.gamma(cv**-2, cv**2, max(count, _BATCH)), 0
-        self._num_drawn += count
-        return self._factors[self._num_drawn - count : self._num_drawn]
+    def abort(self, job: Job, now_s: float) -> None:
+        """Let the prefill of a granted request stop. `Decode.settle` is called when it has."""
+        self._view.keep_promise(job)
+        self._view.landed(job)
+        is_computed = job.prefilled_s is not None and job.granted_s is not None and job.prefilled_s >= job.granted_s
+        if not is_computed and not self.prefills[job.prefill].stop(job):
+            self.settle(job, now_s)
 
     def tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
         """Let the host learn this then."""
         self._at(at_s, self._told, ([(job, job.room) for job in granted], ended))
 
-    def not_full(self, prefill: int, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts for whose decode no more than `send_window_bytes` wait."""
+    def is_full(self, prompt: Prompt, /) -> bool:
+        """Return whether more than `send_window_bytes` wait for the decode of this prompt."""
         if self.links is None:
-            return prompts
-        backlog, window = self.links.backlog, self.cluster.prefill.engine.send_window_bytes
-        return [prompt for prompt in prompts if backlog.get((prefill, prompt.job.decode), 0.0) <= window]
+            return False
+        waiting = self.links.backlog.get((prompt.job.prefill, prompt.job.decode), 0.0)
+        return waiting > self.cluster.prefill.engine.send_window_bytes
 
     # -- links -------------------------------------------------------------------------------------------------------
 
@@ -204,6 +177,10 @@ class Simulator:
             self._landing[transfer] = prompt, ready_s
         self._watch_links()
 
+    def settle(self, job: Job, now_s: float) -> None:
+        """Tell the decode that has given a request up that nobody writes its pages any more."""
+        self.decodes[job.decode].settle(job, now_s)
+
     def _settle(self, now_s: float) -> None:
         assert self.links is not None
         for transfer in self.links.advance(now_s):
@@ -224,13 +201,15 @@ class Simulator:
             self._settle(now_s)
             self._watch_links()
             for prefill in self.prefills:  # a link that was full may not be any more
-                if prefill.queue:
+                if prefill.scheduler.queue:
                     prefill.poke()
 
     def _land(self, now_s: float, prompt: Prompt) -> None:
         job = prompt.job
         self.prefills[job.prefill].sent(prompt, now_s)
-        if job.room == prompt.room and job in self.decodes[job.decode].granted:
+        if job.outcome != "unfinished":
+            self.settle(job, now_s)
+        if job.room == prompt.room and job in self.decodes[job.decode].scheduler.granted:
             self.landed_tokens += prompt.num_tokens - job.num_found
             self._view.landed(job)
             job.last_byte_s = now_s
@@ -282,13 +261,15 @@ class Simulator:
         most = self.load.max_concurrency or math.inf
         while self._held_back and self._num_in_flight < most:
             arrival, intended_s = self._held_back.popleft()
-            job = Job(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens)
-            job.num_tokens = arrival.prompt_tokens
+            deadline_s = self.cluster.pairing.default_deadline_s
+            job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens, deadline_s)
             self.jobs.append(job)
             self._num_in_flight += 1
             refusal = self._view.refusal(job, num_queued=len(self._queue))
             if refusal is None:
                 insort(self._queue, job, key=_turn)
+                if job.deadline_at is not None:
+                    self._at(job.deadline_at, self._expire, job)
             else:
                 self._end(job, now_s, "refused", refusal)
         self._dispatch(now_s)
@@ -301,20 +282,32 @@ class Simulator:
         if self.load.mode == "closed_loop":
             self._at(now_s, self._start_client)
 
+    def _expire(self, now_s: float, job: Job) -> None:
+        """End a request that waits in the queue at its deadline. Its decode ends any other."""
+        if job in self._queue:
+            self._queue.remove(job)
+            self._end(job, now_s, "deadline")
+        elif job.deadline_at is not None and job.deadline_at > now_s:
+            self._at(job.deadline_at, self._expire, job)
+        elif job.ended_s is None:
+            self.decodes[job.decode].poke(now_s)
+
     # -- the host: what is chosen ------------------------------------------------------------------------------------
 
     def _dispatch(self, now_s: float) -> None:
         """Send queued requests, in turn, to the pairs that the policy chooses, until it lets one wait."""
         while self._queue:
-            job = self._queue[0]
+            oldest = by_age(self._queue, attrgetter("sent_s"), num_turns=self._num_turns, now=now_s)
+            job = oldest or self._queue[0]
             choice = self._view.choose(job, now_s)
             if choice is None:
                 if not self._view.has_ports:
-                    del self._queue[0]
+                    self._queue.remove(job)
                     self._end(job, now_s, "failed", "no prefill or no decode is left")
                     continue
                 return
-            del self._queue[0]
+            self._queue.remove(job)
+            self._num_turns += 1
             job.prefill, job.decode, job.score = choice
             job.chosen_s = now_s if job.chosen_s is None else job.chosen_s
             self._view.promise(job)
@@ -327,11 +320,11 @@ class Simulator:
             return
         granted, ended = told
         for job, room in granted:
-            if job.room == room and job in self.decodes[job.decode].granted:
+            if job.room == room and job in self.decodes[job.decode].scheduler.granted:
                 self._view.keep_promise(job)
                 self.prefills[job.prefill].submit(job, now_s)
         for job in ended:
-            self._end(job, now_s, "length")
+            self._end(job, now_s, "length" if job.is_whole else job.outcome)
         if ended and self._held_back:
             self._send(now_s)
         elif self._queue:
@@ -352,20 +345,22 @@ class Simulator:
     def _lose_prefill(self, prefill: Prefill, now_s: float) -> None:
         """Give what it had to other prefills. Requests that run need one, too, in case they lose their pages."""
         self._view.drop(prefill)
-        prefill.due_s, prefill.queue, prefill.active = math.inf, [], []
+        prefill.fail()
         for job in [job for job in self.jobs if job.ended_s is None and job.prefill == prefill.number]:
-            if job.chosen_s is None or job in self._queue:
+            if job.outcome != "unfinished":
+                self.settle(job, now_s)
+            if job.outcome != "unfinished" or job.chosen_s is None or job in self._queue:
                 continue
             decode = self.decodes[job.decode]
             self._view.keep_promise(job)
             self._view.landed(job)
             if not self._view.choose_prefill(job, now_s):
-                if not job.landed:
+                if not job.runs:
                     decode.drop(job, now_s)
                     self._end(job, now_s, "failed", "no prefill is left")
                 continue
             job.room += 1
-            if not job.landed:
+            if not job.runs:
                 self._view.promise(job)
             decode.give_up(job, now_s)
 
@@ -379,20 +374,19 @@ class Simulator:
             job.room += 1
             if job.spells and job.spells[-1].told_s > now_s:  # the host never got this token
                 job.spells.pop()
-                job.num_tokens -= 1
+                job.offset -= 1
             job.num_decodes_lost += job.attempts > 0
-            job.num_computing_lost += job.landed
+            job.num_computing_lost += job.runs
             is_last = job.num_computing_lost > MAX_COMPUTING
             if is_last or (job.num_output and not self.cluster.pairing.continue_elsewhere):
                 self._end(job, now_s, "failed", f"its decode is lost: D{decode.number}")
                 continue
-            job.attempts, job.num_taken_over, job.landed = 0, 0, False
             insort(self._queue, job, key=_turn)
         self._dispatch(now_s)
 
 
-def _turn(job: Job) -> tuple[bool, float, int]:
-    return not job.num_output, job.sent_s, job.number
+def _turn(job: Job) -> tuple[int, bool, float, int]:
+    return order_of(job.priority, job.sent_s, job.deadline_at, job.number, is_new=not job.num_output)
 
 
 def _pool(cluster: Cluster, side: str) -> Pages:

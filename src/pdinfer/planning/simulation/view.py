@@ -142,9 +142,9 @@ class View:
     def _shape(self, job: Job) -> RequestShape:
         return RequestShape(
             ordinal=self._num_choices,
-            num_prompt_tokens=job.arrival.prompt_tokens,
+            num_prompt_tokens=job.asked.prompt_tokens,
             num_output_tokens=job.num_output,
-            max_new_tokens=job.arrival.output_tokens,
+            max_new_tokens=job.asked.output_tokens,
             found_tokens=_Found(job, self._prefills, self._decodes),
         )
 
@@ -189,8 +189,8 @@ class View:
             num_total_pages=pages.num_pages,
             page_size=prefill.page_size,
             token_bytes=self._cluster.network.token_bytes,
-            num_tokens=prefill.num_step_tokens,
-            busy_s=prefill.busy_s,
+            num_tokens=prefill.scheduler.costs.num_tokens,
+            busy_s=prefill.scheduler.costs.busy_s,
             num_queued_requests=len(sizes) + len(promised),
             num_queued_tokens=num_tokens + sum(job.num_tokens for job in promised),
             queued=QueuedSizes.of((*sizes, *promised.values())),
@@ -208,8 +208,8 @@ class View:
             num_total_pages=decode.pages.num_pages,
             page_size=decode.page_size,
             token_bytes=self._cluster.network.token_bytes,
-            num_tokens=decode.num_step_tokens,
-            busy_s=decode.busy_s,
+            num_tokens=decode.scheduler.costs.num_tokens,
+            busy_s=decode.scheduler.costs.busy_s,
             num_waiting_requests=state.num_waiting,
             num_waiting_tokens=state.waiting_tokens,
             num_granted_requests=state.num_granted,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
-import numpy as np
 
+from pdinfer.planning.simulation.chance import Chance
 from pdinfer.planning.simulation.job import Job
 
 
@@ -28,6 +28,9 @@ class Engine(Protocol):
 class World(Protocol):
     """The time, the device and the host of engines."""
 
+    now_s: float
+    chance: Chance
+
     def wake(self, engine: Engine, at_s: float) -> None:
         """Call `engine.wake` then. Its device is busy until then."""
 
@@ -37,8 +40,8 @@ class World(Protocol):
     def tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
         """Let the host learn then what a decode has granted, and what has ended."""
 
-    def noise(self, count: int) -> np.ndarray | None:
-        """Return a factor for each of `count` steps, or None when steps take what the host's function says."""
+    def abort(self, job: Job, now_s: float) -> None:
+        """Let the prefill of a granted request stop. `Decode.settle` is called when it has."""
 
     def may_begin(self, engine: Engine, now_s: float) -> bool:
         """Return whether the engine's device is free. If it is not, the engine begins when it is."""

@@ -88,3 +88,31 @@ def test_unlike_prompts_and_full_pools_are_alike_too() -> None:
     scarce = cluster("P2D2", prefill_pages=2000, decode_pages=450)
     simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
+
+
+def test_priorities_are_alike_too() -> None:
+    load = bench.open_loop(28.0, 80, prompt_tokens=(50, 900), output_tokens=(20, 200))
+    load = attrs.evolve(
+        load, arrivals=tuple(attrs.evolve(each, priority=at % 3) for at, each in enumerate(load.arrivals))
+    )
+    scarce = cluster("P2D2", prefill_pages=150, decode_pages=200)
+    simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
+    assert sum(record.num_retries for record in simulated) > 0, "no pool was under pressure"
+    assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
+
+
+def test_deadlines_end_the_same_requests_within_a_step() -> None:
+    """An engine counts what is left of a deadline from the step that takes the request."""
+    load = bench.open_loop(12.0, 60, prompt_tokens=(50, 900), output_tokens=(20, 200))
+    arrivals = [
+        attrs.evolve(arrival, priority=number % 3, deadline_s=(None, None, 1.2, 2.0)[number % 4])
+        for number, arrival in enumerate(load.arrivals)
+    ]
+    load = attrs.evolve(load, arrivals=tuple(arrivals))
+    scarce = cluster("P2D2", prefill_pages=150, decode_pages=160)
+    simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
+    real = Timed(scarce, load, policy=pd.policy.least_tokens).run()
+    assert {record.outcome for record in simulated} == {"length", "deadline"}
+    assert [record.outcome for record in real] == [record.outcome for record in simulated]
+    for one, other in zip(real, simulated, strict=True):
+        assert len(one.read_s) == pytest.approx(len(other.read_s), abs=1), one.request_id

@@ -52,11 +52,11 @@ def load(rate: float = 20.0, count: int = 150, *, seed: int = 0, **lengths: Any)
 
 def assert_nothing_is_left(simulator: Simulator) -> None:
     for decode in simulator.decodes:
-        assert not [*decode.running, *decode.granted, *decode.waiting, *decode.landed]
-        assert (decode.context, decode.granted_tokens, decode.waiting_tokens) == (0, 0, 0)
+        assert not [*decode.scheduler.running, *decode.scheduler.granted, *decode.scheduler.waiting, *decode.landed]
+        assert decode.context == 0
         assert decode.pages.num_used == 0
     for prefill in simulator.prefills:
-        assert not prefill.unfinished()
+        assert not prefill.scheduler.unfinished
         assert prefill.pages.num_used == 0
 
 
@@ -85,7 +85,7 @@ def test_tokens_bytes_and_slots_are_neither_lost_nor_made(setting: str) -> None:
         assert sum(record.stages().values()) == pytest.approx(record.ttft_s, abs=1e-9)
     made = sum(arrival.output_tokens for arrival in wanted.arrivals)
     landings = sum(1 + record.num_retries for record in records)
-    assert sum(decode.num_step_tokens for decode in simulator.decodes) == made - landings
+    assert sum(decode.scheduler.costs.num_tokens for decode in simulator.decodes) == made - landings
     assert simulator.pushed_tokens == simulator.landed_tokens
     slots = simulator.cluster.decode.engine.max_running_requests
     assert max(decode.most_slots for decode in simulator.decodes) <= slots
@@ -214,7 +214,8 @@ def test_colocated_engines_take_turns() -> None:
     for record in simulator.run():
         assert str(record.prefill)[1:] == str(record.decode)[1:]
     busy = [
-        prefill.busy_s + decode.busy_s for prefill, decode in zip(simulator.prefills, simulator.decodes, strict=True)
+        prefill.scheduler.costs.busy_s + decode.scheduler.costs.busy_s
+        for prefill, decode in zip(simulator.prefills, simulator.decodes, strict=True)
     ]
     assert max(busy) <= max(decode.ends[-1] for decode in simulator.decodes) + 1e-9
 
@@ -326,3 +327,55 @@ def test_a_summary_says_that_it_is_simulated() -> None:
     }
     assert bench.Summary.from_json(summary.to_json()) == summary
     assert summary.findings == ()
+
+
+def asked(load: bench.Load, **each: Any) -> bench.Load:
+    """Return the load with these fields of its arrivals, in turn."""
+    fields = [dict(zip(each, values, strict=True)) for values in zip(*each.values(), strict=True)]
+    arrivals = (attrs.evolve(arrival, **fields[at % len(fields)]) for at, arrival in enumerate(load.arrivals))
+    return attrs.evolve(load, arrivals=tuple(arrivals))
+
+
+@pytest.mark.parametrize("pages", [4000, 250])
+def test_drafts_that_are_right_are_tokens_for_no_step(pages: int) -> None:
+    wanted, steps = load(), {}
+    for accept_rate in (0.0, 0.6, 1.0):
+        simulator = Simulator(
+            cluster(
+                decode={"num_pages": pages, "max_running_requests": 32, "num_draft_tokens": 3}, accept_rate=accept_rate
+            ),
+            wanted,
+        )
+        records = simulator.run()
+        assert_nothing_is_left(simulator)
+        assert [len(record.token_s) for record in records] == [arrival.output_tokens for arrival in wanted.arrivals]
+        steps[accept_rate] = sum(len(record.token_s) - record.num_accepted_tokens for record in records)
+        accepted = [record for record in records if record.num_accepted_tokens]
+        assert bool(accepted) == bool(accept_rate)
+        assert all(record.num_accepted_tokens <= record.num_draft_tokens for record in records)
+    assert steps[1.0] < 0.4 * steps[0.0]
+    assert steps[1.0] < steps[0.6] < steps[0.0]
+
+
+def test_deadlines_end_requests_wherever_they_are_and_leave_nothing_behind() -> None:
+    setting = cluster(bytes_per_s=20e6, token_bytes=2048, decode={"num_pages": 250, "max_running_requests": 32})
+    wanted = asked(load(40.0, 300), deadline_s=(None, 0.01, 0.08, 0.3, 1.0, 3.0))
+    simulator = Simulator(setting, wanted)
+    records = simulator.run()
+    assert_nothing_is_left(simulator)
+    assert {record.outcome for record in records} == {"length", "deadline"}
+    late = [record for record in records if record.outcome == "deadline"]
+    assert {(record.chosen_s is None, record.granted_s is None, not record.token_s) for record in late} >= {
+        (False, True, True),
+        (False, False, True),
+        (False, False, False),
+    }
+    for record, arrival in zip(records, wanted.arrivals, strict=True):
+        deadline_s = math.inf if arrival.deadline_s is None else arrival.at_s + arrival.deadline_s
+        assert record.outcome == "length" or record.ended_s == pytest.approx(deadline_s, abs=0.1)
+
+
+def test_a_higher_priority_waits_less() -> None:
+    records = Simulator(SETTINGS["pressed"], asked(load(40.0, 300), priority=(0, 1))).run()
+    waits = [np.mean([record.ttft_s for record in records[at::2]]) for at in (0, 1)]
+    assert waits[1] < 0.7 * waits[0]

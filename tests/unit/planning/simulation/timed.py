@@ -197,7 +197,13 @@ class Timed:
 
     def _send(self, number: int, arrival: bench.Arrival, maker: bench.PromptMaker) -> None:
         sampling = pd.SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True, seed=0)
-        request = pd.Request(request_id=str(number), prompt=maker.prompt(arrival), sampling=sampling)
+        request = pd.Request(
+            request_id=str(number),
+            prompt=maker.prompt(arrival),
+            sampling=sampling,
+            priority=arrival.priority,
+            deadline_s=arrival.deadline_s,
+        )
         self.pairing.submit(request)
         self.recorder.sent(str(number), prompt_tokens=arrival.prompt_tokens, intended_s=arrival.at_s)
 

@@ -61,6 +61,13 @@ def due_at(submitted_at: float, deadline_at: float | None) -> float:
     return patient_until if deadline_at is None else min(deadline_at, patient_until)
 
 
+def order_of(
+    priority: int, submitted_at: float, deadline_at: float | None, arrival: int, *, is_new: bool
+) -> tuple[int, bool, float, int]:
+    """Return the sort key of a request: priority first, then those that are not new, then deadline and age."""
+    return -priority, is_new, due_at(submitted_at, deadline_at), arrival
+
+
 def is_late(deadline_at: float | None, num_tokens: int, *, now: float, tokens_per_s: float) -> bool:
     """Return whether `num_tokens` cannot be computed before the deadline even at `tokens_per_s`, the best speed so far
     (0 when none was measured)."""

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import attrs
 
-from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S
-from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue
+from pdinfer.config import EngineConfig
+from pdinfer.engine.sequence import Sequence
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
+from pdinfer.scheduling.rules import OLDEST_EVERY, PATIENCE_S
 from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress, Request
 
 HERE, GONE = PeerAddress(b"here", 1, 0), PeerAddress(b"gone", 1, 0)
+
+
+class NoPages:
+    """Pages that nobody asks for."""
+
+    num_available = num_orphans = 0
+
+    def num_in_use(self, sequence: Sequence, /) -> int:
+        return 0
+
+    def extend(self, sequence: Sequence, num_drafts: int = 0, /) -> bool:
+        return False
+
+    def release(self, sequence: Sequence, /) -> None:
+        """Do nothing."""
 
 
 @attrs.define
@@ -19,32 +36,35 @@ class Bench:
 
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     linked: set[PeerAddress] = attrs.field(factory=lambda: {HERE})
-    queue: WaitingQueue = attrs.field(init=False)
+    queue: DecodeScheduler[Sequence] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.queue = WaitingQueue(lambda sequence: self.linked.issuperset(sequence.writers), self.clock)
+        self.queue = DecodeScheduler(
+            NoPages(),
+            EngineConfig(),
+            self.clock,
+            num_pages=8,
+            page_size=4,
+            has_writers=lambda sequence: self.linked.issuperset(sequence.writers),
+        )
 
     def add(self, name: str, *, priority: int = 0, writer: PeerAddress = HERE) -> Sequence:
-        sequence = Sequence(
-            request_id=name,
-            request=Request(request_id=name, prompt=(1,), priority=priority),
-            writers=(writer,),
-            arrival=len(self.queue),
-            submitted_at=self.clock(),
-            deadline_at=None,
-            output=[],
-            chain=PrefixChain(4, b""),
-            state=SequenceState.RUNNING,
+        request = Request(request_id=name, prompt=(1,), priority=priority)
+        sequence = Sequence.of(
+            request, (writer,), len(self.queue.waiting), self.clock(), PrefixChain(4, b""), processor=None
         )
-        self.queue.add(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.queue.wait(sequence)
         return sequence
 
     def turn(self) -> str:
         """Return the id of the sequence whose turn it is, and let it wait again at once."""
         sequence = self.queue.next()
         assert sequence is not None
-        self.queue.take(sequence)
-        self.queue.add(sequence)
+        self.queue.grant(sequence)
+        sequence.attempts = 0
+        self.queue.leave(sequence)
+        self.queue.wait(sequence)
         return sequence.request_id
 
 
@@ -52,10 +72,9 @@ def test_turns_go_by_priority_and_age() -> None:
     bench = Bench()
     old, urgent = bench.add("old"), bench.add("urgent", priority=1)
     assert old.state is SequenceState.WAITING
-    assert list(bench.queue) == [urgent, old]
+    assert bench.queue.waiting == [urgent, old]
     assert bench.queue.next() is urgent
-    bench.queue.discard(urgent)
-    bench.queue.discard(urgent)
+    bench.queue.leave(urgent)
     assert bench.queue.next() is old
     bench.queue.clear()
     assert bench.queue.next() is None
@@ -81,6 +100,19 @@ def test_a_sequence_without_its_writers_is_passed_over_for_a_while() -> None:
     bench.linked.clear()
     bench.linked.add(HERE)
     assert bench.queue.deserted() == []
-    assert lonely.ends_at == [bench.clock() + WRITER_GRACE_S]
+    assert lonely.ends_at == bench.queue.next_end() == bench.clock() + WRITER_GRACE_S
     bench.clock.advance(WRITER_GRACE_S)
     assert bench.queue.deserted() == [lonely]
+
+
+def test_those_that_come_back_here_or_from_elsewhere_are_first_and_the_others_go_by_age() -> None:
+    bench = Bench()
+    names = ["new", "newer", "back", "moved"]
+    new, newer, back, moved = (bench.add(name) for name in names)
+    for sequence in (new, newer, back, moved):
+        bench.queue.leave(sequence)
+    newer.submitted_at, back.submitted_at, moved.submitted_at = 1.0, 2.0, 3.0
+    new.arrival, back.attempts, moved.is_resumed = 9, 1, True
+    for sequence in (newer, moved, new, back):
+        bench.queue.wait(sequence)
+    assert bench.queue.waiting == [back, moved, new, newer]

@@ -29,9 +29,13 @@ LEAST_PIVOT = 1e-6
 
 
 class StepCosts:
-    """The weights of `num_terms` terms, none of them negative."""
+    """The weights of `num_terms` terms, none of them negative. All steps together took `busy_s` seconds for
+    `num_tokens` tokens; `best_tokens_per_s` is the best speed so far, 0 before one is known."""
 
     def __init__(self, num_terms: int) -> None:
+        self.num_tokens = 0
+        self.busy_s = 0.0
+        self.best_tokens_per_s = 0.0
         self._num_terms = num_terms
         self._products: np.ndarray
         self._unfitted: list[tuple[float, ...]]
@@ -55,6 +59,13 @@ class StepCosts:
         self._recent_terms = [0.0] * self._num_terms
         self._recent_s = 0.0
         self._num_steps = 0
+
+    def count(self, num_tokens: int, took_s: float) -> None:
+        """Count a step, or steps that took so long together."""
+        self.num_tokens += num_tokens
+        self.busy_s += took_s
+        if took_s > 0:
+            self.best_tokens_per_s = max(self.best_tokens_per_s, num_tokens / took_s)
 
     def add(self, terms: Sequence[float], seconds: float) -> None:
         """Learn from one step. The first term should be 1."""

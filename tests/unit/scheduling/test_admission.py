@@ -10,8 +10,10 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.engine import admission
-from pdinfer.engine.admission import (
+from pdinfer.errors import RequestError
+from pdinfer.remote.messages import PackedRequest
+from pdinfer.scheduling import admission
+from pdinfer.scheduling.admission import (
     MAX_BIASED_TOKENS,
     MAX_DEADLINE_S,
     MAX_ID_CHARACTERS,
@@ -21,8 +23,6 @@ from pdinfer.engine.admission import (
     CheckedTokens,
     check_request,
 )
-from pdinfer.errors import RequestError
-from pdinfer.remote.messages import PackedRequest
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import Request, RequestLimits, SamplingParams
 

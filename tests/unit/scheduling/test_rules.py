@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.engine.schedule import (
+from pdinfer.errors import ConfigError
+from pdinfer.scheduling.rules import (
     PATIENCE_S,
     WORTH_A_STEP,
     choose_victim,
@@ -23,7 +24,6 @@ from pdinfer.engine.schedule import (
     share_a_step,
     withheld_pages,
 )
-from pdinfer.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=12)
 CLASSED = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 300)), max_size=12).map(sorted)
