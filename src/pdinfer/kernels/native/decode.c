@@ -1,5 +1,5 @@
-/* Latent attention of few queries per sequence, over pages, in the latent space. Called through `ops.py`, which checks dtypes,
- * shapes and strides; sizes here are numbers of elements. */
+/* Latent attention of few queries per sequence, over pages, in the latent space. Called through `ops.py`, which checks
+ * dtypes, shapes and strides; sizes here are numbers of elements. */
 
 #include "decode_body.h"
 #include "thread_scratch.h"
@@ -15,10 +15,10 @@ typedef bf16 value; /* of a query, as decode reads it */
 
 INLINE void to_values(const bf16 *p, i64 n, value *to) { memcpy(to, p, n * sizeof *p); }
 
-/* scores[h][t] = q[h] . token[t], to a multiple of 4 tokens: [heads, TOKENS]. 4 heads by 4 tokens are 16 sums of 32 registers,
- * and each vector that is loaded is multiplied four times. Tokens outside and heads inside: four tokens are read from memory
- * once, by the first heads, and are near for the others. Lanes are parts of a row, so that rows need not be transposed; the
- * sums over lanes are taken for four tokens together. */
+/* scores[h][t] = q[h] . token[t], to a multiple of 4 tokens: [heads, TOKENS]. 4 heads by 4 tokens are 16 sums of 32
+ * registers, and each vector that is loaded is multiplied four times. Tokens outside and heads inside: four tokens are
+ * read from memory once, by the first heads, and are near for the others. Lanes are parts of a row, so that rows need not
+ * be transposed; the sums over lanes are taken for four tokens together. */
 INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64 heads, i64 width, float *scores) {
     for (i64 t = 0; t < count; t += 4)
         for (i64 h = 0; h < heads; h += 4) {
@@ -43,9 +43,9 @@ INLINE void score_block(const value *q, const bf16 *const *token, i64 count, i64
         }
 }
 
-/* o[h] += the first `rank` values of each token, weighed. 8 heads by 2 vectors are 16 sums, which stay in registers over all
- * tokens of the block; o is read and written once. A pair has to be one value of two tokens: unpacking makes these pairs,
- * in an order that LOW and HIGH put right in the sums. */
+/* o[h] += the first `rank` values of each token, weighed. 8 heads by 2 vectors are 16 sums, which stay in registers over
+ * all tokens of the block; o is read and written once. A pair has to be one value of two tokens: unpacking makes these
+ * pairs, in an order that LOW and HIGH put right in the sums. */
 INLINE void value_block(const unit *weights, const bf16 *const *token, i64 count, i64 heads, i64 rank, float *o) {
     for (i64 h = 0; h < heads; h += 8) {
         i64 some = MIN(8, heads - h);
@@ -94,7 +94,7 @@ INLINE void to_values(const bf16 *p, i64 n, value *to) {
 #define LAST_OF(a, b) MIX(ints, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #endif
 
-#define HEADS 6 /* at once: 6 x 2 sums are 12 of 16 registers */
+#define HEADS 6 /* at once: by 2 tokens or 2 vectors these are 12 sums of 16 registers */
 
 /* scores[h][t] = q[h] . token[t] for `some` <= HEADS heads, to a multiple of 2 tokens. With `ask` the tokens that come
  * PREFETCH_TOKENS later are asked for. */
@@ -125,8 +125,8 @@ INLINE void score_heads(int some, const value *q, const bf16 *const *token, i64 
     }
 }
 
-/* o[h][0..2 * LANES) += those values of each token, weighed, for `some` <= HEADS heads. Even and odd values have sums of their
- * own over all tokens of the block, and are put in order once. */
+/* o[h][0..2 * LANES) += those values of each token, weighed, for `some` <= HEADS heads. Even and odd values have sums of
+ * their own over all tokens of the block, and are put in order once. */
 INLINE void value_heads(int some, const unit *weights, const bf16 *const *token, i64 i, i64 count, i64 rank, float *o) {
     floats acc[HEADS][2];
     for (int a = 0; a < some; a++) acc[a][0] = acc[a][1] = all_of(0);
@@ -179,7 +179,8 @@ static void absorb_block(const value *q, const bf16 *const *token, i64 count, i6
 
 static i64 bytes_of_queries(const Decode *of) { return sizeof(value) * of->queries * of->heads * of->width; }
 
-/* All queries read a block of tokens while it is in the cache. */
+/* Blocks outside and queries inside: all queries read a block of tokens while it is in the cache, and sequences of drafts
+ * cost memory once. */
 static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, float *o, float *maxima, float *sums) {
     i64 queries = of->queries, heads = of->heads, width = of->width, rank = of->rank, rows = queries * heads;
     i64 seen = of->lens[b] - queries + 1; /* by the first query */

@@ -37,8 +37,9 @@ static void pack_queries(const Decode *of, i64 b, uint32_t *to) {
     }
 }
 
-/* The first `rank` values of TOKENS tokens as right tiles: [rank / 16][PAIRS][16]. Tokens from `count` on become 0, whatever
- * they hold. Memory is read here, row by row, before tiles read columns of it; the next PREFETCH_TOKENS rows are asked for. */
+/* The first `rank` values of TOKENS tokens as right tiles: [rank / 16][PAIRS][16]. Tokens from `count` on become 0,
+ * whatever they hold. Memory is read here, row by row, before tiles read columns of it; the next PREFETCH_TOKENS rows are
+ * asked for. */
 static void pack_values(const bf16 *const *token, i64 count, i64 width, i64 rank, uint32_t *to) {
     for (i64 t = 0; t < TOKENS; t += 2) {
         const __m128i first = _mm_set1_epi16(t < count ? -1 : 0), second = _mm_set1_epi16(t + 1 < count ? -1 : 0);
@@ -64,7 +65,9 @@ INLINE const bf16 *in_a_row(const bf16 *const *token, i64 width, bf16 *copy) {
     return copy;
 }
 
-/* scores[TOKENS][GROUP] = tokens . queries of a group. */
+/* scores[TOKENS][GROUP] = tokens . queries of a group. Tokens are the left side, which takes rows as they lie in their
+ * pages; the right side takes pairs of them by columns, and queries are packed so once for many tokens. Of the 8 tiles 4
+ * have sums of 16 tokens each, so that each tile of queries is loaded once for 64; one of tokens has to be used twice. */
 static void score_group(const bf16 *const *tokens, i64 width, const uint32_t *q, float *scores) {
     FENCE();
     ZERO(0);
@@ -89,7 +92,8 @@ static void score_group(const bf16 *const *tokens, i64 width, const uint32_t *q,
     FENCE();
 }
 
-/* o[GROUP][rank] += weights[GROUP][TOKENS] . tokens, packed by `pack_values`. */
+/* o[GROUP][rank] += weights[GROUP][TOKENS] . tokens, packed by `pack_values`. Both tiles of weights stay loaded, while
+ * those of o come and go: there are more of them than tiles. */
 static void add_group(const bf16 *weights, const uint32_t *values, i64 rank, float *o) {
     FENCE();
     LOAD(4, weights, sizeof(bf16) * TOKENS);
@@ -136,7 +140,7 @@ static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, f
     for (i64 row = 0; row < rows; row++) maxima[row] = -INFINITY, sums[row] = 0;
     pack_queries(of, b, q);
     Palette before;
-    begin(&before);
+    begin(&before); /* once for all blocks */
     for (i64 start = first; start < last; start += TOKENS) {
         i64 stop = MIN(start + TOKENS, last), shared = MIN(stop, seen) - start;
         const bf16 *token[TOKENS + PREFETCH_TOKENS], *tokens[TOKENS / GROUP];
@@ -145,6 +149,8 @@ static void absorb(const Decode *of, i64 b, i64 first, i64 last, void *memory, f
         for (i64 t = 0; t < TOKENS; t += GROUP) tokens[t / GROUP] = in_a_row(token + t, width, copies + t * width);
         for (i64 g = 0; g < groups; g++) {
             score_group(tokens, width, q + g * GROUP * width / 2, by_token);
+            /* The softmax wants the scores of a query side by side. They are a thirtieth of the latents, which would have
+             * to be transposed instead. */
             for (i64 t = 0; t < TOKENS; t += 4) {
                 const float *four = by_token + t * GROUP;
                 to_columns((const void *[]){four, four + GROUP, four + 2 * GROUP, four + 3 * GROUP}, GROUP, scores + t,

@@ -16,6 +16,7 @@ static i64 few_of_each(const bf16 *x, const i64 *counts, i64 num_experts, const 
         if (counts[e]) active[num_active++] = e;
     }
     bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
+    /* 128 outs at a time: enough to be read in order, and few enough that all threads end together. */
     i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
     {

@@ -41,8 +41,8 @@ INLINE void add_products(int rows, const float *x, i64 ldf, const bf16 *w, i64 l
     }
 }
 
-/* y[m][0..OUTS) = x[m] . w[0..OUTS) for `rows` rows of x. What lies `ahead` values behind the weights is asked for, of every
- * `passes`-th row; past the end of all weights that is harmless. */
+/* y[m][0..OUTS) = x[m] . w[0..OUTS) for `rows` rows of x. What lies `ahead` values behind the weights is asked for, of
+ * every `passes`-th row; past the end of all weights that is harmless. */
 INLINE void row_kernel_of(int rows, const float *x, i64 ldf, const bf16 *w, i64 n, i64 ahead, i64 pass, i64 passes, bf16 *y,
                        i64 ldy) {
     floats acc[OUTS][MOST];

@@ -58,7 +58,8 @@ INLINE void row_kernel_of(int rows, int outs, const float *x, i64 ldf, const Wei
             for (int m = 0; m < rows; m++) sums[r][m] += acc[r][m] * (256 * scales[r][b]);
     }
     for (int r = 0; r < outs; r++) {
-        /* Numbers are read without a look at NaN, which becomes a number: here, with the row in the cache, it costs least. */
+        /* Numbers are read without a look at NaN, which becomes a number: here, with the row in the cache, it costs
+         * least. */
         float lost = holds_nan(numbers[r], w->n) ? NAN : 0;
         for (int m = 0; m < rows; m++) y[m * ldy + first + r] = to_bf16(sum_of(sums[r][m]) + lost);
     }
@@ -76,7 +77,7 @@ EXPORT i64 linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 
                       const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
     Weight w = {weights, weight_scales, outs, parts, n};
     i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? SHARE(outs, threads) : outs;
-    i64 bytes = sizeof(float) * rows * ldf;
+    i64 bytes = sizeof(float) * rows * ldf; /* x becomes floats once, not once per row of weights */
     float *x = thread_scratch(SCRATCH_NUMBERS, bytes);
     if (!x) return bytes;
     for (i64 m = 0; m < rows; m++) {
@@ -106,7 +107,7 @@ EXPORT void dequantize_fp8(const uint8_t *weights, const float *weight_scales, i
         for (i64 b = 0; b * BLOCK < n; b++) {
             i64 i = b * BLOCK, end = MIN(n, i + BLOCK);
             floats scale = all_of(256 * scales[b]), low, high;
-            int lost = holds_nan(row + i, end - i);
+            int lost = holds_nan(row + i, end - i); /* a block with NaN goes number by number, which knows of it */
             for (; !lost && i + TWO <= end; i += TWO) {
                 load_small(row + i, &low, &high);
                 store_bf16(to + o * n + i, low * scale);
@@ -154,7 +155,7 @@ void quantize_row(const bf16 *x, i64 n, int ue8m0, uint8_t *numbers, float *scal
         const bf16 *from = x + b * BLOCK;
         uint8_t *to = numbers + b * BLOCK;
         float lost, scale = fmaxf(1e-4f, amax_of(from, count, &lost)) / 448 + lost;
-        if (ue8m0 && scale < INFINITY) {
+        if (ue8m0 && scale < INFINITY) { /* the next power of two, which frexp gives unless the scale is one already */
             int exponent;
             float fraction = frexpf(scale, &exponent);
             scale = ldexpf(1, exponent - (fraction == 0.5f));

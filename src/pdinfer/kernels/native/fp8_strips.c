@@ -1,7 +1,7 @@
-/* Products with FP8 weights that lie in strips, as bf16 weights do (strips.c). A block of a strip has 128 inputs, and each of
- * its halves one scale. Up to FEW rows multiply the numbers as they are read; for more a block becomes bf16 in the
- * first-level cache, and all panels pass over it there. Rows and weights stay whole numbers of their scales in either case:
- * both scales come to the sums of a block. */
+/* Products with FP8 weights that lie in strips, as bf16 weights do (strips.c). A block of a strip has 128 inputs, and
+ * each of its halves one scale. Up to FEW rows multiply the numbers as they are read; for more a block becomes bf16 in
+ * the first-level cache, and all panels pass over it there. Rows and weights stay whole numbers of their scales in either
+ * case: both scales come to the sums of a block. */
 
 #include "amx.h"
 #include "fp8.h"
@@ -10,11 +10,11 @@
 #define HALF (STEP / 2)
 #define DEPTH (BLOCK / 32) /* steps of a block */
 
-/* Numbers are read as FLOATS that are 2^8 times too small, as fp8.h says, or as DENORMALS: in the place of a float's exponent
- * and mantissa a number is 2^120 times too small, and a denormal below 2^-6. The other side is then lifted, so that products
- * are normal. That is two instructions where float16 takes three, but one or two rows take a fifth less time only on AMD's
- * CPUs, which multiply denormals as fast as other numbers. On others a denormal is an exception of a hundred cycles. No
- * instruction set tells which. Tests say themselves. */
+/* Numbers are read as FLOATS that are 2^8 times too small, as fp8.h says, or as DENORMALS: in the place of a float's
+ * exponent and mantissa a number is 2^120 times too small, and a denormal below 2^-6. The other side is then lifted, so
+ * that products are normal. That needs no conversion, and one or two rows take a fifth less time, on AMD's CPUs alone:
+ * they multiply denormals as fast as other numbers, on others one is an exception of a hundred cycles. No instruction set
+ * tells which. Tests say themselves. */
 enum { FLOATS, DENORMALS };
 
 #ifndef HAVE_AVX2
@@ -67,8 +67,8 @@ INLINE void in_order(int reading, floats *v) {
 #endif
 }
 
-/* c[m][0..32) = `rows` rows, [inputs][rows], times a block of a strip. Both halves of a strip side by side, so that each value
- * of x is read for 32 outs, and their 3 x 4 sums are 12 of 16 registers. */
+/* c[m][0..32) = `rows` rows, [inputs][rows], times a block of a strip. Both halves of a strip side by side, so that each
+ * value of x is read for 32 outs, and their 3 x 4 sums are 12 of 16 registers. */
 INLINE void row_kernel_of(int rows, int reading, const float *a, const uint8_t *w, i64 steps, float *c) {
     floats acc[FEW][2][HALF_VECTORS], b[HALF_VECTORS];
     for (int m = 0; m < rows; m++)

@@ -102,6 +102,7 @@ static float quantize(const bf16 *x, i64 n, i64 ldq, number *to) {
     if (lost != lost) return lost;
     float scale = amax / 127.0f;
     for (i = 0; i + LANES <= n; i += LANES) {
+        /* 1.5 * 2^23 has no bits for fractions: adding it rounds to the nearest, ties to even, as torch.round does. */
         ints v = __builtin_convertvector((load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints);
         some_numbers q = __builtin_convertvector(v + OFFSET, some_numbers);
         memcpy(to + i, &q, sizeof q);
@@ -123,9 +124,9 @@ INLINE void add_row(int rows, const number *x, i64 ldq, const int8_t *w, ints *a
     *own = add_weights(*own, ws);
 }
 
-/* The sum over the lanes of sums[m] = x[m] . w for `rows` rows of x. Rows of weights are read one by one, since memory likes
- * to be read in order. What lies `ahead` bytes behind is asked for; past the end of all weights that is harmless. Sums may
- * wrap: what is left when OFFSET has come off does not. */
+/* The sum over the lanes of sums[m] = x[m] . w for `rows` rows of x. Rows of weights are read one by one, since memory
+ * likes to be read in order. What lies `ahead` bytes behind is asked for; past the end of all weights that is harmless.
+ * Sums may wrap: what is left when OFFSET has come off does not. */
 INLINE void row_kernel_of(int rows, const number *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, ints *sums) {
     ints acc[MOST], own = {0};
     for (int m = 0; m < rows; m++) acc[m] = (ints){0};
@@ -174,6 +175,7 @@ static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i6
     }
 }
 
+/* Numbers of a row: whole vectors, and one more, so that rows do not lie a power of two apart and share cache lines. */
 INLINE i64 padded_row(i64 n) { return (n + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH) + WIDTH; }
 
 /* Whether a product of so many rows is one for these kernels. With VNNI torch's are good where rows are many. */
@@ -216,7 +218,7 @@ EXPORT i64 experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const
         if (counts[e]) active[num_active++] = e;
     }
     bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
-    i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
+    i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step; /* as in experts.c */
     i64 ldq = padded_row(MAX(width, inner)), bytes = rows * (i64)(sizeof(number) * ldq + sizeof(float));
     number *numbers = thread_scratch(SCRATCH_NUMBERS, bytes);
     if (!numbers) return bytes;

@@ -11,7 +11,9 @@ typedef struct {
     char *panels, *hidden;
 } Part;
 
-/* Strip s of gate and up, 16 outs of each -> these 16 inputs of the panels of hidden values. */
+/* Gate and up lie 16 outs beside 16, so that one strip has what silu needs of both, and hidden values never are a matrix in
+ * memory. They are rounded as a model in bf16 rounds them: the products, then what silu makes of them.
+ * Strip s of gate and up, 16 outs of each -> these 16 inputs of the panels of hidden values. */
 static void gated_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     _Alignas(64) float c[MOST_AT_ONCE * STRIP];
     i64 inner = part->down.n, there = MIN(16, inner - 16 * s);
@@ -31,7 +33,8 @@ static void down_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     store_strip(&part->down, s, c, part->rows, part->y, part->down.outs);
 }
 
-/* With many parts each thread takes one at a time; where there are few, threads share the strips of all. */
+/* With many parts each thread takes one at a time, whose panels stay in its cache; where there are few, threads share the
+ * strips of all, as some would have nothing to do. */
 static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
     i64 width = parts->gate_up.n, inner = parts->down.n, lacking = 0;
     i64 of_x = panel_bytes(way, way->rows, width), all = of_x + panel_bytes(way, way->rows, inner);

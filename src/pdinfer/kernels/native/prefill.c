@@ -1,5 +1,6 @@
-/* Latent attention of many queries, with expanded keys and values. Called through `ops.py`, which checks dtypes, shapes and
- * strides; sizes here are numbers of elements. */
+/* Latent attention of many queries, with expanded keys and values: for 192 and 128 values a head, expanding a key costs
+ * what about a hundred queries in the latent space cost with it, and each query then multiplies a third of the numbers.
+ * Called through `ops.py`, which checks dtypes, shapes and strides; sizes here are numbers of elements. */
 
 #include "attention.h"
 
@@ -28,9 +29,10 @@ INLINE void to_units(const bf16 *p, i64 n, unit *to) {
 #define COLUMNS (LANES == 16 ? 4 : 2) /* vectors in a row of the sums: 6 x 4 in 32 registers, or 6 x 2 in 16 */
 #define ROWS 6                        /* of the sums */
 #define PANEL (LANES * COLUMNS)
-#define QUERIES 48 /* of a block */
+#define QUERIES 48 /* of a block: so many pass over a block of keys while it is in the cache, and sums stay on the stack */
 
-/* c[ROWS][PANEL] (+)= a . b over `units` units: a[row][unit] with `lda` units between rows, b[unit][PANEL]. */
+/* c[ROWS][PANEL] (+)= a . b over `units` units: a[row][unit] with `lda` units between rows, b[unit][PANEL]. Each vector
+ * of b is loaded once for all rows, and lanes are columns of c: no sum has to be added up over lanes. */
 INLINE void micro_kernel(const unit *a, i64 lda, const unit *b, i64 units, float *c, i64 ldc, int add) {
     floats acc[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; r++)
@@ -56,10 +58,11 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const unit *packed
         to_units(q + r * ldq, size, left + r * units);
         memcpy(sum + r * values, o + r * ldo, values * sizeof(float));
     }
+    /* Rows up to QUERIES are there in any case, so that the last ones need no body of their own. */
     memset(sum + queries * values, 0, (QUERIES - queries) * values * sizeof(float));
     i64 seen = MIN(keys, offset + queries);
     for (i64 start = 0; start < seen; start += TOKENS, packed += TOKENS * per_key) {
-        i64 visible[QUERIES / ROWS]; /* of this block, to any row of a tile */
+        i64 visible[QUERIES / ROWS]; /* of this block, to any of ROWS rows: what none of them sees is not multiplied */
         for (i64 r = 0; r < queries; r += ROWS)
             visible[r / ROWS] = MIN(TOKENS, MIN(keys, offset + MIN(r + ROWS, queries)) - start);
         for (i64 t = 0; t < TOKENS; t += PANEL)
@@ -110,7 +113,8 @@ INLINE void transpose8(const bf16 *rows, i64 ldr, unit *to) {
 
 #endif
 
-/* to[unit][row] = the n values of each of `count` rows, `ldr` apart; there is room for PANEL rows. */
+/* Keys are transposed, so that lanes are keys, and the softmax finds the scores of a query side by side.
+ * to[unit][row] = the n values of each of `count` rows, `ldr` apart; there is room for PANEL rows. */
 static void transpose(const bf16 *rows, i64 ldr, i64 count, i64 n, unit *to) {
     for (i64 t = 0; t < count; t++) {
         i64 i = 0;
@@ -176,6 +180,7 @@ EXPORT void mla_prefill(const bf16 *q, const bf16 *kv, const bf16 *rope, i64 ldr
                  scratch + h * per_head);
 #pragma omp for schedule(dynamic)
         for (i64 item = 0; item < heads * blocks; item++) {
+            /* The last queries see the most keys. They come first, so that all threads end together. */
             i64 h = item / blocks, first = (blocks - 1 - item % blocks) * QUERIES, row = first * heads + h;
             attend_block(q + row * size, heads * size, MIN(QUERIES, queries - first), scratch + h * per_head, keys, size,
                          values, offset + first, scale, o + row * values, heads * values, maxima + row, sums + row,

@@ -41,11 +41,11 @@ EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 
     for (i64 o = 0; o < outs; o++)
         for (i64 m = 0; m < rows; m++) {
             const float *a = w + o * n, *b = x + m * ldx;
-            floats acc[4] = {{0}};
+            floats acc[4] = {{0}}; /* four, so that no addition waits for the one before */
             i64 i = 0;
             for (; i + 4 * LANES <= n; i += 4 * LANES)
                 for (int u = 0; u < 4; u++) {
-                    __builtin_prefetch((const char *)(a + i + LANES * u) + 4096, 0, 2);
+                    __builtin_prefetch((const char *)(a + i + LANES * u) + PREFETCH_BYTES, 0, 2);
                     acc[u] += load(a + i + LANES * u) * load(b + i + LANES * u);
                 }
             float sum = sum_of((acc[0] + acc[1]) + (acc[2] + acc[3]));
@@ -74,7 +74,7 @@ EXPORT i64 heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n
     i64 lacking = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
     for (i64 h = 0; h < heads; h++) {
-        const bf16 *in = x + h * ldh;
+        const bf16 *in = x + h * ldh; /* a head is a small matrix: threads take whole heads */
         Matrix of_head = {w + h * ldw, outs, n, 1, 0};
         i64 lacks = rows > FEW_ROWS ? by_strips(&by_floats, (Input){in, ldx}, rows, &of_head, y + h * outs, heads * outs, 1)
                                     : few_rows(in, ldx, rows, of_head.weights, n, 0, outs, y + h * outs, heads * outs);

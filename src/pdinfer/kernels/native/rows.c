@@ -1,5 +1,5 @@
-/* What lies between products: routing, sorting rows by expert, norms, rotations, activations. Called through `ops.py`, which
- * checks dtypes, shapes and strides; sizes here are numbers of elements. */
+/* What lies between products: routing, sorting rows by expert, norms, rotations, activations. Called through `ops.py`,
+ * which checks dtypes, shapes and strides; sizes here are numbers of elements. */
 
 #include "vectors.h"
 
@@ -19,7 +19,7 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 64)
     for (i64 t = 0; t < tokens; t++) {
         const float *in = logits + t * experts;
-        double exact[experts], total = 0;
+        double exact[experts], total = 0; /* rounded once, so that every device chooses the same experts */
         float scores[experts], choice[experts], worth[groups];
         float top = -INFINITY, lost = 0;
         char taken[experts];
@@ -43,6 +43,7 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
                     else if (choice[e] > second) second = choice[e];
                 worth[g] = bias && size > 1 ? first + second : first;
             }
+            /* The worst groups are dropped one by one; of equal ones the last, as the first is the better. */
             for (i64 dropped = 0; dropped < groups - top_groups; dropped++) {
                 i64 least = -1;
                 for (i64 g = 0; g < groups; g++)
@@ -52,7 +53,7 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
                 for (i64 e = least * size; e < (least + 1) * size; e++) choice[e] = -INFINITY;
             }
         }
-        float sum = 0;
+        float sum = 0; /* k is about 8: k passes cost less than a sort */
         memset(taken, 0, sizeof taken);
         for (i64 n = 0; n < k; n++) {
             i64 best = -1;
@@ -199,8 +200,8 @@ EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 hal
             rotate_pairs(x + r * ldx + h * ldh, half, cosines + r * half, sines + r * half, y + (r * heads + h) * 2 * half);
 }
 
-/* Writes the norm of c [rows, n] and k [rows, 2 * half], rotated, one behind the other to their slots of n + 2 * half values.
- * Rows of c and k are `ldc` and `ldk` apart. How many slots are not among `num_slots`; nothing is written there. */
+/* Writes the norm of c [rows, n] and k [rows, 2 * half], rotated, one behind the other to their slots of n + 2 * half
+ * values. Rows of c and k are `ldc` and `ldk` apart. How many slots are not among `num_slots`; nothing is written there. */
 EXPORT i64 norm_rotate_store(const bf16 *c, i64 ldc, const bf16 *k, i64 ldk, i64 rows, i64 n, i64 half, const bf16 *w,
                              float eps, const float *cosines, const float *sines, const i64 *slots, i64 num_slots,
                              bf16 *pages, int threads) {

@@ -14,8 +14,9 @@ i64 panel_of(i64 left) {
     return left / panels;
 }
 
-/* Transposes 8 x 8 words: rows `from`, which are `ld` bf16 values apart, become columns of `to`, 16 words apart. A word is a
- * pair of inputs, which stays together. Exchanging neighbours, then pairs, then fours takes 24 shuffles for 64 words. */
+/* Transposes 8 x 8 words: rows `from`, which are `ld` bf16 values apart, become columns of `to`, 16 words apart. A word
+ * is a pair of inputs, which stays together. Exchanging neighbours, then pairs, then fours takes 24 shuffles for 64
+ * words. */
 INLINE void transpose(const bf16 *from, i64 ld, bf16 *to) {
     eight r[8], s[8];
     for (int i = 0; i < 8; i++) memcpy(r + i, from + i * ld, 32);
@@ -69,7 +70,8 @@ const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed) {
     return packed;
 }
 
-/* Panels are floats, of a few rows each: [inputs][rows]. */
+/* Panels are floats, of a few rows each: [inputs][rows], so that the micro-kernel reads the values that one weight is
+ * multiplied with side by side. */
 static void pack(const Input *x, i64 rows, i64 n, void *to) {
     const bf16 *values = x->values;
     for (i64 first = 0, count; first < rows; first += count) {
@@ -90,8 +92,8 @@ static void store_panel(const float *values, i64 ldv, i64 rows, i64 n, i64 at, v
     }
 }
 
-/* As `micro_kernel`. A weight is loaded once for all rows, and each value of x is broadcast to the lanes, which are outs: no
- * sum has to be added up over lanes. The sums stay in registers from the first step to the last. */
+/* As `micro_kernel`. A weight is loaded once for all rows, and each value of x is broadcast to the lanes, which are outs:
+ * no sum has to be added up over lanes. The sums stay in registers from the first step to the last. */
 INLINE void micro_kernel_of(int rows, const float *a, const bf16 *w, i64 steps, i64 ahead, const float *by, int add,
                             float *c) {
     floats acc[MOST_OF_PANEL][HALF_VECTORS];
@@ -122,8 +124,8 @@ __attribute__((noinline)) void micro_kernel(i64 rows, const float *panel, const 
     WITH_CONSTANT(rows, MOST_OF_PANEL, micro_kernel_of, panel, half, steps, ahead, by, add, c)
 }
 
-/* c[m][0..32) = a panel of up to FEW rows times a whole strip. Few rows wait for memory, which gives most when it is read in
- * order: both halves of a step are read one behind the other, as they lie, and each has sums of its own. */
+/* c[m][0..32) = a panel of up to FEW rows times a whole strip. Few rows wait for memory, which gives most when it is read
+ * in order: both halves of a step are read one behind the other, as they lie, and each has sums of its own. */
 INLINE void row_kernel_of(int rows, const float *a, const bf16 *w, i64 steps, float *c) {
     floats acc[2][FEW][HALF_VECTORS];
     for (int h = 0; h < 2; h++)

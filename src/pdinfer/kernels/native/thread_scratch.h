@@ -1,5 +1,5 @@
-/* Memory that a thread keeps from call to call: an allocation of some megabytes is a system call and a fault per page, which
- * takes longer than a product of one row. */
+/* Memory that a thread keeps from call to call: an allocation of some megabytes is a system call and a fault per page,
+ * which takes longer than a product of one row. */
 
 #pragma once
 

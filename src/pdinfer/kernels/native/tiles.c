@@ -30,9 +30,9 @@ static void store_panel(const float *values, i64 ldv, i64 rows, i64 n, i64 first
     }
 }
 
-/* c[32][32] with `two` tiles of rows, else c[16][32], (+)= rows times some steps of a strip. Of the 8 tiles there are 4 have
- * sums, so that each of the other 4, two of rows and two of weights, is multiplied twice once it is loaded. Of each step
- * the lines [line, end) of what lies `ahead` are asked for: all at once they would hold up what is needed now. */
+/* c[32][32] with `two` tiles of rows, else c[16][32], (+)= rows times some steps of a strip. Of the 8 tiles there are 4
+ * have sums, so that each of the other 4, two of rows and two of weights, is multiplied twice once it is loaded. Of each
+ * step the lines [line, end) of what lies `ahead` are asked for: all at once they would hold up what is needed now. */
 INLINE void tile_kernel(const int two, const bf16 *a, const bf16 *strip, i64 steps, i64 n, i64 ahead, i64 line, i64 end,
                         int add, float *c) {
     const bf16 *b = a + 16 * padded(n);

@@ -16,7 +16,7 @@
 #define PREFETCH(at) __builtin_prefetch(at)
 #define EXPORT __attribute__((visibility("default")))
 
-enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, LANES = 8, LINE = 64, CHUNK = 2048, AHEAD = 2048 };
+enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, LANES = 8, LINE = 64, CHUNK = 2048, PREFETCH_BYTES = 2048 };
 
 static const uint64_t PRIME32_1 = 0x9E3779B1U, PRIME32_2 = 0x85EBCA77U, PRIME32_3 = 0xC2B2AE3DU;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87ULL, PRIME64_2 = 0xC2B2AE3D27D4EB4FULL,
@@ -154,7 +154,7 @@ static void read_bytes(Digest *digest, const uint8_t *from, int64_t num) {
             num -= missing;
         }
         int64_t stripes = (num - 1) / STRIPE;
-        take_stripes(digest, from, stripes, from + AHEAD);
+        take_stripes(digest, from, stripes, from + PREFETCH_BYTES);
         from += stripes * STRIPE;
         num -= stripes * STRIPE;
         if (stripes)
@@ -175,7 +175,7 @@ static void copy(uint8_t *restrict to, const uint8_t *restrict from, int64_t num
     at = at < num ? at : num;
     memcpy(to, from, (size_t)at);
     for (; at + LINE <= num; at += LINE) {
-        PREFETCH(from + at + AHEAD);
+        PREFETCH(from + at + PREFETCH_BYTES);
         for (int i = 0; i < LINE; i += WIDTH)
             STREAM(to + at + i, LOAD(from + at + i));
     }
