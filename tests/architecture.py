@@ -122,12 +122,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dsa", "step", "decode_rows"),
         ("batch", "cache", "destinations", "agreement"),
     ),
-    "moe": (
-        ("migration",),
-        ("layer",),
-        ("parallel", "balance"),
-        ("dispatchers", "placement"),
-    ),
+    "moe": (("migration",), ("layer",), ("parallel", "balance"), ("dispatchers", "placement")),
     "moe.migration": (("rebalancing",), ("migration",), ("transfer", "status")),
     "moe.balance": (
         ("__main__",),
@@ -187,11 +182,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch_attention", "torch_experts"),
         ("torch_products", "torch_flash"),
         ("reference",),
-        ("ops", "row_formats", "torch_draws"),
+        ("ops", "torch_draws"),
         ("fused",),
-        ("activations", "draws"),
-        ("weight_formats", "spec"),
-        ("strips",),
+        ("formats", "draws", "spec"),
+    ),
+    "kernels.formats": (
+        ("fp8_strips", "weights", "int8", "cache_rows", "activations"),
+        ("strips", "fp8", "int8_static"),
+        ("floats",),
+        ("format",),
     ),
     "kernels.native": (("ops",), ("products", "fused"), ("rows", "draws"), ("build", "calls")),
     "kernels.triton": (

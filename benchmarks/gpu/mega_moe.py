@@ -24,7 +24,7 @@ from timing import Times, numbers, race, sentence
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, resolve_ops
-from pdinfer.kernels.weight_formats import FP8Blocks
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 EXPERTS, TOP_K = 32, 8
 Line = dict[str, Any]

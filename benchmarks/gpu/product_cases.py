@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from case import BLOCK, HIDDEN, MOE_INTERMEDIATE, Case, Goal, Work, draw, draw_blocks
 
 from pdinfer.kernels import FP8Rows, reference
-from pdinfer.kernels.weight_formats import FP8Blocks
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 ROOM = 128
 WIDE_ROOM = 8192

@@ -9,8 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import OpSpec, reference, resolve_ops, row_formats
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.ops import Ops
 from tests.conformance.op_suite import (
     ROWS,
@@ -231,7 +232,7 @@ def test_latents_are_stored_as_kv_b_proj_rounds_them(
     if rounding is not None:
         normed = resolve_ops(OpSpec(device="cpu", dtype=dtype), forced="reference").ops.rounded(normed, rounding)
     pages_dtype = torch.uint8 if packed else dtype
-    expected = row_formats.latent_rows(normed, turned, pages_dtype)
+    expected = cache_rows.latent_rows(normed, turned, pages_dtype)
     assert torch.equal(store(op, dtype, pages_dtype, device, 5, rounding), expected)
 
 

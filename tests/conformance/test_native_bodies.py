@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
-from pdinfer.kernels.weight_formats import FP8Blocks
 from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
 from tests.compilers import why_no_compiler

@@ -17,9 +17,13 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.strips import Strips, fit
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
-from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
 from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
 from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
 from tests.conformance.test_native_bodies import body
@@ -286,7 +290,7 @@ def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int],
     gate, up = (gate_up[expert].double() @ x[..., None].double())[..., 0].bfloat16().chunk(2, -1)
     expected = (down[expert].double() @ (gate * up)[..., None].double())[..., 0].bfloat16()
     assert torch.equal(native.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
-    if Strips.fit(2, inner, width):
+    if fit(Shape(1, 2, inner, width)):
         strips = in_strips(gate_up, 2), in_strips(down)
         assert torch.equal(native.grouped_mlp_strips(x, torch.tensor(counts), *strips), expected)
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_attention, torch_flash
+from pdinfer.kernels import torch_attention, torch_flash
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.fp8 import FP8Blocks, e4m3_to_float
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
 from tests.conformance.op_suite import (
     CPU,
     draw,
@@ -265,7 +266,7 @@ class Cached:
         """`rows` are those of all slots [7 * 16, latent + rope], by default random ones."""
         rows = self.rows() if rows is None else rows
         kind = torch.uint8 if self.packed else self.dtype
-        written = row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind)
+        written = cache_rows.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind)
         return written.view(7, 16, -1)
 
     def rows(self) -> Tensor:
@@ -450,7 +451,7 @@ def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
     rows, q, weights = draw(5 * 8, 16).to(dtype), draw(9, 2, 16).to(dtype), draw(9, 2)
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
-        pages, table = row_formats.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
+        pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
         got: Tensor = index_topk(q, weights, pages, table, (5, 4), (20, 11), top_k=6)
         return got
 
@@ -480,7 +481,7 @@ def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
     rows, q, weights = draw(5 * 8, 16).to(dtype), draw(2, 3, 2, 16).to(dtype), draw(2, 3, 2)
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
-        pages, table = row_formats.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
+        pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
         got: Tensor = index_topk(q, weights, pages, table, torch.tensor([20, 11]), top_k=12)
         return got.flatten(0, 1)
 
@@ -515,10 +516,10 @@ def test_what_is_stored_and_read_again_stays_so(provider: str, dtype: torch.dtyp
     c, k_rope, slots = draw(3, 256).to(dtype), draw(3, 8).to(dtype), torch.tensor([5, 0, 2])
 
     def again(c: Tensor, k_rope: Tensor) -> Tensor:
-        pages = row_formats.latent_rows(torch.zeros(6, 256, dtype=dtype), torch.zeros(6, 8, dtype=dtype), kind)
+        pages = cache_rows.latent_rows(torch.zeros(6, 256, dtype=dtype), torch.zeros(6, 8, dtype=dtype), kind)
         pages = pages.view(2, 3, -1)
         op_of(provider, "store_latent", "cpu", dtype)(pages, slots, c, k_rope)
-        return row_formats.latents(pages.flatten(0, 1), 256, dtype)
+        return cache_rows.latents(pages.flatten(0, 1), 256, dtype)
 
     assert_lost(lambda: again(c, k_rope), lambda: again(put(c, (1, 255), bad), k_rope), {0})
     assert_lost(lambda: again(c, k_rope), lambda: again(c, put(k_rope, (0, 7), bad)), {5})

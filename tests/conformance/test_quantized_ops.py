@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference, torch_products
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert, map_tensors
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import expert, map_tensors
 from tests.conformance.op_suite import (
     ROWS,
     Rows,

@@ -156,13 +156,13 @@ MUTANTS = [
     ),
     Mutant(
         "experts in FP8 are sent floats",
-        "x_TD if reads_fp8 else floats_TD",
+        "x_TD if self.experts.reads_fp8 else floats_TD",
         "floats_TD",
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
     Mutant(
         "experts in any format are sent FP8",
-        "x_TD if reads_fp8 else floats_TD",
+        "x_TD if self.experts.reads_fp8 else floats_TD",
         "x_TD",
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
@@ -187,8 +187,8 @@ MUTANTS = [
     ),
     Mutant(
         "every FP8 product rounds its input by itself",
-        "self.rows if isinstance(weight, FP8) else self.floats_TI",
-        "self.floats_TI",
+        "x_TI.rows if self.reads_fp8 else x_TI.floats_TI",
+        "x_TI.floats_TI",
         "test_quantize.py::test_products_behind_a_norm_share_one_rounding",
     ),
     Mutant(

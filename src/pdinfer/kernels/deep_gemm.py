@@ -18,10 +18,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.ops import Composed, Ops
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks
 
 DENSE = ("fp8_gemm_nt",)
 CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous",)

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
-from pdinfer.kernels.weight_formats import FP8Strips, Strips
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.format import Rounding
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.strips import Strips
 
 
 class LinearStrips(Protocol):

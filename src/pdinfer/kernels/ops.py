@@ -4,9 +4,9 @@ Each field names an op, whose Protocol states shapes and dtypes (legend in docs/
 functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is not a
 sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
 
-Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.row_formats` says: the
-store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold anything,
-NaN included.
+Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.formats.cache_rows` says:
+the store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold
+anything, NaN included.
 
 NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was computed from one
 holds one. So a sum of squares or a score that overflows turns its row or head into NaN. Integers, which cannot be NaN,
@@ -23,8 +23,14 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounding
 from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Rounding, Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.fused import (
     AddRMSNorm,
     AddRMSNormFP8,
@@ -36,7 +42,6 @@ from pdinfer.kernels.fused import (
     LinearStrips,
     NormRotateStore,
 )
-from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Int8Static, Strips, Weight
 from pdinfer.values import brief
 
 

@@ -14,20 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_draws
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels import torch_draws
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import (
-    BLOCK,
-    FP8_MAX,
-    FP8Blocks,
-    Int8Dynamic,
-    Int8Static,
-    Weight,
-    expert,
-    quotient,
-    to_power_of_two,
-)
 
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
@@ -157,11 +152,11 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    _store(pages_PGW, slots_T, row_formats.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
+    _store(pages_PGW, slots_T, cache_rows.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
 
 
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-    _store(pages_PGY, slots_T, row_formats.index_rows(keys_TY, pages_PGY.dtype))
+    _store(pages_PGY, slots_T, cache_rows.index_rows(keys_TY, pages_PGY.dtype))
 
 
 def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
@@ -180,12 +175,12 @@ def index_topk(
     *,
     top_k: int,
 ) -> Tensor:
-    q_TXY = row_formats.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    q_TXY = cache_rows.index_queries(_exact(q_TXY), pages_PGY.dtype)
     q_TXY = q_TXY + not_finite(q_TXY)
     selected = q_TXY.new_full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, dtype=torch.int64)
     token = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        keys = _exact(row_formats.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        keys = _exact(cache_rows.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
         keys = keys + not_finite(keys)
         for visible in range(context - num_queries + 1, context + 1):
             scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
@@ -292,7 +287,7 @@ def mla_sparse(
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
     """Return (c, k_rope) of cached rows."""
-    return _exact(row_formats.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
+    return _exact(cache_rows.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 
 def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:

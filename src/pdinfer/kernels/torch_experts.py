@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kernels.torch_products import card, linear, linear_fp8, linear_int8, quantize_fp8
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Weight, expert
 
 FEW_ROWS = 1024
 """Up to this many rows (a decode step of 128 tokens with 8 experts each) every expert runs on all rows. Beyond it the

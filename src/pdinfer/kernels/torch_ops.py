@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, row_formats, torch_attention, torch_experts, torch_products
+from pdinfer.kernels import reference, torch_attention, torch_experts, torch_products
+from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.spec import OpSpec
 
 route = reference.route
@@ -51,12 +52,12 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    rows_TW = row_formats.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
+    rows_TW = cache_rows.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
     pages_PGW.view(-1, pages_PGW.shape[-1]).index_copy_(0, slots_T, rows_TW)
 
 
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-    rows_TY = row_formats.index_rows(keys_TY, pages_PGY.dtype)
+    rows_TY = cache_rows.index_rows(keys_TY, pages_PGY.dtype)
     pages_PGY.view(-1, pages_PGY.shape[-1]).index_copy_(0, slots_T, rows_TY)
 
 

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, dequantize_fp8
 
 _log = logging.getLogger("pdinfer")
 

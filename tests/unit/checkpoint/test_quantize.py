@@ -19,7 +19,8 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops, torch_ops
-from pdinfer.kernels.activations import Rounded, Rounding
+from pdinfer.kernels.formats.activations import Rounded
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdinfer.errors import PDInferError
 from pdinfer.kernels import compositions, torch_ops
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.native.rows import combine_rows, rms_norm, rotate

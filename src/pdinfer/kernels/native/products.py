@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import torch_experts, torch_ops
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, FP8Strips, Int8Dynamic, Strips
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
@@ -65,7 +68,7 @@ def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.shape[0]
     if not rows or not _reads_strips(x_TI, weight):
-        return F.linear(x_TI, weight.matrix())
+        return F.linear(x_TI, weight.ordered())
     matrix = weight.numbers.data_ptr(), outs, width, weight.parts
     return _multiply(build.library().linear_strips, x_TI, outs, *matrix)
 
@@ -213,7 +216,7 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 
 def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
     if not len(x_TI) or not _reads_fp8(x_TI, weight):
-        return linear_fp8(x_TI, weight.blocks())
+        return linear_fp8(x_TI, weight.ordered())
     x, (outs, width) = _rounded(x_TI, weight), weight.shape
     out = x.new_empty((len(x), outs))
     matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
@@ -225,7 +228,7 @@ def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
 
 def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
     if x.ndim != 2 or not len(x) or not _reads_fp8(x, gate_up, down):
-        return grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
+        return grouped_mlp_fp8(x, counts_E, gate_up.ordered(), down.ordered())
     rows, counts_E, (width, inner) = _rounded(x, gate_up), counts_E.to(torch.int64), down.shape
     out = rows.new_empty(rows.shape)
     lacking = build.library().experts_fp8_strips(
