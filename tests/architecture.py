@@ -183,8 +183,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch_products", "torch_flash"),
         ("reference",),
         ("ops", "torch_draws"),
-        ("fused",),
-        ("formats", "draws", "spec"),
+        ("fused", "spec"),
+        ("formats", "draws"),
     ),
     "kernels.formats": (
         ("fp8_strips", "weights", "int8", "cache_rows", "activations"),

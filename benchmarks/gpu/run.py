@@ -41,6 +41,7 @@ from timing import Missing, Times, num_input_sets, race, sentence
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions, resolve, resolve_ops
+from pdinfer.kernels.ops import function_of
 from pdinfer.kernels.torch_products import sum_in_float32
 
 CASES: tuple[Case, ...] = (*attention_cases.CASES, *product_cases.CASES, *row_cases.CASES)
@@ -80,7 +81,7 @@ class Bench:
     def op_of(self, case: Case, provider: str) -> Any:
         """Return the op of a provider. Those that have every op compose what is a sequence of others."""
         forced = provider if provider in COMPLETE else {case.op: provider}
-        return getattr(resolve_ops(case.spec(self.device), forced=forced).ops, case.op)
+        return resolve_ops(case.spec(self.device), forced=forced).ops[case.op]
 
     def check(self, case: Case, ours: Any) -> str | None:
         """Return how the kernel is wrong at a few rows, or None."""
@@ -132,7 +133,7 @@ class Bench:
 
 def is_composed(op: str) -> bool:
     """Return whether an op is a sequence of others, which a kernel of its own competes with."""
-    return hasattr(compositions, op)
+    return function_of(compositions, op) is not None
 
 
 def against(ours: Times, theirs: Times | Missing) -> Line:

@@ -68,8 +68,8 @@ class Linear:
     @classmethod
     def of(cls, weight: Weight, ops: Ops) -> Linear:
         if isinstance(weight, FloatWithBias):
-            return cls(weight.numbers, ops.linear, weight.bias.squeeze(-1))
-        return cls(weight, ops.linear_by(weight))
+            return cls(weight.numbers, ops.linear.of(weight.numbers), weight.bias.squeeze(-1))
+        return cls(weight, ops.linear.of(weight))
 
     def __call__(self, x_TI: Tensor | FP8Rows | Rounded) -> Tensor:
         if isinstance(x_TI, Rounded):

@@ -133,7 +133,7 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
     """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
     for such a place."""
     sum_in_float32(torch.device(device))
-    op = getattr(_ops(provider, name, device, dtype), name)
+    op = _ops(provider, name, device, dtype)[name]
     return op if HOST is None else within(HOST, op)
 
 
@@ -141,7 +141,7 @@ def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
     """Return the op of a provider, or else the composition of its ops. Of one that lacks other ops too, it is the op
     alone."""
     try:
-        return getattr(_ops(provider, None, device, dtype), name)
+        return _ops(provider, None, device, dtype)[name]
     except BackendUnavailable:
         return op_of(provider, name, device, dtype)
 

@@ -87,10 +87,10 @@ ROWS = [
     Rows("layer_norm", 48, lambda dtype: (draw(48), draw(48, seed=1), 1e-6)),
     Rows("linear", 48, lambda dtype: (down(dtype, 16, 48),)),
     Rows("linear", 39, lambda dtype: (down(dtype, 8, 39),)),
-    Rows("linear_fp8", 130, lambda dtype: (fp8_weight(9, 130),)),
-    Rows("linear_fp8", 130, lambda dtype: (fp8_weight(9, 130, ue8m0=True),)),
-    Rows("linear_int8", 130, lambda dtype: (int8_weight(9, 130),)),
-    Rows("linear_int8_static", 130, lambda dtype: (static_weight(9, 130, 1),)),
+    Rows("linear[fp8]", 130, lambda dtype: (fp8_weight(9, 130),)),
+    Rows("linear[fp8]", 130, lambda dtype: (fp8_weight(9, 130, ue8m0=True),)),
+    Rows("linear[w8a8_dynamic]", 130, lambda dtype: (int8_weight(9, 130),)),
+    Rows("linear[w8a8]", 130, lambda dtype: (static_weight(9, 130, 1),)),
     Rows("round_fp8", 130, more=lambda: {"ue8m0": False}),
     Rows("round_fp8", 130, more=lambda: {"ue8m0": True}),
     Rows("round_int8", 130),
@@ -98,9 +98,9 @@ ROWS = [
     Rows("gated_silu", 78),
     Rows("grouped_mlp", 48, lambda dtype: (COUNTS, down(dtype, 3, 64, 48), down(dtype, 3, 48, 32))),
     Rows("grouped_mlp", 39, lambda dtype: (COUNTS, down(dtype, 3, 10, 39), down(dtype, 3, 39, 5))),
-    Rows("linear_strips", 64, lambda dtype: (in_strips(down(dtype, 32, 64)),)),
+    Rows("linear[strips]", 64, lambda dtype: (in_strips(down(dtype, 32, 64)),)),
     Rows(
-        "grouped_mlp_strips",
+        "grouped_mlp[strips]",
         64,
         lambda dtype: (
             COUNTS,
@@ -108,9 +108,9 @@ ROWS = [
             in_strips(down(dtype, 3, 64, 32)),
         ),
     ),
-    Rows("linear_fp8_strips", 160, lambda dtype: (fp8_in_strips(fp8_weight(32, 160)),)),
+    Rows("linear[fp8_strips]", 160, lambda dtype: (fp8_in_strips(fp8_weight(32, 160)),)),
     Rows(
-        "grouped_mlp_fp8_strips",
+        "grouped_mlp[fp8_strips]",
         160,
         lambda dtype: (
             COUNTS,
@@ -118,13 +118,13 @@ ROWS = [
             fp8_in_strips(fp8_weight(3, 160, 160)),
         ),
     ),
-    Rows("grouped_mlp_fp8", 48, lambda dtype: (COUNTS, fp8_weight(3, 16, 48, parts=2), fp8_weight(3, 48, 16))),
-    Rows("grouped_mlp_int8", 48, lambda dtype: (COUNTS, int8_weight(3, 32, 48), int8_weight(3, 48, 16))),
+    Rows("grouped_mlp[fp8]", 48, lambda dtype: (COUNTS, fp8_weight(3, 16, 48, parts=2), fp8_weight(3, 48, 16))),
+    Rows("grouped_mlp[w8a8_dynamic]", 48, lambda dtype: (COUNTS, int8_weight(3, 32, 48), int8_weight(3, 48, 16))),
 ]
 
 
 PLAIN, STRIPS = (
-    {case.op: (case.op,) for case in ROWS if case.op.endswith("strips") is strips} for strips in (False, True)
+    {case.op: (case.op,) for case in ROWS if case.op.endswith("strips]") is strips} for strips in (False, True)
 )
 
 
@@ -540,11 +540,11 @@ def test_every_fp8_number_is_worth_what_it_says() -> None:
     assert torch.equal(got.nan_to_num(999), numbers.float().nan_to_num(999))
 
 
-@on_a_cpu("linear_fp8")
+@on_a_cpu("linear[fp8]")
 @for_each("rows", [3, 20])
 @for_each("code", [0x7F, 0xFF])
 def test_a_weight_that_is_nan_is_no_number(provider: str, dtype: torch.dtype, code: int, rows: int) -> None:
     weight = fp8_weight(9, 130)
     weight.numbers.view(torch.uint8)[4, 129] = code
-    got = op_of(provider, "linear_fp8", str(CPU), dtype)(draw(rows, 130).to(dtype), weight)
+    got = op_of(provider, "linear[fp8]", str(CPU), dtype)(draw(rows, 130).to(dtype), weight)
     assert got.isnan().any(0).tolist() == [row == 4 for row in range(9)]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
-from pdinfer.kernels.formats.format import Rounding
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.strips import Strips
-from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.formats.format import Format, Rounding
+from pdinfer.kernels.ops import Ops, Products
 from pdinfer.kernels.spec import OpSpec
 
 
@@ -20,22 +19,15 @@ def unavailable(spec: OpSpec) -> str | None:
     return None
 
 
-def linear_strips(ops: Ops, x_TI: Tensor, weight: Strips) -> Tensor:
+def linear_in_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
     return ops.linear(x_TI, weight.ordered())
 
 
-def grouped_mlp_strips(ops: Ops, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
+def experts_in_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
     return ops.grouped_mlp(x, counts_E, gate_up.ordered(), down.ordered())
 
 
-def linear_fp8_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-    return ops.linear_fp8(x_TI, weight.ordered())
-
-
-def grouped_mlp_fp8_strips(
-    ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips
-) -> Tensor:
-    return ops.grouped_mlp_fp8(x, counts_E, gate_up.ordered(), down.ordered())
+WEIGHTS = dict.fromkeys(IN_STRIPS.values(), Products(linear_in_strips, experts_in_strips))
 
 
 def add_rms_norm(

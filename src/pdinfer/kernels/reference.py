@@ -8,8 +8,8 @@ arithmetic is float32 (float64 stays float64).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from torch import Tensor
 from pdinfer.kernels import torch_draws
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows
-from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.formats.weights import expert
+from pdinfer.kernels.formats.weights import as_format, expert
+from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 
 FP8_MIN_AMAX = 1e-4
@@ -38,7 +40,7 @@ def unavailable(spec: OpSpec) -> str | None:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
+    return "is made to be read" if op.endswith("]") else None
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -363,21 +365,8 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x_TJ.dtype)
 
 
-def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    return _by_expert(linear, x, counts_E, gate_up_EJD, down_EDI)
-
-
-def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    return _by_expert(linear_fp8, x, counts_E, gate_up, down)
-
-
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return _by_expert(linear_int8, x, counts_E, gate_up, down)
-
-
-def _by_expert(
-    multiply: Callable[[Any, Any], Tensor], x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight
-) -> Tensor:
+def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    multiply = WEIGHTS[type(as_format(down))].linear
     out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
@@ -385,6 +374,16 @@ def _by_expert(
         out[rows] = multiply(gated_silu(multiply(x[rows], expert(gate_up, index))), expert(down, index))
         first += count
     return out
+
+
+WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
+    {
+        Plain: Products(linear, grouped_mlp),
+        FP8Blocks: Products(linear_fp8, grouped_mlp),
+        Int8Dynamic: Products(linear_int8, grouped_mlp),
+        Int8Static: Products(linear_int8_static),
+    }
+)
 
 
 def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
 from pdinfer.values import brief
 
@@ -28,10 +28,12 @@ PROVIDERS: tuple[tuple[str, str], ...] = (
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )
-"""(name, module) in order of preference. A module is imported only when its turn comes. It has the ops it offers, under
-their names, and functions that take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of
-it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and
-`slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load.
+"""(name, module) in order of preference. A module is imported only when its turn comes. What it offers is found by
+`ops.function_of`: functions with the names of ops, in it or in its `MODULES`, and products with weights in its table
+`WEIGHTS`. One that imports its functions only when they are taken has `PLACES`, whose keys are their names, and
+`function(op)` instead. Its other functions take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why
+nothing of it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and
+formats, and `slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load.
 A spec does not know everything. `DECLINES` may hold functions by the name of an op: they take the arguments of one call
 and return None, or why the provider leaves that call to the next one.
 The functions of "composition" take the chosen ops as their first argument."""
@@ -79,14 +81,14 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         function, choice = _choose(op, spec, _wanted(op, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(spec, Ops(**functions), tuple(choices))  # type: ignore[arg-type]
+    return ResolvedOps(spec, Ops.of(functions), tuple(choices))
 
 
 def _wanted(op: str, forced: str | Mapping[str, str] | None) -> list[str]:
     """Return the names of the providers that may serve an op."""
     if isinstance(forced, Mapping) and op in forced:
         return [forced[op]]
-    composed = [COMPOSITION] if hasattr(compositions, op) else []
+    composed = [] if function_of(compositions, op) is None else [COMPOSITION]
     if isinstance(forced, str):
         return [forced, *composed]
     return [name for name, _ in PROVIDERS if name != COMPOSITION] + composed
@@ -103,7 +105,7 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
         if name not in wanted:
             continue
         module = importlib.import_module(module_path)
-        offered = op in dir(module)
+        offered = _offers(module, op)
         reason = module.unavailable(spec)
         if reason is None and not offered:
             reason = f"has no {op}"
@@ -127,8 +129,12 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
     return Composed(_InTurn(op, tuple(zip(functions, declines, strict=True)))), choice
 
 
+def _offers(module: ModuleType, op: str) -> bool:
+    return op in module.PLACES if hasattr(module, "PLACES") else function_of(module, op) is not None
+
+
 def _function(op: str, provider: str, module: ModuleType) -> Any:
-    function = getattr(module, op)
+    function = module.function(op) if hasattr(module, "PLACES") else function_of(module, op)
     return Composed(function) if provider == COMPOSITION else function
 
 

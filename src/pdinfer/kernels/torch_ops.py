@@ -11,6 +11,11 @@ from torch import Tensor
 
 from pdinfer.kernels import reference, torch_attention, torch_experts, torch_products
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 
 route = reference.route
@@ -18,10 +23,6 @@ group_rows = reference.group_rows
 draw = reference.draw
 rms_norm = reference.rms_norm
 layer_norm = reference.layer_norm
-linear = torch_products.linear
-linear_fp8 = torch_products.linear_fp8
-linear_int8 = torch_products.linear_int8
-linear_int8_static = torch_products.linear_int8_static
 quantize_fp8 = torch_products.quantize_fp8
 round_fp8 = torch_products.round_fp8
 round_int8 = torch_products.round_int8
@@ -32,9 +33,12 @@ mla_prefill = torch_attention.mla_prefill
 mla_decode = torch_attention.mla_decode
 mla_sparse = torch_attention.mla_sparse
 gated_silu = torch_experts.gated_silu
-grouped_mlp = torch_experts.grouped_mlp
-grouped_mlp_fp8 = torch_experts.grouped_mlp_fp8
-grouped_mlp_int8 = torch_experts.grouped_mlp_int8
+WEIGHTS = {
+    Plain: Products(torch_products.linear, torch_experts.grouped_mlp),
+    FP8Blocks: Products(torch_products.linear_fp8, torch_experts.grouped_mlp_fp8),
+    Int8Dynamic: Products(torch_products.linear_int8, torch_experts.grouped_mlp_int8),
+    Int8Static: Products(torch_products.linear_int8_static),
+}
 
 
 def unavailable(spec: OpSpec) -> str | None:

@@ -41,12 +41,10 @@ def card(device: torch.device) -> DeviceSpec:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if not op.startswith(("linear_", "grouped_mlp_")):
-        return None
-    if op.endswith("_fp8") and (reason := why_no_fp8(spec.device)):
+    if op.endswith("[fp8]") and (reason := why_no_fp8(spec.device)):
         told = "makes floats of FP8 weights in every call"
         return told if spec.device.type == "cpu" else f"{told}: {reason}"
-    if op.endswith(("_int8", "_int8_static")) and not has_int8(spec.device):
+    if op.endswith(("[w8a8_dynamic]", "[w8a8]")) and not has_int8(spec.device):
         return "has no fused INT8 kernel"
     return None
 

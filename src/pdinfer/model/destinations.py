@@ -15,7 +15,6 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.floats import FloatWithBias, Plain
 from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
-from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.strips import fit
 from pdinfer.kernels.formats.weights import expert, places, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
@@ -37,20 +36,12 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
     return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
 
 
-STRIPS_OPS: Mapping[type[Format], tuple[str, ...]] = MappingProxyType(
-    {
-        Plain: ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips"),
-        FP8Blocks: ("linear_fp8", "grouped_mlp_fp8", "linear_fp8_strips", "grouped_mlp_fp8_strips"),
-    }
-)
-"""The ops on matrices of a format, plain and in strips."""
-
-
 def lie_in_strips(resolved: ResolvedOps) -> frozenset[type[Format]]:
     """Return the formats whose matrices lie in strips: where one provider has been chosen for products with these and
     with plain ones."""
     chosen = {choice.op: choice.provider for choice in resolved.choices}
-    return frozenset(kind for kind, ops in STRIPS_OPS.items() if {chosen[op] for op in ops} == {"native"})
+    reads = {kind: {chosen[op] for op in (*kind.ops(), *strips.ops())} for kind, strips in IN_STRIPS.items()}
+    return frozenset(kind for kind, providers in reads.items() if providers == {"native"})
 
 
 class Schemes(Protocol):

@@ -91,7 +91,7 @@ class Experts:
                 f"{name}: gate_proj and up_proj are stored in one format and down_proj in another; experts need "
                 'one for all three: load with weights="float"'
             )
-        return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
+        return cls(gate_up, down, ops.grouped_mlp.of(gate_up))
 
     @property
     def device(self) -> torch.device:

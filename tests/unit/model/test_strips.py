@@ -123,8 +123,8 @@ def test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_t
     needs_strips()
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
     assert Plain in lie_in_strips(resolve_ops(spec))
-    for op in ("linear", "grouped_mlp", "linear_strips"):
-        other = "composition" if op == "linear_strips" else "torch"
+    for op in ("linear", "grouped_mlp", "linear[strips]"):
+        other = "composition" if op == "linear[strips]" else "torch"
         assert Plain not in lie_in_strips(resolve_ops(spec, forced={op: other}))
     assert not lie_in_strips(resolve_ops(OpSpec(device="cpu", dtype=torch.float32)))
     assert not lie_in_strips(resolve_ops(spec, forced="reference"))
@@ -177,6 +177,6 @@ def test_an_fp8_model_is_kept_in_them(folder: Path, tmp_path: Path) -> None:
     assert "FP8 weights are held as they are stored" in told
     assert "matrices lie in the order" in told
     expected = load_model(tmp_path / "fp8", dtype="float32", weights="stored").logits(prompt)
-    plain = load_model(tmp_path / "fp8", dtype="bfloat16", weights="stored", providers={"linear_fp8": "torch"})
+    plain = load_model(tmp_path / "fp8", dtype="bfloat16", weights="stored", providers={"linear[fp8]": "torch"})
     off = float((plain.logits(prompt).float() - expected).norm() / expected.norm())
     assert float((model.logits(prompt).float() - expected).norm() / expected.norm()) < 1.3 * off < 0.4

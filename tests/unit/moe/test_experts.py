@@ -56,7 +56,7 @@ def experts_of(kind: type[Format], seed: int) -> Experts:
                 matrix = torch.randn(rows, columns, generator=generator) / 5
                 assign(part(expert(stack, slot), index, parts), stored(kind, matrix))
         stacks.append(stack)
-    return Experts(stacks[0], stacks[1], OPS.grouped_mlp_by(stacks[0]))
+    return Experts(stacks[0], stacks[1], OPS.grouped_mlp.of(stacks[0]))
 
 
 @every_format

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.formats.format import Format, Shape
+from pdinfer.kernels.formats.format import BY_FORMAT, Format, Shape
 from pdinfer.values import brief
 
 
@@ -19,6 +19,10 @@ class Plain(Format):
     holds_floats = True
 
     numbers: Tensor
+
+    @classmethod
+    def ops(cls) -> tuple[str, ...]:
+        return BY_FORMAT
 
     @classmethod
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Tensor:

@@ -15,6 +15,9 @@ import attrs
 import torch
 from torch import Tensor
 
+BY_FORMAT = ("linear", "grouped_mlp")
+"""The ops that have a function for each format of weights."""
+
 
 class Rounding(Enum):
     """What a product with quantized weights does to its input first."""
@@ -90,6 +93,11 @@ class Format:
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Weight:
         """Return an uninitialised weight. Plain are of `dtype`, and `ue8m0` says how FP8 activations are scaled."""
         raise NotImplementedError
+
+    @classmethod
+    def ops(cls) -> tuple[str, ...]:
+        """Return the names of the ops on weights of this format: "linear[fp8]"."""
+        return tuple(f"{op}[{cls.name}]" for op in BY_FORMAT if cls.has_experts or op != "grouped_mlp")
 
     @classmethod
     def rounding(cls, *, ue8m0: bool) -> Rounding | None:

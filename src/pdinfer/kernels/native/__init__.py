@@ -33,5 +33,5 @@ Tested by tests/conformance/test_ops.py. The suites beside it run on these kerne
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
 May import: kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.spec,
-kernels.torch_draws, kernels.torch_experts, kernels.torch_ops, process, the ground.
+kernels.torch_draws, kernels.torch_experts, kernels.torch_ops, kernels.torch_products, process, the ground.
 """

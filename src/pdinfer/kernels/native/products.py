@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import torch_experts, torch_ops
+from pdinfer.kernels import torch_experts, torch_ops, torch_products
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.fp8_strips import FP8Strips
@@ -129,7 +129,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.numbers.shape[0]
     if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
-        return torch_ops.linear_int8(x_TI, weight)
+        return torch_products.linear_int8(x_TI, weight)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
     return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
 
@@ -195,7 +195,7 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     if not _reads_fp8(x_TI, weight):
-        return torch_ops.linear_fp8(x_TI, weight)
+        return torch_products.linear_fp8(x_TI, weight)
     x, (outs, width) = _rounded(x_TI, weight), weight.numbers.shape
     rows = len(x)
     out = x.new_empty((rows, outs))
