@@ -149,7 +149,7 @@ def instead_of(without: Collection[str], spec: OpSpec) -> dict[str, str]:
     forced = {}
     for choice in resolve_ops(spec).choices:
         if choice.provider in without:
-            names = [name for name, _ in resolve.PROVIDERS if name not in without]
+            names = [each.name for each in resolve.PROVIDERS if each.name not in without]
             forced[choice.op] = next(name for name in names if serves(name, choice.op, spec))
     return forced
 

@@ -95,7 +95,7 @@ class Bench:
         inputs = [case.inputs(self.device, seed) for seed in range(num_input_sets(work.num_bytes, self.device))]
         contenders: dict[str, Any] = {"pdinfer": [lambda each=each: case.call(ours, each) for each in inputs]}
         found: dict[str, Times | Missing] = {}
-        for name, _ in resolve.PROVIDERS:
+        for name in (each.name for each in resolve.PROVIDERS):
             if name not in (self.provider, "reference") and (name != resolve.COMPOSITION or is_composed(case.op)):
                 try:
                     theirs = self.op_of(case, name)
@@ -196,7 +196,7 @@ def plan(name: str) -> str:
             f"{case.name:<58}{work.num_bytes / 1e6:>10.1f}{work.flops / 1e9:>10.1f}"
             f"{work.floor_s(ceilings) * 1e6:>10.1f}  {goal.least} / {goal.stretch} of {goal.of}"
         )
-    rows.append(f"against every other provider of {', '.join(name for name, _ in resolve.PROVIDERS)}, and torch")
+    rows.append(f"against every other provider of {', '.join(each.name for each in resolve.PROVIDERS)}, and torch")
     return "\n".join([*rows, "steps: slice.py; pushes beside prefill: pushes.py"])
 
 

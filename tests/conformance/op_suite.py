@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 LIBRARIES = ("deep_gemm", "flash_mla")
 """Providers that take only shapes of their own. They have suites of their own, which draw on this one."""
 PROVIDERS = resolve.PROVIDERS
-NAMES = [name for name, _ in PROVIDERS if name not in LIBRARIES]
+NAMES = [each.name for each in PROVIDERS if each.name not in LIBRARIES]
 SCALE = 0.25
 
 DEVICES = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
