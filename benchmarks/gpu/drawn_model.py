@@ -19,7 +19,7 @@ from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.weights import expert
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology

@@ -42,7 +42,7 @@ from timing import Missing, Times, num_input_sets, race, sentence
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions, resolve, resolve_ops
 from pdinfer.kernels.ops import function_of
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.torch.products import sum_in_float32
 
 CASES: tuple[Case, ...] = (*attention_cases.CASES, *product_cases.CASES, *row_cases.CASES)
 FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))

@@ -27,7 +27,7 @@ from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.formats.weights import assign, expert, map_tensors
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.batch import Batch, Row
 from tests.hosts import within
 from tests.rounding import (

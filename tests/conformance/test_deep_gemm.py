@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, reference, resolve_ops, torch_experts, torch_products
+from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels import deep_gemm as adapter
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.weights import map_tensors
 from pdinfer.kernels.resolve import explain_backends
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 from tests.conformance import fake_deep_gemm
 from tests.conformance import test_quantized_ops as quantized
 from tests.conformance.libraries import installed

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import torch_attention, torch_flash
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks, e4m3_to_float
 from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.torch import attention as torch_attention
+from pdinfer.kernels.torch import flash as torch_flash
 from tests.conformance.op_suite import (
     CPU,
     draw,

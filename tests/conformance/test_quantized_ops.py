@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, torch_products
+from pdinfer.kernels import reference
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import expert, map_tensors
+from pdinfer.kernels.torch import products as torch_products
 from tests.conformance.op_suite import (
     ROWS,
     Rows,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, torch_attention
+from pdinfer.kernels import reference
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.model.batch import Batch, Row
 from tests.conformance.op_suite import (
     ATTENTION,

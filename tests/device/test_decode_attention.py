@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.kernels import reference, torch_attention, torch_ops
+from pdinfer.kernels import reference
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
@@ -59,7 +60,7 @@ def test_attention_is_recorded_and_run_again_on_other_lengths_and_pages(
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     there = [tensor.to(device) for tensor in inputs(packed, 1)]
     with streams.no_collection(), Capture() as capture:
-        results = attend(torch_ops, there)
+        results = attend(torch_attention, there)
     assert capture.illegal == []
     for seed in (1, 2, 3):
         now = inputs(packed, seed)

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import torch_experts, torch_products
 from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import map_tensors
 from pdinfer.kernels.spec import DeviceSpec
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 from pdinfer.testing import random_model
 from tests.conformance.op_suite import ROWS, Rows, draw, fp8_weight, int8_weight, static_weight
 from tests.simulated.watch import Watch

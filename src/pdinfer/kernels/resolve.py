@@ -41,7 +41,7 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("flash_mla", "pdinfer.kernels.flash_mla", ("cuda",)),
     Provider("triton", "pdinfer.kernels.triton.provider", ("cuda",)),
     Provider(COMPOSITION, "pdinfer.kernels.compositions"),
-    Provider("torch", "pdinfer.kernels.torch_ops"),
+    Provider("torch", "pdinfer.kernels.torch.provider"),
     Provider("reference", "pdinfer.kernels.reference"),
 )
 """The providers in order of preference. What the module of one offers is found by `ops.function_of`: functions with the

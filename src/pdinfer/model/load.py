@@ -20,7 +20,7 @@ from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.format import Format
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes, lie_in_strips
 from pdinfer.model.load_plan import Build, LoadPlan, Target

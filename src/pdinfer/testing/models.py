@@ -22,7 +22,7 @@ from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
 from pdinfer.kernels.formats.weights import assign, expert, places, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.load import named_device
 from pdinfer.model.model import Model, op_spec_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -18,12 +19,14 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops, torch_experts, torch_ops
+from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Products, function_of
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
@@ -149,7 +152,7 @@ def test_products_behind_a_norm_share_one_rounding(
     calls: list[tuple[str, str]] = []
 
     def noted(name: str) -> Any:
-        run = function_of(torch_ops, name)
+        run = function_of(torch_provider, name)
 
         def note(x_TI: Any, *rest: Any, **more: Any) -> Any:
             calls.append((name, type(x_TI).__name__))
@@ -158,8 +161,11 @@ def test_products_behind_a_norm_share_one_rounding(
 
         return note
 
-    monkeypatch.setattr(torch_ops, "quantize_fp8", noted("quantize_fp8"))
-    monkeypatch.setitem(torch_ops.WEIGHTS, FP8Blocks, Products(noted("linear[fp8]"), torch_experts.grouped_mlp_fp8))
+    watched = SimpleNamespace(quantize_fp8=noted("quantize_fp8"))
+    monkeypatch.setattr(torch_provider, "MODULES", (watched, *torch_provider.MODULES))
+    monkeypatch.setitem(
+        torch_provider.WEIGHTS, FP8Blocks, Products(noted("linear[fp8]"), torch_experts.grouped_mlp_fp8)
+    )
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers="torch")
     model.logits(TOKENS)
     rounding, product = ("quantize_fp8", "Tensor"), ("linear[fp8]", "FP8Rows")

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, Products, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.kernels.triton import provider as triton_provider
 
 FLOAT32 = OpSpec(device="cpu", dtype=torch.float32)
@@ -348,10 +349,10 @@ def test_a_spec_says_what_becomes_of_its_weights(monkeypatch: pytest.MonkeyPatch
     op = OPS_OF_FORMAT[weight_format][-1]
     monkeypatch.setattr(triton_provider, "unavailable", lambda _spec: "is elsewhere")
     spec = attrs.evolve(V3_ON_H200, weight_formats={weight_format})
-    monkeypatch.setattr(torch_ops, "slow", lambda _op, _spec: None)
+    monkeypatch.setattr(torch_provider, "slow", lambda _op, _spec: None)
     kept = explain_backends(spec).splitlines()[-1]
     assert kept == f'{weight_format} weights are held as they are stored (weights="auto")'
-    monkeypatch.setattr(torch_ops, "slow", lambda name, spec: f"waits on {spec.device}" if name == op else None)
+    monkeypatch.setattr(torch_provider, "slow", lambda name, spec: f"waits on {spec.device}" if name == op else None)
     made = explain_backends(spec).splitlines()[-1]
     assert made == f'{weight_format} weights become bfloat16 (weights="auto"): {op} of torch waits on H200'
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import OpSpec, reference, torch_products
+from pdinfer.kernels import OpSpec, reference
 from pdinfer.kernels.spec import DeviceSpec
+from pdinfer.kernels.torch import products as torch_products
 from pdinfer.model import load
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import draw, fp8_weight

@@ -14,7 +14,7 @@ is a file and a name in `WEIGHT_FORMATS`.
     activations.py  activations that were rounded to FP8, as a value
     cache_rows.py   what a row of a cache page holds
 
-May import: the ground.
+May import: kernels.exact, the ground.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Format:
 
     @classmethod
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Weight:
-        """Return an uninitialised weight. Plain are of `dtype`, and `ue8m0` says how FP8 activations are scaled."""
+        """Return an uninitialised weight. Floats are of `dtype`, and `ue8m0` says how FP8 activations are scaled."""
         raise NotImplementedError
 
     @classmethod

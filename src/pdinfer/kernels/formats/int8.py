@@ -6,9 +6,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.exact import exact
 from pdinfer.kernels.formats.format import Format, Rounding, Shape
-from pdinfer.kernels.formats.fp8 import MIN_AMAX
+from pdinfer.kernels.formats.fp8 import MIN_AMAX, quotient
 from pdinfer.values import brief
+
+INT8_MIN_AMAX = 1e-10
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -40,3 +43,15 @@ def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
     floats_OI = matrix_OI.float()
     scale = floats_OI.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) / 127
     return (floats_OI / scale).round_().to(torch.int8), scale
+
+
+def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (int8 [T, I], scales [T, 1]): amax / 127 per token. A token of zeros stays zeros."""
+    x = exact(x_TI)
+    scale = quotient(x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX), 127)
+    return (x / scale).round().to(torch.int8), scale
+
+
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    """Return exact sums of int8 products, as float64, because torch multiplies integer matrices on few devices only."""
+    return x_TI.double() @ numbers_OI.double().T

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.exact import exact
 from pdinfer.kernels.formats.format import Format, Shape, Shard
 from pdinfer.values import brief
 
@@ -64,3 +65,8 @@ class Int8Static(Format):
 
     def floats_into(self, out: Tensor) -> None:
         out.copy_(self.numbers.float().mul_(self.scale))
+
+
+def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Return int8 [T, I]. `scale` and `offset` are float32 [1]."""
+    return ((exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import torch_ops
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.fp8_strips import FP8Strips
@@ -24,6 +23,7 @@ from pdinfer.kernels.native import build, draws, fused, products, rows
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.process.compiled import cpu_flags
 
 MODULES = (sys.modules[__name__], products, rows, draws, fused)
@@ -107,7 +107,7 @@ def mla_prefill(
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
     if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
-        return torch_ops.mla_prefill(
+        return torch_attention.mla_prefill(
             q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
         )
     page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
@@ -164,7 +164,9 @@ def mla_decode(
     width = pages_PGW.shape[-1]
     readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and are(torch.int64, context_lens_B)
     if not batch or rank % 32 or width % 32 or not readable:
-        return torch_ops.mla_decode(q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
+        return torch_attention.mla_decode(
+            q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
+        )
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
     page_table_BM = page_table_BM.to(torch.int32).contiguous()
     out = torch.empty_like(q_latent_BQHC)

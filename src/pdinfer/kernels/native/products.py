@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import torch_experts, torch_ops, torch_products
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.fp8_strips import FP8Strips
@@ -20,6 +19,8 @@ from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
@@ -176,7 +177,7 @@ def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not are(torch.bfloat16, x_TI):
-        return torch_ops.quantize_fp8(x_TI, ue8m0=ue8m0)
+        return torch_products.quantize_fp8(x_TI, ue8m0=ue8m0)
     rows, width = x_TI.shape
     numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="cpu")
     scales_TN = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32, device="cpu")
@@ -280,7 +281,7 @@ def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     readable = packed and are(torch.bfloat16, x_THN, weight_HNC)
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or width % 2 or outs % 128 or not readable:
-        return torch_ops.heads_in(x_THN, weight_HNC)
+        return torch_products.heads_in(x_THN, weight_HNC)
     return _by_heads(build.library().heads_in, x_THN, weight_HNC, outs)
 
 
@@ -291,7 +292,7 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     readable = packed and are(torch.bfloat16, x_THC, weight_HVC)
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or outs % 8 or not readable:
-        return torch_ops.heads_out(x_THC, weight_HVC)
+        return torch_products.heads_out(x_THC, weight_HVC)
     return _by_heads(build.library().heads_out, x_THC, weight_HVC, outs)
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference, torch_flash
+from pdinfer.kernels.exact import not_finite
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import flash
 
 SCORE_BLOCK_BYTES = 32 << 20
 """The memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a
@@ -57,13 +58,13 @@ def mla_prefill(
         first += num_queries
         q_HTQ, out_THV, offset = q_THQ[at].transpose(0, 1), out[at], context - num_queries
 
-        def blocks(table: Tensor = table, context: int = context) -> Iterator[torch_flash.Block]:
+        def blocks(table: Tensor = table, context: int = context) -> Iterator[flash.Block]:
             for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True):
                 position = start * page_size
                 yield position, *keys_values(pages, min(len(pages) * page_size, context - position))
 
-        fused = num_queries and out.is_cpu and out.dtype in torch_flash.DTYPES
-        if fused and torch_flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
+        fused = num_queries and out.is_cpu and out.dtype in flash.DTYPES
+        if fused and flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
             continue
         if len(table) <= block_pages:
             _attend_causal(q_HTQ, *keys_values(table, context), scale, out_THV)
@@ -260,7 +261,7 @@ def index_topk(
     top_k: int,
 ) -> Tensor:
     q_TXY = cache_rows.index_queries(q_TXY.float(), pages_PGY.dtype)
-    q_TXY = q_TXY + reference.not_finite(q_TXY)
+    q_TXY = q_TXY + not_finite(q_TXY)
     page_size = pages_PGY.shape[1]
     selected_TS = torch.full(
         (len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device, dtype=torch.int64
@@ -292,7 +293,7 @@ def index_topk_decode(
     top_k: int,
 ) -> Tensor:
     q_BQXY = cache_rows.index_queries(q_BQXY.float(), pages_PGY.dtype)
-    q_BQXY = q_BQXY + reference.not_finite(q_BQXY)
+    q_BQXY = q_BQXY + not_finite(q_BQXY)
     batch, num_queries = q_BQXY.shape[:2]
     page_size = pages_PGY.shape[1]
     count = min(top_k, page_table_BM.shape[1] * page_size)
@@ -320,7 +321,7 @@ def _index_scores(q_BQXY: Tensor, weights_BQX: Tensor, pages_PGY: Tensor, table_
     for pages_BM in torch.split(table_BM, block, 1):
         size = pages_BM.shape[1] * page_size
         keys_BSY = cache_rows.index_keys(pages_PGY.index_select(0, pages_BM.flatten())).float().view(batch, size, -1)
-        keys_BSY = keys_BSY + reference.not_finite(keys_BSY)
+        keys_BSY = keys_BSY + not_finite(keys_BSY)
         dots_TXS = torch.bmm(q_BNY, keys_BSY.transpose(1, 2)).view(batch * num_queries, num_heads, size)
         scores.append(torch.bmm(weights_T1X, dots_TXS.relu_())[:, 0])
     return torch.cat(scores, -1)
