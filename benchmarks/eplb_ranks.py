@@ -80,7 +80,7 @@ class Layer:
         self.dispatcher = AllToAllDispatcher(group, placement.slots_per_rank, ops)
         slots = placement.slots_per_rank
         gate_up, down = torch.randn(slots, 2 * INNER, HIDDEN) / 16, torch.randn(slots, HIDDEN, INNER) / 16
-        self.experts = Experts(gate_up, down, ops.grouped_mlp_by(gate_up))
+        self.experts = Experts(gate_up, down, ops.grouped_mlp.of(gate_up))
 
     def share(self, ids_TK: torch.Tensor) -> int:
         """Return the number of rows that come to this rank."""

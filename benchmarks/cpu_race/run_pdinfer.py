@@ -19,7 +19,7 @@ from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 import pdinfer as pd
 from pdinfer.execution import resident
 from pdinfer.execution.runner import ModelRunner, Runner
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
@@ -79,7 +79,7 @@ def watch_compute() -> None:
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
-    for provider in (torch_ops, native):
+    for provider in (reference, native.draws):
         provider.draw = STOPWATCH.computing(provider.draw)
     resident.read_drawn = STOPWATCH.computing(resident.read_drawn)  # type: ignore[attr-defined]
     Recording.replay = STOPWATCH.computing(Recording.replay)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdinfer.kernels import OpSpec
-from pdinfer.kernels.row_formats import index_rows, latent_rows
+from pdinfer.kernels.formats.cache_rows import index_rows, latent_rows
 
 NOPE, VALUE, INDEX_KEY = 128, 128, 128
 SCALE = (NOPE + ROPE) ** -0.5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import FP8Rows, OpSpec, Rounded
-from pdinfer.kernels.weight_formats import FP8_MAX, FP8Blocks
+from pdinfer.kernels.formats.fp8 import FP8_MAX, FP8Blocks
 
 PAGE_SIZE = 64
 LATENT, ROPE = 512, 64

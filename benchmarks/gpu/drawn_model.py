@@ -14,9 +14,12 @@ import pdinfer as pd
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, resolve, resolve_ops
-from pdinfer.kernels.row_formats import latent_rows
-from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import WHOLE, FP8Blocks, Shard, Weight, expert
+from pdinfer.kernels.formats.cache_rows import latent_rows
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.weights import expert
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
@@ -100,8 +103,8 @@ class DrawnWeights:
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
         return expert(self._stack(1, len(names), *shard.shape((rows, columns))), 0)
 
-    def format(self, name: str) -> type:
-        return FP8Blocks if self.fp8 else Tensor
+    def format(self, name: str) -> type[Format]:
+        return FP8Blocks if self.fp8 else Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
         return self._stack(len(names), len(names[0]), rows, columns)
@@ -146,7 +149,7 @@ def instead_of(without: Collection[str], spec: OpSpec) -> dict[str, str]:
     forced = {}
     for choice in resolve_ops(spec).choices:
         if choice.provider in without:
-            names = [name for name, _ in resolve.PROVIDERS if name not in without]
+            names = [each.name for each in resolve.PROVIDERS if each.name not in without]
             forced[choice.op] = next(name for name in names if serves(name, choice.op, spec))
     return forced
 

@@ -34,7 +34,7 @@ from pdinfer.model.model import Model
 PAGE_SIZE = 64
 CHUNK = 8192
 TINY = {"prompt": 100, "new": 6, "batches": [1, 2]}
-TOLD_OPS = ("mla_decode", "mla_prefill", "linear_fp8", "grouped_mlp_fp8")
+TOLD_OPS = ("mla_decode", "mla_prefill", "linear[fp8]", "grouped_mlp[fp8]")
 Line = dict[str, Any]
 
 

@@ -24,7 +24,7 @@ from timing import Times, numbers, race, sentence
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, resolve_ops
-from pdinfer.kernels.weight_formats import FP8Blocks
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 EXPERTS, TOP_K = 32, 8
 Line = dict[str, Any]
@@ -42,7 +42,7 @@ class Ours:
         order_S = flat.argsort(stable=True)
         counts_E = torch.zeros(EXPERTS, dtype=torch.int32, device=x_TD.device)
         counts_E.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-        y_SD = self.ops.grouped_mlp_fp8(x_TD[order_S // TOP_K], counts_E, self.gate_up, self.down)
+        y_SD = self.ops.grouped_mlp(x_TD[order_S // TOP_K], counts_E, self.gate_up, self.down)
         parts = torch.empty_like(y_SD).index_copy_(0, order_S, y_SD).view(-1, TOP_K, HIDDEN)
         return (parts.float() * weights_TK[..., None]).sum(1).to(x_TD.dtype)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from case import BLOCK, HIDDEN, MOE_INTERMEDIATE, Case, Goal, Work, draw, draw_blocks
 
 from pdinfer.kernels import FP8Rows, reference
-from pdinfer.kernels.weight_formats import FP8Blocks
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 ROOM = 128
 WIDE_ROOM = 8192
@@ -39,7 +39,7 @@ class Dense(Case):
     """`linear_fp8` of a prefill chunk, whose rows were rounded before."""
 
     family: ClassVar[str] = "dense"
-    op: ClassVar[str] = "linear_fp8"
+    op: ClassVar[str] = "linear[fp8]"
     rows: int
     outputs: int
     channels: int
@@ -77,7 +77,7 @@ class Dense(Case):
 class Experts(Case):
     """The gated MLPs of some experts, each on `rows` rows: two grouped products with the activation in between."""
 
-    op: ClassVar[str] = "grouped_mlp_fp8"
+    op: ClassVar[str] = "grouped_mlp[fp8]"
     tolerance: ClassVar[float] = 4e-2
     """What is between the products is rounded to FP8, where a last bit moves some numbers to the next step."""
     experts: int

@@ -41,7 +41,8 @@ from timing import Missing, Times, num_input_sets, race, sentence
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions, resolve, resolve_ops
-from pdinfer.kernels.torch_products import sum_in_float32
+from pdinfer.kernels.ops import function_of
+from pdinfer.kernels.torch.products import sum_in_float32
 
 CASES: tuple[Case, ...] = (*attention_cases.CASES, *product_cases.CASES, *row_cases.CASES)
 FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
@@ -80,7 +81,7 @@ class Bench:
     def op_of(self, case: Case, provider: str) -> Any:
         """Return the op of a provider. Those that have every op compose what is a sequence of others."""
         forced = provider if provider in COMPLETE else {case.op: provider}
-        return getattr(resolve_ops(case.spec(self.device), forced=forced).ops, case.op)
+        return resolve_ops(case.spec(self.device), forced=forced).ops[case.op]
 
     def check(self, case: Case, ours: Any) -> str | None:
         """Return how the kernel is wrong at a few rows, or None."""
@@ -94,7 +95,7 @@ class Bench:
         inputs = [case.inputs(self.device, seed) for seed in range(num_input_sets(work.num_bytes, self.device))]
         contenders: dict[str, Any] = {"pdinfer": [lambda each=each: case.call(ours, each) for each in inputs]}
         found: dict[str, Times | Missing] = {}
-        for name, _ in resolve.PROVIDERS:
+        for name in (each.name for each in resolve.PROVIDERS):
             if name not in (self.provider, "reference") and (name != resolve.COMPOSITION or is_composed(case.op)):
                 try:
                     theirs = self.op_of(case, name)
@@ -132,7 +133,7 @@ class Bench:
 
 def is_composed(op: str) -> bool:
     """Return whether an op is a sequence of others, which a kernel of its own competes with."""
-    return hasattr(compositions, op)
+    return function_of(compositions, op) is not None
 
 
 def against(ours: Times, theirs: Times | Missing) -> Line:
@@ -195,7 +196,7 @@ def plan(name: str) -> str:
             f"{case.name:<58}{work.num_bytes / 1e6:>10.1f}{work.flops / 1e9:>10.1f}"
             f"{work.floor_s(ceilings) * 1e6:>10.1f}  {goal.least} / {goal.stretch} of {goal.of}"
         )
-    rows.append(f"against every other provider of {', '.join(name for name, _ in resolve.PROVIDERS)}, and torch")
+    rows.append(f"against every other provider of {', '.join(each.name for each in resolve.PROVIDERS)}, and torch")
     return "\n".join([*rows, "steps: slice.py; pushes beside prefill: pushes.py"])
 
 

@@ -97,7 +97,7 @@ def aot() -> ModuleType:
 
 def op_of(case: Case, device: torch.device | str) -> Any:
     """Return the op of the provider that is tuned."""
-    return getattr(resolve_ops(case.spec(device), forced={case.op: PROVIDER}).ops, case.op)
+    return resolve_ops(case.spec(device), forced={case.op: PROVIDER}).ops[case.op]
 
 
 def call_without_memory(case: Case) -> Call:

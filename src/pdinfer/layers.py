@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.floats import FloatWithBias
+from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
+from pdinfer.kernels.formats.weights import as_format
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8, WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, mark
 from pdinfer.values import brief
@@ -34,8 +36,8 @@ class WeightSource(Protocol):
         """Return the matrices [rows, columns] called `names`, or the part of each that `shard` keeps, one below the
         other, in the format that the source holds them in."""
 
-    def format(self, name: str) -> type:
-        """Return the class of `Weight` that `weight` would hold this matrix in."""
+    def format(self, name: str) -> type[Format]:
+        """Return the format that `weight` would hold this matrix in."""
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
         """Return such a weight for every expert: a stack with one for each list of names."""
@@ -51,6 +53,11 @@ class Linear:
     weight: Weight
     op: Callable[[Any, Any], Tensor]
     bias_O: Tensor | None = None
+    reads_fp8: bool = attrs.field(init=False)
+
+    @reads_fp8.default
+    def _reads_fp8(self) -> bool:
+        return fp8_scales_of([self.weight]) is not None
 
     @classmethod
     def build(
@@ -61,12 +68,12 @@ class Linear:
     @classmethod
     def of(cls, weight: Weight, ops: Ops) -> Linear:
         if isinstance(weight, FloatWithBias):
-            return cls(weight.numbers, ops.linear, weight.bias.squeeze(-1))
-        return cls(weight, ops.linear_by(weight))
+            return cls(weight.numbers, ops.linear.of(weight.numbers), weight.bias.squeeze(-1))
+        return cls(weight, ops.linear.of(weight))
 
     def __call__(self, x_TI: Tensor | FP8Rows | Rounded) -> Tensor:
         if isinstance(x_TI, Rounded):
-            x_TI = x_TI.read_by(self.weight)
+            x_TI = x_TI.rows if self.reads_fp8 else x_TI.floats_TI
         y_TO = self.op(x_TI, self.weight)
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
@@ -111,7 +118,7 @@ def row_parallel(
     source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops, group: Group
 ) -> Linear | RowParallelLinear | GatheredLinear:
     """Build the map from inputs divided over `group` to whole outputs on each of its ranks."""
-    if source.format(f"{name}.weight") is Int8Dynamic:
+    if source.format(f"{name}.weight").scales_tokens:
         linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size))
         return linear if group.size == 1 else GatheredLinear(linear, group)
     linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size, axis=1))
@@ -119,8 +126,9 @@ def row_parallel(
 
 
 def fp8_scales_of(weights: Iterable[Weight]) -> bool | None:
-    """Return `ue8m0` of those weights that are in FP8 blocks, the same for all in a model; None if there are none."""
-    return next((weight.ue8m0 for weight in weights if isinstance(weight, FP8)), None)
+    """Return `ue8m0` of those weights whose products read FP8, the same for all in a model; None if there are none."""
+    scales = (as_format(weight).ue8m0 for weight in weights)
+    return next((ue8m0 for ue8m0 in scales if ue8m0 is not None), None)
 
 
 @attrs.frozen

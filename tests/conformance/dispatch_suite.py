@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher

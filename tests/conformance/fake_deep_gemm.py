@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.reference import linear_fp8
-from pdinfer.kernels.weight_formats import FP8Blocks
 
 TILE = 128
 Pair = tuple[Tensor, Tensor]

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats
+from pdinfer.kernels.formats import cache_rows
 
 NUM_PARTS = 132
 
@@ -118,7 +118,7 @@ def _sparse(q: Tensor, k_cache: Tensor, indices: Tensor, scale: float) -> tuple[
     for row in range(batch):
         for query in range(num_queries):
             chosen = indices[row, query].long()
-            rows = row_formats.latents(slots[chosen.clamp_min(0)], 512, torch.bfloat16).float()
+            rows = cache_rows.latents(slots[chosen.clamp_min(0)], 512, torch.bfloat16).float()
             rows[chosen < 0] = 0
             scores = q[row, query].float() @ rows.T * scale
             scores[:, chosen < 0] = -torch.inf

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import attrs
 import pytest
 
 from pdinfer.kernels import resolve
@@ -17,7 +18,8 @@ def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]
     """Let `adapter` find `library`, or none, and think of every device as of a card that it serves. It comes before
     torch, and nothing else does."""
     name = adapter.__name__.rpartition(".")[2]
-    providers = [each for each in resolve.PROVIDERS if each[0] in (name, "composition", "torch", "reference")]
+    known = (name, "composition", "torch", "reference")
+    providers = [attrs.evolve(each, devices=()) for each in resolve.PROVIDERS if each.name in known]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, name, library)
         monkeypatch.setattr(adapter, "why_not_on", lambda device: None)

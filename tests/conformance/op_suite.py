@@ -17,20 +17,17 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.weights import assign, expert, map_tensors
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import (
-    FP8Blocks,
-    FP8Strips,
-    Int8Dynamic,
-    Int8Static,
-    Strips,
-    empty,
-    expert,
-    map_tensors,
-)
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.batch import Batch, Row
 from tests.hosts import within
 from tests.rounding import (
@@ -46,7 +43,7 @@ CPU = torch.device("cpu")
 LIBRARIES = ("deep_gemm", "flash_mla")
 """Providers that take only shapes of their own. They have suites of their own, which draw on this one."""
 PROVIDERS = resolve.PROVIDERS
-NAMES = [name for name, _ in PROVIDERS if name not in LIBRARIES]
+NAMES = [each.name for each in PROVIDERS if each.name not in LIBRARIES]
 SCALE = 0.25
 
 DEVICES = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
@@ -136,7 +133,7 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
     """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
     for such a place."""
     sum_in_float32(torch.device(device))
-    op = getattr(_ops(provider, name, device, dtype), name)
+    op = _ops(provider, name, device, dtype)[name]
     return op if HOST is None else within(HOST, op)
 
 
@@ -144,7 +141,7 @@ def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
     """Return the op of a provider, or else the composition of its ops. Of one that lacks other ops too, it is the op
     alone."""
     try:
-        return getattr(_ops(provider, None, device, dtype), name)
+        return _ops(provider, None, device, dtype)[name]
     except BackendUnavailable:
         return op_of(provider, name, device, dtype)
 
@@ -197,10 +194,9 @@ def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:
 def in_strips(matrix: Tensor, parts: int = 1) -> Strips:
     """Return one matrix [O, I], or a stack [E, O, I] of them, with `parts` of the rows one below the other."""
     stack_EOI = matrix if matrix.ndim == 3 else matrix[None]
-    size = (len(stack_EOI), parts, stack_EOI.shape[1] // parts, stack_EOI.shape[2])
-    strips = empty(Strips, size, dtype=torch.bfloat16, device=matrix.device)
-    assert isinstance(strips, Strips)
-    strips.fill(stack_EOI)
+    size = Shape(len(stack_EOI), parts, stack_EOI.shape[1] // parts, stack_EOI.shape[2])
+    strips = Strips.empty(size, dtype=torch.bfloat16, device=matrix.device)
+    assign(strips, stack_EOI)
     return strips if matrix.ndim == 3 else Strips(strips.numbers[0])
 
 
@@ -209,9 +205,8 @@ def fp8_in_strips(blocks: FP8Blocks) -> FP8Strips:
     stack = map_tensors(blocks, lambda tensor: tensor if tensor.ndim == 3 else tensor[None])
     assert isinstance(stack, FP8Blocks)
     experts, rows, columns = stack.numbers.shape
-    size = (experts, blocks.parts, rows // blocks.parts, columns)
-    strips = empty(FP8Strips, size, dtype=torch.bfloat16, device=blocks.numbers.device, ue8m0=blocks.ue8m0)
-    assert isinstance(strips, FP8Strips)
+    size = Shape(experts, blocks.parts, rows // blocks.parts, columns)
+    strips = FP8Strips.empty(size, dtype=torch.bfloat16, device=blocks.numbers.device, ue8m0=blocks.ue8m0)
     strips.fill(stack)
     alone = strips if blocks.numbers.ndim == 3 else expert(strips, 0)
     assert isinstance(alone, FP8Strips)

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from pdinfer.kernels import torch_attention, torch_flash
 from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.torch import attention as torch_attention
+from pdinfer.kernels.torch import flash as torch_flash
 from tests.conformance.op_suite import (
     ATTENTION,
     Attention,

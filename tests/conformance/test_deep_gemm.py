@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, reference, resolve_ops, torch_ops
+from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels import deep_gemm as adapter
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.weights import map_tensors
 from pdinfer.kernels.resolve import explain_backends
-from pdinfer.kernels.weight_formats import FP8Blocks, map_tensors
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 from tests.conformance import fake_deep_gemm
 from tests.conformance import test_quantized_ops as quantized
 from tests.conformance.libraries import installed
 from tests.conformance.op_suite import ROWS, Rows, draw, for_tma, fp8_weight
 
 BF16 = OpSpec(device="cpu")
-OPS = ("linear_fp8", "grouped_mlp_fp8")
+OPS = ("linear[fp8]", "grouped_mlp[fp8]")
 
 
 @pytest.fixture(params=["mainline", "sgl", pytest.param("real", marks=pytest.mark.gpu)])
@@ -52,8 +55,8 @@ def experts(count: int, device: str) -> tuple[FP8Blocks, FP8Blocks]:
 
 def op_of(device: str) -> Any:
     """Return the op with the reference around its products, so that it can be compared bit by bit."""
-    forced = {"grouped_mlp_fp8": "deep_gemm", "gated_silu": "reference", "quantize_fp8": "reference"}
-    return resolve_ops(OpSpec(device=device), forced=forced).ops.grouped_mlp_fp8
+    forced = {"grouped_mlp[fp8]": "deep_gemm", "gated_silu": "reference", "quantize_fp8": "reference"}
+    return resolve_ops(OpSpec(device=device), forced=forced).ops["grouped_mlp[fp8]"]
 
 
 @pytest.mark.parametrize("form", [*ROWS[:2], pytest.param(Rows(room=adapter.ROOM_STEP, dtype=torch.int32), id="room")])
@@ -61,7 +64,7 @@ def op_of(device: str) -> Any:
 def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x_SD = draw(sum(counts), 256).to(torch.bfloat16).to(device)
     gate_up, down = experts(len(counts), device)
-    expected = reference.grouped_mlp_fp8(x_SD, torch.tensor(counts), gate_up, down)
+    expected = reference.grouped_mlp(x_SD, torch.tensor(counts), gate_up, down)
 
     def run(x: Tensor, counts_E: Tensor) -> Tensor:
         return op_of(device)(x, counts_E, gate_up, down)
@@ -94,7 +97,7 @@ def test_shapes_follow_from_shapes_alone() -> None:
     setattr(library, adapter.ALIGNMENT[0], lambda: 128)
     meta = [map_tensors(stack, lambda tensor: tensor.to("meta")) for stack in experts(3, "cpu")]
     with installed(adapter, library):
-        op = resolve_ops(OpSpec(device="meta"), forced=dict.fromkeys(OPS, "deep_gemm")).ops.grouped_mlp_fp8
+        op = resolve_ops(OpSpec(device="meta"), forced=dict.fromkeys(OPS, "deep_gemm")).ops["grouped_mlp[fp8]"]
         for shape in ((7, 256), (3, 128, 256)):
             x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             assert op(x, torch.empty(3, dtype=torch.int32, device="meta"), *meta).shape == shape
@@ -116,11 +119,11 @@ def test_what_the_kernels_do_not_take_goes_to_the_next_provider(
     x = draw(3, weight.numbers.shape[1]).to(dtype)
     with installed(adapter, fake_deep_gemm.build("mainline")):
         resolved = resolve_ops(BF16)
-        assert torch.equal(resolved.ops.linear_fp8(x, weight), torch_ops.linear_fp8(x, weight))
-        (choice,) = (choice for choice in resolved.choices if choice.op == "linear_fp8")
+        assert torch.equal(resolved.ops.linear(x, weight), torch_products.linear_fp8(x, weight))
+        (choice,) = (choice for choice in resolved.choices if choice.op == "linear[fp8]")
         assert (choice.provider, choice.others) == ("deep_gemm", ("torch",))
-        with pytest.raises(BackendUnavailable, match=f"op linear_fp8: .*{told}"):
-            resolve_ops(BF16, forced={"linear_fp8": "deep_gemm"}).ops.linear_fp8(x, weight)
+        with pytest.raises(BackendUnavailable, match=rf"op linear\[fp8\]: .*{told}"):
+            resolve_ops(BF16, forced={"linear[fp8]": "deep_gemm"}).ops.linear(x, weight)
 
 
 @pytest.mark.parametrize("room", [5, 64, 192])
@@ -128,10 +131,10 @@ def test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider(
     """Through the library, the rows of the next expert would be lost."""
     gate_up, down = experts(3, "cpu")
     x, counts_E = draw(3, room, 256).to(torch.bfloat16), torch.tensor([2, 5, 1], dtype=torch.int32)
-    expected = torch_ops.grouped_mlp_fp8(x, counts_E, gate_up, down)
+    expected = torch_experts.grouped_mlp_fp8(x, counts_E, gate_up, down)
     with installed(adapter, fake_deep_gemm.build("mainline")):
-        got = resolve_ops(BF16).ops.grouped_mlp_fp8(x, counts_E, gate_up, down)
-        forced = resolve_ops(BF16, forced={"grouped_mlp_fp8": "deep_gemm"}).ops.grouped_mlp_fp8
+        got = resolve_ops(BF16).ops.grouped_mlp(x, counts_E, gate_up, down)
+        forced = resolve_ops(BF16, forced={"grouped_mlp[fp8]": "deep_gemm"}).ops["grouped_mlp[fp8]"]
         with pytest.raises(BackendUnavailable, match=f"room for a multiple of 128, not {room}"):
             forced(x, counts_E, gate_up, down)
     for expert, count in enumerate(counts_E.tolist()):
@@ -141,7 +144,7 @@ def test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider(
 def test_it_is_told_what_the_library_serves() -> None:
     with installed(adapter, fake_deep_gemm.build("sgl")):
         lines = [line.split() for line in explain_backends(BF16).splitlines()]
-        assert ["grouped_mlp_fp8", "deep_gemm,", "else", "torch"] in lines
+        assert ["grouped_mlp[fp8]", "deep_gemm,", "else", "torch"] in lines
         refused = explain_backends(attrs.evolve(BF16, dtype=torch.float32))
     assert "not deep_gemm: writes bfloat16, the model runs in torch.float32" in refused
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, resolve_ops, torch_ops
+from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels import flash_mla as adapter
+from pdinfer.kernels.torch import attention as torch_attention
 from tests.conformance import fake_flash_mla
 from tests.conformance.libraries import installed
 from tests.conformance.op_suite import SCALE, Attention, contexts_of
@@ -114,7 +115,7 @@ def test_what_the_kernels_do_not_take_goes_to_the_next_provider(changes: dict[st
     case = attrs.evolve(dense((20, 4), 3, 1), **changes)
     with installed(adapter, fake_flash_mla.build("2026")):
         in_turn = resolve_ops(BF16).ops.mla_decode
-        assert torch.equal(*(case.decode(op, case.pages, lambda x: x) for op in (in_turn, torch_ops.mla_decode)))
+        assert torch.equal(*(case.decode(op, case.pages, lambda x: x) for op in (in_turn, torch_attention.mla_decode)))
         op = resolve_ops(BF16, forced={"mla_decode": "flash_mla"}).ops.mla_decode
         with pytest.raises(BackendUnavailable, match=f"op mla_decode: {told}"):
             case.decode(op, case.pages, lambda x: x)

@@ -9,8 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import OpSpec, reference, resolve_ops, row_formats
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.ops import Ops
 from tests.conformance.op_suite import (
     ROWS,
@@ -46,24 +47,24 @@ def ops_of(dtype: torch.dtype) -> Ops:
 every_residual = for_each("residual", [False, True])
 
 
-@every_place("linear_strips", dtype=torch.bfloat16)
+@every_place("linear[strips]", dtype=torch.bfloat16)
 @for_each("rows", [0, 1, 5, 40])
 @for_each("parts", [1, 2])
 def test_linear_strips(provider: str, device: str, rows: int, parts: int) -> None:
     x, weight = draw(rows, 96).bfloat16(), draw(64, 96, seed=1).bfloat16()
-    run = fused_of(provider, "linear_strips", device, torch.bfloat16)
+    run = fused_of(provider, "linear[strips]", device, torch.bfloat16)
     got = run(x.to(device), in_strips(weight.to(device), parts))
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
 
-@every_place("grouped_mlp_strips", dtype=torch.bfloat16)
+@every_place("grouped_mlp[strips]", dtype=torch.bfloat16)
 @for_each("counts", [(0,), (3, 0, 1), (40, 2)])
 @for_each("form", ROWS)
 def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x, gate_up = draw(sum(counts), 64).bfloat16(), (draw(len(counts), 64, 64, seed=1) / 8).bfloat16()
     down = (draw(len(counts), 64, 32, seed=2) * 32**-0.5).bfloat16()
-    run = fused_of(provider, "grouped_mlp_strips", device, torch.bfloat16)
+    run = fused_of(provider, "grouped_mlp[strips]", device, torch.bfloat16)
     strips = in_strips(gate_up.to(device), 2), in_strips(down.to(device))
     got = form.run(lambda rows, counts_E: run(rows, counts_E, *strips), x.to(device), counts)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
@@ -72,30 +73,30 @@ def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tupl
     assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
 
 
-@every_place("linear_fp8_strips", dtype=torch.bfloat16)
+@every_place("linear[fp8_strips]", dtype=torch.bfloat16)
 @for_each("rows", [0, 1, 3, 5, 40])
 @for_each("parts", [1, 2])
 @for_each("ue8m0", [False, True])
 def test_linear_fp8_strips(provider: str, device: str, rows: int, parts: int, ue8m0: bool) -> None:
     x, blocks = draw(rows, 288).bfloat16().to(device), fp8_weight(160, 288, parts=parts, ue8m0=ue8m0, device=device)
-    run = fused_of(provider, "linear_fp8_strips", device, torch.bfloat16)
+    run = fused_of(provider, "linear[fp8_strips]", device, torch.bfloat16)
     got = run(x, fp8_in_strips(blocks))
     once = reference.quantize_fp8(x, ue8m0=ue8m0)
     assert torch.equal(run(once, fp8_in_strips(blocks)), got)
     torch.testing.assert_close(got, reference.linear_fp8(x, blocks), rtol=0.02, atol=0.02)
 
 
-@every_place("grouped_mlp_fp8_strips", dtype=torch.bfloat16)
+@every_place("grouped_mlp[fp8_strips]", dtype=torch.bfloat16)
 @for_each("counts", [(0,), (3, 0, 1), (40, 2)])
 @for_each("form", ROWS)
 def test_grouped_mlp_fp8_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
     x = draw(sum(counts), 160).bfloat16()
     gate_up = fp8_weight(len(counts), 160, 160, parts=2, device=device)
     down = fp8_weight(len(counts), 160, 160, device=device)
-    run = fused_of(provider, "grouped_mlp_fp8_strips", device, torch.bfloat16)
+    run = fused_of(provider, "grouped_mlp[fp8_strips]", device, torch.bfloat16)
     strips = fp8_in_strips(gate_up), fp8_in_strips(down)
     got = form.run(lambda rows, counts_E: run(rows, counts_E, *strips), x.to(device), counts)
-    exact = reference.grouped_mlp_fp8(x.to(device), torch.tensor(counts, device=device), gate_up, down)
+    exact = reference.grouped_mlp(x.to(device), torch.tensor(counts, device=device), gate_up, down)
     off = (got.cpu().double() - exact.cpu().double()).norm(dim=-1)
     assert (off <= 0.06 * exact.cpu().double().norm(dim=-1)).all()  # what hardly differs may round apart in between
 
@@ -231,7 +232,7 @@ def test_latents_are_stored_as_kv_b_proj_rounds_them(
     if rounding is not None:
         normed = resolve_ops(OpSpec(device="cpu", dtype=dtype), forced="reference").ops.rounded(normed, rounding)
     pages_dtype = torch.uint8 if packed else dtype
-    expected = row_formats.latent_rows(normed, turned, pages_dtype)
+    expected = cache_rows.latent_rows(normed, turned, pages_dtype)
     assert torch.equal(store(op, dtype, pages_dtype, device, 5, rounding), expected)
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
-from pdinfer.kernels.weight_formats import FP8Blocks
 from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
 from tests.compilers import why_no_compiler
@@ -74,7 +74,7 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
 @pytest.mark.parametrize("sizes", [(33, 7), (1, 1), (300, 48)], ids=str)
 def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
-    got = native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
+    got = native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     rows = torch.split(x, list(counts))
     error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
@@ -84,7 +84,7 @@ def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int])
 @pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
 def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).bfloat16(), draw(sizes[1], sizes[0], seed=1).bfloat16()
-    got = native.linear(x, weight)
+    got = native.products.linear(x, weight)
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
@@ -93,7 +93,7 @@ def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
 def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), draw(outs, 288, seed=1).bfloat16()
-    got = native.linear_strips(x, in_strips(weight, parts))
+    got = native.products.linear_strips(x, in_strips(weight, parts))
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
@@ -102,7 +102,7 @@ def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> 
 @pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
 def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
-    got = native.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
+    got = native.products.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     rows = torch.split(x, list(counts))
     error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
@@ -165,9 +165,9 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
 @pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
 def test_stored_weights(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
-    got = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
+    got = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
     with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
-        expected = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
+        expected = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
@@ -193,7 +193,7 @@ def test_fp8_in_strips(body: Kernels, rows: int, outs: int, parts: int, flushing
     expected = reference.linear_fp8(x.bfloat16(), weight)
     torch.set_flush_denormal(flushing)
     try:
-        got = native.linear_fp8_strips(x.bfloat16(), fp8_in_strips(weight))
+        got = native.products.linear_fp8_strips(x.bfloat16(), fp8_in_strips(weight))
     finally:
         torch.set_flush_denormal(False)
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
@@ -207,7 +207,7 @@ def test_fp8_in_strips_of_many_blocks(body: Kernels, rows: int) -> None:
         x[row, row * 67 % 1184] = 1.0
     expected = reference.linear_fp8(x.bfloat16(), weight)
     strips = fp8_in_strips(weight)
-    got = torch.cat([native.linear_fp8_strips(some, strips) for some in x.bfloat16().split(rows)])
+    got = torch.cat([native.products.linear_fp8_strips(some, strips) for some in x.bfloat16().split(rows)])
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
@@ -215,10 +215,10 @@ def test_fp8_in_strips_of_many_blocks(body: Kernels, rows: int) -> None:
 @pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
 def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: int, code: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), fp8_weight(160, 288, parts=2)
-    good = native.linear_fp8_strips(x, fp8_in_strips(weight))
+    good = native.products.linear_fp8_strips(x, fp8_in_strips(weight))
     for row, column in ((0, 0), (129, 200), (319, 287)):
         weight.numbers.view(torch.uint8)[row, column] = code
-    got = native.linear_fp8_strips(x, fp8_in_strips(weight))
+    got = native.products.linear_fp8_strips(x, fp8_in_strips(weight))
     kept = torch.ones(320, dtype=torch.bool)
     kept[[0, 129, 319]] = False
     assert got[:, ~kept].isnan().all()
@@ -236,8 +236,8 @@ def test_experts_with_fp8_in_strips(
 ) -> None:
     gate_up = fp8_weight(len(counts), inner, width, parts=2, ue8m0=ue8m0)
     down, x = fp8_weight(len(counts), width, inner, ue8m0=ue8m0), draw(sum(counts), width).bfloat16()
-    got = native.grouped_mlp_fp8_strips(x, torch.tensor(counts), fp8_in_strips(gate_up), fp8_in_strips(down))
-    exact = reference.grouped_mlp_fp8(x, torch.tensor(counts), gate_up, down).double()
+    got = native.products.grouped_mlp_fp8_strips(x, torch.tensor(counts), fp8_in_strips(gate_up), fp8_in_strips(down))
+    exact = reference.grouped_mlp(x, torch.tensor(counts), gate_up, down).double()
     assert ((got.double() - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1)).all()
 
 
@@ -256,19 +256,19 @@ def test_a_row_that_is_not_finite_stays_alone(body: Kernels, rows: int, bad: flo
         assert torch.equal(got[others], expected[others])
 
     weight = draw(40, 72, seed=1).bfloat16()
-    check(lambda x: native.linear(x, weight), draw(rows, 72).bfloat16())
+    check(lambda x: native.products.linear(x, weight), draw(rows, 72).bfloat16())
     x, gate_up, down = experts_of((rows, rows + 3), 72, 40)
-    check(lambda x: native.grouped_mlp(x, torch.tensor((rows, rows + 3)), gate_up, down), x)
+    check(lambda x: native.products.grouped_mlp(x, torch.tensor((rows, rows + 3)), gate_up, down), x)
     weight = in_strips(draw(64, 96, seed=1).bfloat16(), 2)
-    check(lambda x: native.linear_strips(x, weight), draw(rows, 96).bfloat16())
+    check(lambda x: native.products.linear_strips(x, weight), draw(rows, 96).bfloat16())
     x, *both = experts_of((rows, rows + 3), 96, 64)
     of_strips = in_strips(both[0], 2), in_strips(both[1])
-    check(lambda x: native.grouped_mlp_strips(x, torch.tensor((rows, rows + 3)), *of_strips), x)
+    check(lambda x: native.products.grouped_mlp_strips(x, torch.tensor((rows, rows + 3)), *of_strips), x)
 
 
 def experts() -> Tensor:
     x, gate_up, down = experts_of((20, 3), 72, 40)
-    return native.grouped_mlp(x, torch.tensor((20, 3)), gate_up, down)
+    return native.products.grouped_mlp(x, torch.tensor((20, 3)), gate_up, down)
 
 
 def decode() -> Tensor:

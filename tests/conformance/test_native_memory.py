@@ -69,24 +69,24 @@ def in_a_new_thread(run: Callable[[], Tensor], threads: int) -> Tensor | PDInfer
 def experts(*counts: int) -> Callable[[], Tensor]:
     x, gate_up = draw(sum(counts), 40).bfloat16(), draw(len(counts), 48, 40).bfloat16()
     down = draw(len(counts), 40, 24).bfloat16()
-    return lambda: native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
+    return lambda: native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down)
 
 
 def experts_in_strips(*counts: int) -> Callable[[], Tensor]:
     x, gate_up = draw(sum(counts), 64).bfloat16(), in_strips(draw(len(counts), 64, 64).bfloat16(), 2)
     down = in_strips(draw(len(counts), 64, 32).bfloat16())
-    return lambda: native.grouped_mlp_strips(x, torch.tensor(counts), gate_up, down)
+    return lambda: native.products.grouped_mlp_strips(x, torch.tensor(counts), gate_up, down)
 
 
 def experts_in_fp8_strips(*counts: int) -> Callable[[], Tensor]:
     x, gate_up = draw(sum(counts), 64).bfloat16(), fp8_in_strips(fp8_weight(len(counts), 32, 64, parts=2))
     down = fp8_in_strips(fp8_weight(len(counts), 64, 32))
-    return lambda: native.grouped_mlp_fp8_strips(x, torch.tensor(counts), gate_up, down)
+    return lambda: native.products.grouped_mlp_fp8_strips(x, torch.tensor(counts), gate_up, down)
 
 
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
-    return native.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
+    return native.products.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
 
 
 def decode() -> Tensor:
@@ -96,21 +96,23 @@ def decode() -> Tensor:
 
 
 WORK: dict[str, Callable[[], Tensor]] = {
-    "few rows": lambda: native.linear(draw(4, 64).bfloat16(), draw(136, 64).bfloat16()),
-    "many rows": lambda: native.linear(draw(20, 64).bfloat16(), draw(136, 64).bfloat16()),
-    "strips": lambda: native.linear_strips(draw(4, 64).bfloat16(), in_strips(draw(128, 64).bfloat16())),
+    "few rows": lambda: native.products.linear(draw(4, 64).bfloat16(), draw(136, 64).bfloat16()),
+    "many rows": lambda: native.products.linear(draw(20, 64).bfloat16(), draw(136, 64).bfloat16()),
+    "strips": lambda: native.products.linear_strips(draw(4, 64).bfloat16(), in_strips(draw(128, 64).bfloat16())),
     "experts in strips": experts_in_strips(1, 3),
     "many experts in strips": experts_in_strips(*[17] * 9),
-    "heads in": lambda: native.heads_in(draw(3, 2, 48).bfloat16(), draw(2, 48, 128).bfloat16()),
-    "few rows of heads": lambda: native.heads_out(draw(3, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
-    "many rows of heads": lambda: native.heads_out(draw(20, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
+    "heads in": lambda: native.products.heads_in(draw(3, 2, 48).bfloat16(), draw(2, 48, 128).bfloat16()),
+    "few rows of heads": lambda: native.products.heads_out(draw(3, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
+    "many rows of heads": lambda: native.products.heads_out(draw(20, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
     "experts of few rows": experts(1, 3),
     "experts of many rows": experts(20, 3),
     "many experts of many rows": experts(*[17] * 9),
-    "INT8": lambda: native.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
+    "INT8": lambda: native.products.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
     "experts of INT8": experts_of_int8,
-    "FP8": lambda: native.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
-    "FP8 in strips": lambda: native.linear_fp8_strips(draw(3, 160).bfloat16(), fp8_in_strips(fp8_weight(32, 160))),
+    "FP8": lambda: native.products.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
+    "FP8 in strips": lambda: native.products.linear_fp8_strips(
+        draw(3, 160).bfloat16(), fp8_in_strips(fp8_weight(32, 160))
+    ),
     "experts of FP8 in strips": experts_in_fp8_strips(1, 3),
     "many experts of FP8 in strips": experts_in_fp8_strips(*[17] * 9),
     "decode": decode,

@@ -17,9 +17,13 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.strips import Strips, fit
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
-from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Strips
 from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
 from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
 from tests.conformance.test_native_bodies import body
@@ -93,9 +97,9 @@ def test_linear(body: Kernels, threads: None) -> None:
         x, weight = whole(rows, width), whole(outs, width, seed=1)
         expected = exact(reference.linear, x, weight)
         for laid in LAID.values():
-            assert torch.equal(native.linear(laid(x), weight), expected), (rows, width, outs)
-        assert torch.equal(native.linear(x, askew(weight)), expected)
-        assert torch.equal(native.linear(x, LAID["guarded"](weight)), expected)
+            assert torch.equal(native.products.linear(laid(x), weight), expected), (rows, width, outs)
+        assert torch.equal(native.products.linear(x, askew(weight)), expected)
+        assert torch.equal(native.products.linear(x, LAID["guarded"](weight)), expected)
 
 
 def test_linear_with_strips(body: Kernels, threads: None) -> None:
@@ -105,15 +109,15 @@ def test_linear_with_strips(body: Kernels, threads: None) -> None:
         x, weight = whole(rows, width), whole(outs, width, seed=1)
         expected, strips = exact(reference.linear, x, weight), in_strips(weight, parts)
         for laid in LAID.values():
-            assert torch.equal(native.linear_strips(laid(x), strips), expected), (rows, width, outs, parts)
+            assert torch.equal(native.products.linear_strips(laid(x), strips), expected), (rows, width, outs, parts)
         for how in ("askew", "guarded"):
-            assert torch.equal(native.linear_strips(x, Strips(LAID[how](strips.numbers))), expected)
+            assert torch.equal(native.products.linear_strips(x, Strips(LAID[how](strips.numbers))), expected)
 
 
 def test_products_of_heads(body: Kernels, threads: None) -> None:
     for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), WIDTHS, (8, 16, 40, 72)):
         x, weight = whole(rows, heads, width), whole(heads, outs, width, seed=1)
-        assert torch.equal(native.heads_out(x, weight), exact(reference.heads_out, x, weight)), (
+        assert torch.equal(native.products.heads_out(x, weight), exact(reference.heads_out, x, weight)), (
             rows,
             heads,
             width,
@@ -122,7 +126,7 @@ def test_products_of_heads(body: Kernels, threads: None) -> None:
     for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), (2, 32, 34), (128, 256)):
         x, weight = whole(rows, heads, width), whole(heads, width, outs, seed=1)
         expected = exact(reference.heads_in, x, weight)
-        assert torch.equal(native.heads_in(x, weight), expected), (rows, heads, width, outs)
+        assert torch.equal(native.products.heads_in(x, weight), expected), (rows, heads, width, outs)
 
 
 def int8(numbers: Tensor, scale: Tensor) -> Int8Dynamic:
@@ -134,7 +138,7 @@ def fp8(numbers: Tensor, scale: Tensor) -> FP8Blocks:
 
 
 def fp8_strips(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    return native.linear_fp8_strips(x, FP8Strips(numbers=numbers.view(torch.float8_e4m3fn), scale=scale))
+    return native.products.linear_fp8_strips(x, FP8Strips(numbers=numbers.view(torch.float8_e4m3fn), scale=scale))
 
 
 def of_strips() -> tuple[Tensor]:
@@ -172,48 +176,48 @@ def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
 
 def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
     pages = torch.zeros(2, 2, 59, dtype=torch.bfloat16)
-    native.norm_rotate_store(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=None)
+    native.fused.norm_rotate_store(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=None)
     return pages
 
 
 def drawn(logits: Tensor, changed: Tensor) -> Tensor:
     """The controls of greedy draws are not read."""
     nothing = {field.name: torch.empty(0) for field in attrs.fields(Controls)}
-    return native.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
+    return native.draws.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
 
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 CASES: dict[str, Case] = (
     {
-        "rms_norm": (lambda x, weight: native.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
+        "rms_norm": (lambda x, weight: native.rows.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
         "add_rms_norm": (
-            lambda x, residual, weight: torch.cat(native.add_rms_norm(x, residual, weight, 1e-6)),
+            lambda x, residual, weight: torch.cat(native.fused.add_rms_norm(x, residual, weight, 1e-6)),
             (whole(5, 43), whole(5, 43, seed=1), whole(43)),
         ),
         "norm_rotate_store": (stored, (whole(2, 43), whole(2, 16), whole(43), COS[:2], COS[2:4], torch.tensor([3, 1]))),
         "combine_experts": (
-            native.combine_experts,
+            native.fused.combine_experts,
             (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2), whole(2, 43), whole(2, 43, seed=1)),
         ),
-        "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
-        "gated_silu": (native.gated_silu, (whole(5, 46),)),
-        "gather_rows": (native.gather_rows, (whole(7, 43), torch.tensor([6, 0, 3, 6]))),
+        "rotate": (native.rows.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
+        "gated_silu": (native.rows.gated_silu, (whole(5, 46),)),
+        "gather_rows": (native.rows.gather_rows, (whole(7, 43), torch.tensor([6, 0, 3, 6]))),
         "draw": (drawn, (draw(5, 1043), draw(5, 1043, seed=1))),
-        "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
-        "linear_float": (native.linear, (draw(5, 43), draw(9, 43))),
-        "heads_in": (native.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
-        "heads_out": (native.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
-        "heads_out of many rows": (native.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
+        "combine_rows": (native.rows.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
+        "linear_float": (native.products.linear, (draw(5, 43), draw(9, 43))),
+        "heads_in": (native.products.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
+        "heads_out": (native.products.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
+        "heads_out of many rows": (native.products.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
         "linear_int8": (
-            lambda x, numbers, scale: native.linear_int8(x, int8(numbers, scale)),
+            lambda x, numbers, scale: native.products.linear_int8(x, int8(numbers, scale)),
             (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
         ),
         "linear_fp8": (
-            lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+            lambda x, numbers, scale: native.products.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
             (whole(5, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
         ),
         "linear_fp8 of many rows": (
-            lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+            lambda x, numbers, scale: native.products.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
             (whole(25, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
         ),
         "linear_fp8_strips": (fp8_strips, (whole(5, 160), *of_strips(), draw(2, 2).abs())),
@@ -223,14 +227,14 @@ CASES: dict[str, Case] = (
     }
     | {
         f"experts, {name}": (
-            lambda x, gate_up, down, counts=counts: native.grouped_mlp(x, torch.tensor(counts), gate_up, down),
+            lambda x, gate_up, down, counts=counts: native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down),
             (whole(sum(counts), 40), whole(len(counts), 48, 40), whole(len(counts), 40, 24)),
         )
         for name, counts in COUNTS.items()
     }
     | {
         f"experts in strips, {name}": (
-            lambda x, gate_up, down, counts=counts: native.grouped_mlp_strips(
+            lambda x, gate_up, down, counts=counts: native.products.grouped_mlp_strips(
                 x, torch.tensor(counts), Strips(gate_up), Strips(down)
             ),
             (
@@ -285,19 +289,19 @@ def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int],
     )
     gate, up = (gate_up[expert].double() @ x[..., None].double())[..., 0].bfloat16().chunk(2, -1)
     expected = (down[expert].double() @ (gate * up)[..., None].double())[..., 0].bfloat16()
-    assert torch.equal(native.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
-    if Strips.fit(2, inner, width):
+    assert torch.equal(native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
+    if fit(Shape(1, 2, inner, width)):
         strips = in_strips(gate_up, 2), in_strips(down)
-        assert torch.equal(native.grouped_mlp_strips(x, torch.tensor(counts), *strips), expected)
+        assert torch.equal(native.products.grouped_mlp_strips(x, torch.tensor(counts), *strips), expected)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_a_weight_that_is_not_finite_spoils_its_own_column(body: Kernels, rows: int, bad: float) -> None:
     x, weight = whole(rows, 45).abs() + 1, whole(41, 45, seed=1)
-    good = native.linear(x, weight)
+    good = native.products.linear(x, weight)
     weight[33, 44] = bad
-    got = native.linear(x, weight)
+    got = native.products.linear(x, weight)
     assert not got[:, 33].isfinite().any()
     kept = torch.arange(41) != 33
     assert torch.equal(got[:, kept], good[:, kept])
@@ -305,19 +309,19 @@ def test_a_weight_that_is_not_finite_spoils_its_own_column(body: Kernels, rows: 
 
 def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     """No rows, no experts with rows, and prompts without queries or tokens."""
-    assert native.linear(whole(0, 40), whole(8, 40)).shape == (0, 8)
-    assert native.heads_in(whole(0, 2, 32), whole(2, 32, 128)).shape == (0, 2, 128)
-    assert native.heads_out(whole(0, 2, 32), whole(2, 8, 32)).shape == (0, 2, 8)
-    assert native.rms_norm(whole(0, 40), whole(40), 1e-6).shape == (0, 40)
-    assert native.gated_silu(whole(0, 40)).shape == (0, 20)
-    assert native.gather_rows(whole(0, 40), torch.empty(0, dtype=torch.int64)).shape == (0, 40)
+    assert native.products.linear(whole(0, 40), whole(8, 40)).shape == (0, 8)
+    assert native.products.heads_in(whole(0, 2, 32), whole(2, 32, 128)).shape == (0, 2, 128)
+    assert native.products.heads_out(whole(0, 2, 32), whole(2, 8, 32)).shape == (0, 2, 8)
+    assert native.rows.rms_norm(whole(0, 40), whole(40), 1e-6).shape == (0, 40)
+    assert native.rows.gated_silu(whole(0, 40)).shape == (0, 20)
+    assert native.rows.gather_rows(whole(0, 40), torch.empty(0, dtype=torch.int64)).shape == (0, 40)
     assert drawn(draw(0, 9), draw(0, 9)).shape == (3, 0)
-    assert native.combine_rows(whole(0, 40), torch.full((2, 3), -1), draw(2, 3)).eq(0).all()
+    assert native.rows.combine_rows(whole(0, 40), torch.full((2, 3), -1), draw(2, 3)).eq(0).all()
     none = torch.zeros(3, dtype=torch.int64)
     gate_up, down = in_strips(whole(3, 64, 32), 2), in_strips(whole(3, 32, 32))
-    assert native.linear_strips(whole(0, 32), in_strips(whole(64, 32))).shape == (0, 64)
-    assert native.grouped_mlp_strips(whole(0, 32), none, gate_up, down).shape == (0, 32)
-    assert native.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
+    assert native.products.linear_strips(whole(0, 32), in_strips(whole(64, 32))).shape == (0, 64)
+    assert native.products.grouped_mlp_strips(whole(0, 32), none, gate_up, down).shape == (0, 32)
+    assert native.products.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])
     got = native.mla_prefill(q, PAGES, kv_b, table, (0, 9, 0), (0, 33, 20), v_head_dim=64, scale=0.25)

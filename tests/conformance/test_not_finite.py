@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_attention, torch_flash
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.fp8 import FP8Blocks, e4m3_to_float
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
+from pdinfer.kernels.torch import attention as torch_attention
+from pdinfer.kernels.torch import flash as torch_flash
 from tests.conformance.op_suite import (
     CPU,
     draw,
@@ -86,10 +88,10 @@ ROWS = [
     Rows("layer_norm", 48, lambda dtype: (draw(48), draw(48, seed=1), 1e-6)),
     Rows("linear", 48, lambda dtype: (down(dtype, 16, 48),)),
     Rows("linear", 39, lambda dtype: (down(dtype, 8, 39),)),
-    Rows("linear_fp8", 130, lambda dtype: (fp8_weight(9, 130),)),
-    Rows("linear_fp8", 130, lambda dtype: (fp8_weight(9, 130, ue8m0=True),)),
-    Rows("linear_int8", 130, lambda dtype: (int8_weight(9, 130),)),
-    Rows("linear_int8_static", 130, lambda dtype: (static_weight(9, 130, 1),)),
+    Rows("linear[fp8]", 130, lambda dtype: (fp8_weight(9, 130),)),
+    Rows("linear[fp8]", 130, lambda dtype: (fp8_weight(9, 130, ue8m0=True),)),
+    Rows("linear[w8a8_dynamic]", 130, lambda dtype: (int8_weight(9, 130),)),
+    Rows("linear[w8a8]", 130, lambda dtype: (static_weight(9, 130, 1),)),
     Rows("round_fp8", 130, more=lambda: {"ue8m0": False}),
     Rows("round_fp8", 130, more=lambda: {"ue8m0": True}),
     Rows("round_int8", 130),
@@ -97,9 +99,9 @@ ROWS = [
     Rows("gated_silu", 78),
     Rows("grouped_mlp", 48, lambda dtype: (COUNTS, down(dtype, 3, 64, 48), down(dtype, 3, 48, 32))),
     Rows("grouped_mlp", 39, lambda dtype: (COUNTS, down(dtype, 3, 10, 39), down(dtype, 3, 39, 5))),
-    Rows("linear_strips", 64, lambda dtype: (in_strips(down(dtype, 32, 64)),)),
+    Rows("linear[strips]", 64, lambda dtype: (in_strips(down(dtype, 32, 64)),)),
     Rows(
-        "grouped_mlp_strips",
+        "grouped_mlp[strips]",
         64,
         lambda dtype: (
             COUNTS,
@@ -107,9 +109,9 @@ ROWS = [
             in_strips(down(dtype, 3, 64, 32)),
         ),
     ),
-    Rows("linear_fp8_strips", 160, lambda dtype: (fp8_in_strips(fp8_weight(32, 160)),)),
+    Rows("linear[fp8_strips]", 160, lambda dtype: (fp8_in_strips(fp8_weight(32, 160)),)),
     Rows(
-        "grouped_mlp_fp8_strips",
+        "grouped_mlp[fp8_strips]",
         160,
         lambda dtype: (
             COUNTS,
@@ -117,13 +119,13 @@ ROWS = [
             fp8_in_strips(fp8_weight(3, 160, 160)),
         ),
     ),
-    Rows("grouped_mlp_fp8", 48, lambda dtype: (COUNTS, fp8_weight(3, 16, 48, parts=2), fp8_weight(3, 48, 16))),
-    Rows("grouped_mlp_int8", 48, lambda dtype: (COUNTS, int8_weight(3, 32, 48), int8_weight(3, 48, 16))),
+    Rows("grouped_mlp[fp8]", 48, lambda dtype: (COUNTS, fp8_weight(3, 16, 48, parts=2), fp8_weight(3, 48, 16))),
+    Rows("grouped_mlp[w8a8_dynamic]", 48, lambda dtype: (COUNTS, int8_weight(3, 32, 48), int8_weight(3, 48, 16))),
 ]
 
 
 PLAIN, STRIPS = (
-    {case.op: (case.op,) for case in ROWS if case.op.endswith("strips") is strips} for strips in (False, True)
+    {case.op: (case.op,) for case in ROWS if case.op.endswith("strips]") is strips} for strips in (False, True)
 )
 
 
@@ -265,7 +267,7 @@ class Cached:
         """`rows` are those of all slots [7 * 16, latent + rope], by default random ones."""
         rows = self.rows() if rows is None else rows
         kind = torch.uint8 if self.packed else self.dtype
-        written = row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind)
+        written = cache_rows.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind)
         return written.view(7, 16, -1)
 
     def rows(self) -> Tensor:
@@ -450,7 +452,7 @@ def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
     rows, q, weights = draw(5 * 8, 16).to(dtype), draw(9, 2, 16).to(dtype), draw(9, 2)
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
-        pages, table = row_formats.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
+        pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
         got: Tensor = index_topk(q, weights, pages, table, (5, 4), (20, 11), top_k=6)
         return got
 
@@ -480,7 +482,7 @@ def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
     rows, q, weights = draw(5 * 8, 16).to(dtype), draw(2, 3, 2, 16).to(dtype), draw(2, 3, 2)
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
-        pages, table = row_formats.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
+        pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
         got: Tensor = index_topk(q, weights, pages, table, torch.tensor([20, 11]), top_k=12)
         return got.flatten(0, 1)
 
@@ -515,10 +517,10 @@ def test_what_is_stored_and_read_again_stays_so(provider: str, dtype: torch.dtyp
     c, k_rope, slots = draw(3, 256).to(dtype), draw(3, 8).to(dtype), torch.tensor([5, 0, 2])
 
     def again(c: Tensor, k_rope: Tensor) -> Tensor:
-        pages = row_formats.latent_rows(torch.zeros(6, 256, dtype=dtype), torch.zeros(6, 8, dtype=dtype), kind)
+        pages = cache_rows.latent_rows(torch.zeros(6, 256, dtype=dtype), torch.zeros(6, 8, dtype=dtype), kind)
         pages = pages.view(2, 3, -1)
         op_of(provider, "store_latent", "cpu", dtype)(pages, slots, c, k_rope)
-        return row_formats.latents(pages.flatten(0, 1), 256, dtype)
+        return cache_rows.latents(pages.flatten(0, 1), 256, dtype)
 
     assert_lost(lambda: again(c, k_rope), lambda: again(put(c, (1, 255), bad), k_rope), {0})
     assert_lost(lambda: again(c, k_rope), lambda: again(c, put(k_rope, (0, 7), bad)), {5})
@@ -539,11 +541,11 @@ def test_every_fp8_number_is_worth_what_it_says() -> None:
     assert torch.equal(got.nan_to_num(999), numbers.float().nan_to_num(999))
 
 
-@on_a_cpu("linear_fp8")
+@on_a_cpu("linear[fp8]")
 @for_each("rows", [3, 20])
 @for_each("code", [0x7F, 0xFF])
 def test_a_weight_that_is_nan_is_no_number(provider: str, dtype: torch.dtype, code: int, rows: int) -> None:
     weight = fp8_weight(9, 130)
     weight.numbers.view(torch.uint8)[4, 129] = code
-    got = op_of(provider, "linear_fp8", str(CPU), dtype)(draw(rows, 130).to(dtype), weight)
+    got = op_of(provider, "linear[fp8]", str(CPU), dtype)(draw(rows, 130).to(dtype), weight)
     assert got.isnan().any(0).tolist() == [row == 4 for row in range(9)]

@@ -9,9 +9,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES
-from pdinfer.kernels.resolve import PROVIDERS
+from pdinfer.kernels import compositions, reference
+from pdinfer.kernels.ops import OP_NAMES, function_of
+from pdinfer.kernels.resolve import PROVIDERS, _offers
 from tests.conformance.native_builds import why_no_native
 from tests.conformance.op_suite import DTYPES, NAMES, serves
 
@@ -21,15 +21,15 @@ HERE = {
     "reference": DTYPES,
 }
 """The dtypes of models that each is for, on this CPU."""
-STRIPS = {"linear_strips", "grouped_mlp_strips", "linear_fp8_strips", "grouped_mlp_fp8_strips"}
+STRIPS = {"linear[strips]", "grouped_mlp[strips]", "linear[fp8_strips]", "grouped_mlp[fp8_strips]"}
 BY_CPU = {"native": {"mla_prefill", *STRIPS}}
 """What a provider refuses where something else is faster on a CPU. Whatever else it lacks was lost."""
 
 
 @pytest.mark.parametrize(("provider", "dtype"), [(name, dtype) for name, dtypes in HERE.items() for dtype in dtypes])
 def test_a_provider_that_could_be_here_serves_what_it_offers(provider: str, dtype: torch.dtype) -> None:
-    module = import_module(dict(PROVIDERS)[provider])
-    wanted = {op for op in OP_NAMES if op in dir(module)} - BY_CPU.get(provider, set())
+    module = next(import_module(each.module) for each in PROVIDERS if each.name == provider)
+    wanted = {op for op in OP_NAMES if _offers(module, op)} - BY_CPU.get(provider, set())
     assert len(wanted) > 15
     assert [op for op in sorted(wanted) if not serves(provider, op, "cpu", dtype)] == []
 
@@ -39,6 +39,6 @@ def test_every_op_has_cases() -> None:
     for dtype in DTYPES:
         lacking = [op for op in OP_NAMES if not serves("reference", op, "cpu", dtype)]
         assert not lacking
-    assert [op for op in OP_NAMES if not hasattr(import_module(dict(PROVIDERS)["reference"]), op)] == [
-        op for op in OP_NAMES if hasattr(compositions, op)
+    assert [op for op in OP_NAMES if function_of(reference, op) is None] == [
+        op for op in OP_NAMES if function_of(compositions, op) is not None
     ]

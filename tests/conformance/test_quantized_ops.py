@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, torch_products
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert, map_tensors
+from pdinfer.kernels import reference
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import expert, map_tensors
+from pdinfer.kernels.torch import products as torch_products
 from tests.conformance.op_suite import (
     ROWS,
     Rows,
@@ -48,7 +51,7 @@ def outliers(rows: int, columns: int) -> Tensor:
 MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
 
 
-@for_every_provider("linear_fp8")
+@for_every_provider("linear[fp8]")
 @for_each("ue8m0", [False, True])
 @for_each("rows", [0, 1, 5])
 @for_each(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
@@ -62,7 +65,7 @@ MANY_ROWS = (30, 64, 150)
 """Of these a kernel may make tiles of other sizes than of a few, of which the last one is not full."""
 
 
-@every_place("linear_fp8", dtype=torch.bfloat16)
+@every_place("linear[fp8]", dtype=torch.bfloat16)
 @for_each("rows", MANY_ROWS)
 @for_each("ue8m0", [False, True])
 def test_linear_fp8_of_many_rows(provider: str, device: str, rows: int, ue8m0: bool) -> None:
@@ -72,7 +75,7 @@ def test_linear_fp8_of_many_rows(provider: str, device: str, rows: int, ue8m0: b
 
 def check_linear_fp8(provider: str, device: str, x: Tensor, weight: FP8Blocks) -> None:
     dtype = x.dtype
-    linear, there = op_of(provider, "linear_fp8", device, dtype), map_tensors(weight, lambda part: part.to(device))
+    linear, there = op_of(provider, "linear[fp8]", device, dtype), map_tensors(weight, lambda part: part.to(device))
     got = linear(x.to(device), there)
     rounded_once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=weight.ue8m0)
     for once in (rounded_once, for_tma(rounded_once)):
@@ -157,14 +160,14 @@ def rounded_by_hand(x: Tensor, ue8m0: bool) -> Tensor:
     return numbers
 
 
-@for_every_provider("linear_int8")
+@for_every_provider("linear[w8a8_dynamic]")
 @for_each("rows", [0, 1, 5])
 @for_each("size", MATRICES)
 def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
     check_linear_int8(provider, device, outliers(rows, size[1]).to(dtype), size)
 
 
-@every_place("linear_int8", dtype=torch.bfloat16)
+@every_place("linear[w8a8_dynamic]", dtype=torch.bfloat16)
 @for_each("rows", MANY_ROWS)
 def test_linear_int8_of_many_rows(provider: str, device: str, rows: int) -> None:
     check_linear_int8(provider, device, outliers(rows, 272).to(torch.bfloat16), (200, 272))
@@ -172,7 +175,7 @@ def test_linear_int8_of_many_rows(provider: str, device: str, rows: int) -> None
 
 def check_linear_int8(provider: str, device: str, x: Tensor, size: tuple[int, int]) -> None:
     dtype, rows, weight = x.dtype, len(x), int8_weight(*size)
-    got = op_of(provider, "linear_int8", device, dtype)(x.to(device), int8_weight(*size, device=device))
+    got = op_of(provider, "linear[w8a8_dynamic]", device, dtype)(x.to(device), int8_weight(*size, device=device))
     # a float32 quotient decides what is rounded up; then sums are exact, and two scales multiply them
     scale = (x.float().abs().amax(-1, keepdim=True) if rows else x.float()[:, :1]).clamp(min=1e-10) / 127
     numbers = (x.float() / scale).round().double()
@@ -180,14 +183,14 @@ def check_linear_int8(provider: str, device: str, x: Tensor, size: tuple[int, in
     assert_within(got, exact, gamma(3) * exact.abs(), dtype)
 
 
-@for_every_provider("linear_int8_static")
+@for_every_provider("linear[w8a8]")
 @for_each("rows", [0, 1, 5])
 @for_each(("size", "parts"), [*((size, 1) for size in MATRICES), ((24, 48), 2)])
 def test_linear_int8_static(
     provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int], parts: int
 ) -> None:
     x, weight = draw(rows, size[1]).to(dtype), static_weight(*size, parts)
-    got = op_of(provider, "linear_int8_static", device, dtype)(x.to(device), static_weight(*size, parts, device=device))
+    got = op_of(provider, "linear[w8a8]", device, dtype)(x.to(device), static_weight(*size, parts, device=device))
     exact = []
     for part, numbers in enumerate(weight.numbers.double().chunk(parts)):
         scaled = (x.float() / weight.input_scale[part]).round().double() + weight.input_offset[part]
@@ -197,7 +200,7 @@ def test_linear_int8_static(
     assert_within(got, scaled, gamma(2) * scaled.abs(), dtype)
 
 
-EXPERTS = {kind: (f"grouped_mlp_{kind}", f"linear_{kind}", "gated_silu") for kind in ("fp8", "int8")}
+EXPERTS = {kind: (f"grouped_mlp[{kind}]", f"linear[{kind}]", "gated_silu") for kind in ("fp8", "w8a8_dynamic")}
 
 
 def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
@@ -261,20 +264,20 @@ def check_experts(
         gate_up = int8_weight(experts, 2 * width, hidden, device=device)
         down = int8_weight(experts, hidden, width, device=device)
     x = draw(sum(counts), hidden).to(dtype)
-    run = op_of(provider, f"grouped_mlp_{kind}", device, dtype)
+    run = op_of(provider, f"grouped_mlp[{kind}]", device, dtype)
     got = form.run(lambda rows, counts_E: run(rows, counts_E, gate_up, down), x.to(device), counts)
-    one_by_one, linear = [], op_of(provider, f"linear_{kind}", device, dtype)
+    one_by_one, linear = [], op_of(provider, f"linear[{kind}]", device, dtype)
     for index, rows in enumerate(torch.split(x.to(device), list(counts))):
         hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
         one_by_one.append(linear(hidden_rows, expert(down, index)))
     check_alike(got, torch.cat(one_by_one), device)
     if kind == "fp8":
         once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
-        grouped = op_of(provider, "grouped_mlp_fp8", device, dtype)
+        grouped = op_of(provider, "grouped_mlp[fp8]", device, dtype)
         check_alike(grouped(once, torch.tensor(counts, device=device), gate_up, down), got, device)
 
 
-@for_every_provider("round_fp8", "linear_fp8", "round_int8", "linear_int8")
+@for_every_provider("round_fp8", "linear[fp8]", "round_int8", "linear[w8a8_dynamic]")
 @for_each("rows", [0, 4])
 @for_each("columns", [1, 128, 200])
 def test_rounding_is_what_multiplying_by_one_does(
@@ -286,7 +289,7 @@ def test_rounding_is_what_multiplying_by_one_does(
         numbers=one.to(torch.float8_e4m3fn), scale=torch.ones(*(math.ceil(columns / 128),) * 2, device=device)
     )
     int8 = Int8Dynamic(numbers=one.to(torch.int8), scale=torch.ones(columns, 1, device=device))
-    for name, weight, more in (("fp8", fp8, {"ue8m0": False}), ("int8", int8, {})):
-        got = op_of(provider, f"round_{name}", device, dtype)(x, **more)
-        exact = op_of(provider, f"linear_{name}", device, dtype)(x, weight).cpu().double()
+    for name, weight, more in (("round_fp8", fp8, {"ue8m0": False}), ("round_int8", int8, {})):
+        got = op_of(provider, name, device, dtype)(x, **more)
+        exact = op_of(provider, f"linear[{weight.name}]", device, dtype)(x, weight).cpu().double()
         assert_within(got, exact, rounded(exact, gamma(2) * exact.abs(), dtype), dtype)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, row_formats, torch_attention
+from pdinfer.kernels import reference
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.model.batch import Batch, Row
 from tests.conformance.op_suite import (
     ATTENTION,
@@ -72,7 +74,7 @@ def test_rows_are_stored(
 ) -> None:
     x = draw(rows, 132 if name == "store_latent" else 16).to(dtype)
     parts = x.split((128, 4), -1) if name == "store_latent" else (x,)
-    pack = row_formats.latent_rows if name == "store_latent" else row_formats.index_rows
+    pack = cache_rows.latent_rows if name == "store_latent" else cache_rows.index_rows
     kind = torch.uint8 if packed else dtype
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(rows))[:rows]
     written = pack(*parts, kind)
@@ -91,11 +93,11 @@ class PackedAttention(Attention):
         latent, _, _, _ = self.dims
         plain = super().fill().float()
         rows = plain.flatten(0, 1)
-        packed = row_formats.latent_rows(rows[:, :latent], rows[:, latent:], torch.uint8)
+        packed = cache_rows.latent_rows(rows[:, :latent], rows[:, latent:], torch.uint8)
         return packed.view(*plain.shape[:2], -1)
 
     def unpacked(self) -> Tensor:
-        return row_formats.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
+        return cache_rows.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
 
 
 @for_every_op("name", ATTENTION)
@@ -190,13 +192,13 @@ class Choice:
     def pages(self) -> Tensor:
         kind = torch.uint8 if self.packed else self.dtype
         owned = self.attention.owned
-        nothing = row_formats.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
+        nothing = cache_rows.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
         pages = nothing.expand(sum(map(len, owned)) + 1, self.page_size, -1).clone()
         for row, mine in enumerate(owned):
             keys = self.keys(row)
             keys[len(keys) - self.unwritten :] = torch.nan
             for page, part in zip(
-                mine, row_formats.index_rows(keys.to(self.dtype), kind).split(self.page_size), strict=True
+                mine, cache_rows.index_rows(keys.to(self.dtype), kind).split(self.page_size), strict=True
             ):
                 pages[page, : len(part)] = part
         return pages
@@ -359,8 +361,8 @@ def test_scores_that_differ_in_float32_alone_are_told_apart(
     """The scores 63.94, 64.06 and 64.19 of one key each are one number in bfloat16. Turned keys are unit vectors."""
     q, weights, table = torch.zeros(1, 1, 16, dtype=dtype), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
     q[..., :3] = torch.tensor([256, 0.25, 0.5])
-    keys = row_formats.hadamard(torch.eye(16)[[2, 1, 0]]).to(dtype)
-    pages = row_formats.index_rows(keys, torch.uint8 if packed else dtype)[None]
+    keys = cache_rows.hadamard(torch.eye(16)[[2, 1, 0]]).to(dtype)
+    pages = cache_rows.index_rows(keys, torch.uint8 if packed else dtype)[None]
     q, weights, pages, table = (x.to(device) for x in (q, weights, pages, table))
     assert op_of(provider, "index_topk", device, dtype)(q, weights, pages, table, (1,), (3,), top_k=1).tolist() == [[2]]
     lens = torch.tensor([3], device=device)
@@ -422,7 +424,7 @@ class Sparse:
     def run(self, provider: str, device: str) -> Tensor:
         owned = Attention(self.dtype, 1, self.page_size, self.contexts, (1,) * len(self.contexts)).owned
         kind = torch.uint8 if self.packed else self.dtype
-        parts = [row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind) for rows in self.cached]
+        parts = [cache_rows.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind) for rows in self.cached]
         nothing = 0xFF if self.packed else torch.nan
         pages = torch.full((sum(map(len, owned)) + 1, self.page_size, parts[0].shape[-1]), nothing, dtype=kind)
         for rows, mine in zip(parts, owned, strict=True):
@@ -445,8 +447,8 @@ class Sparse:
         for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
             rows = self.cached[row][self.selected[token, :count]]
             if self.packed:
-                packed = row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], torch.uint8)
-                rows = row_formats.latents(packed, self.latent, self.dtype)
+                packed = cache_rows.latent_rows(rows[:, : self.latent], rows[:, self.latent :], torch.uint8)
+                rows = cache_rows.latents(packed, self.latent, self.dtype)
             q = torch.cat((q_latent[token], q_rope[token]), -1).double()
             if count:
                 out[token] = (SCALE * q @ rows.double().T).softmax(-1) @ rows[:, : self.latent].double()

@@ -11,8 +11,8 @@ import torch
 
 import pdinfer as pd
 from pdinfer.checkpoint.quantize import quantize_checkpoint
-from pdinfer.kernels import torch_ops
-from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kernels.ops import OP_NAMES, function_of
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import load
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -21,7 +21,10 @@ PACKED = (("kv_lora_rank", 128),)
 WIDE = (("hidden_size", 128), ("moe_intermediate_size", 128), *PACKED)
 """Sizes that pages in FP8 need, and quantized weights with whole blocks."""
 
-SAME = {op: "reference" if "int8" in op else "torch" for op in OP_NAMES if hasattr(torch_ops, op)}
+INTEGERS = ("round_int8", "linear[w8a8_dynamic]", "linear[w8a8]", "grouped_mlp[w8a8_dynamic]")
+SAME = {
+    op: "reference" if op in INTEGERS else "torch" for op in OP_NAMES if function_of(torch_provider, op) is not None
+}
 """The providers of ops for models of quantized weights, on every device: where others round the last bit otherwise,
 activations move to the next step of their format. Torch sums INT8 products in integers on a CPU and in float64
 elsewhere, which round otherwise when they are scaled."""

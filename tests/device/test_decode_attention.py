@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.kernels import reference, row_formats, torch_attention, torch_ops
+from pdinfer.kernels import reference
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
@@ -30,10 +32,10 @@ def inputs(packed: bool, seed: int) -> list[Tensor]:
     return [
         normal(3, 2, 4, 128, seed=seed),
         normal(3, 2, 4, 8, seed=seed),
-        row_formats.latent_rows(latents[:, :128], latents[:, 128:], kind).view(9, 4, -1),
+        cache_rows.latent_rows(latents[:, :128], latents[:, 128:], kind).view(9, 4, -1),
         normal(3, 2, 2, 16, seed=seed),
         normal(3, 2, 2, seed=seed),
-        row_formats.index_rows(keys, kind).view(9, 4, -1),
+        cache_rows.index_rows(keys, kind).view(9, 4, -1),
         torch.randint(9, (3, 5), generator=chance, dtype=torch.int32),
         torch.randint(2, 5 * 4 + 1, (3,), generator=chance),
     ]
@@ -58,7 +60,7 @@ def test_attention_is_recorded_and_run_again_on_other_lengths_and_pages(
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     there = [tensor.to(device) for tensor in inputs(packed, 1)]
     with streams.no_collection(), Capture() as capture:
-        results = attend(torch_ops, there)
+        results = attend(torch_attention, there)
     assert capture.illegal == []
     for seed in (1, 2, 3):
         now = inputs(packed, seed)

@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import torch_experts, torch_ops, torch_products
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import map_tensors
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Weight, map_tensors
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 from pdinfer.testing import random_model
 from tests.conformance.op_suite import ROWS, Rows, draw, fp8_weight, int8_weight, static_weight
 from tests.simulated.watch import Watch
@@ -68,7 +72,7 @@ def stacks(kind: str, dtype: torch.dtype) -> tuple[Weight, Weight]:
 def test_experts_wait_for_nothing_and_give_what_a_cpu_gives(
     device: torch.device, card: DeviceSpec, kind: str, dtype: torch.dtype, form: Rows
 ) -> None:
-    run: Any = getattr(torch_ops, kind if kind == "grouped_mlp" else f"grouped_mlp_{kind}")
+    run: Any = getattr(torch_experts, kind if kind == "grouped_mlp" else f"grouped_mlp_{kind}")
     gate_up, down = stacks(kind, dtype)
     x_SD = draw(sum(COUNTS), SIZES[0]).to(dtype)
     expected = form.run(lambda x, counts_E: run(x, counts_E, gate_up, down), x_SD, COUNTS)
@@ -99,7 +103,7 @@ def test_many_rows_wait_once(device: torch.device, card: DeviceSpec, monkeypatch
     assert isinstance(down, Int8Dynamic)
     x_SD, counts_E = draw(sum(COUNTS), SIZES[0]).to(device), torch.tensor(COUNTS).to(device)
     with Watch() as watch:
-        torch_ops.grouped_mlp_int8(x_SD, counts_E, gate_up, down)
+        torch_experts.grouped_mlp_int8(x_SD, counts_E, gate_up, down)
     assert watch.totals()["syncs"] == 1
 
 
@@ -112,7 +116,7 @@ def test_int8_products_are_padded_to_what_cuda_takes(
     matrix to float64."""
     x_TI = draw(rows, 48)
     weight: Any = static_weight(24, 48, 2) if static else int8_weight(24, 48)
-    op: Any = torch_ops.linear_int8_static if static else torch_ops.linear_int8
+    op: Any = torch_products.linear_int8_static if static else torch_products.linear_int8
     there = map_tensors(weight, lambda tensor: tensor.to(device))
     with Watch() as watch:
         got = op(x_TI.to(device), there)
@@ -125,7 +129,9 @@ def test_int8_products_of_odd_sizes_go_through_floats(device: torch.device, card
     x_TI, weight = draw(3, 47), int8_weight(13, 47)
     there = map_tensors(weight, lambda tensor: tensor.to(device))
     assert isinstance(there, Int8Dynamic)
-    torch.testing.assert_close(torch_ops.linear_int8(x_TI.to(device), there).cpu(), torch_ops.linear_int8(x_TI, weight))
+    torch.testing.assert_close(
+        torch_products.linear_int8(x_TI.to(device), there).cpu(), torch_products.linear_int8(x_TI, weight)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -135,9 +141,9 @@ def test_fp8_products_wait_for_nothing(device: torch.device, card: DeviceSpec, r
     assert isinstance(there, FP8Blocks)
     x = x_TI.to(device)
     with Watch() as watch:
-        got = torch_ops.linear_fp8(x, there)
+        got = torch_products.linear_fp8(x, there)
     assert not watch.counts["syncs"] + watch.counts["pageable"]
-    torch.testing.assert_close(got.cpu(), torch_ops.linear_fp8(x_TI, weight))
+    torch.testing.assert_close(got.cpu(), torch_products.linear_fp8(x_TI, weight))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

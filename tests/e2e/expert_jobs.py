@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.weights import tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import Weight, tensors_of
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.placement.placement import DispatchRule
 from pdinfer.moe.placement.replicas import ReplicaTables

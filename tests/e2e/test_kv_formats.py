@@ -12,7 +12,8 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.config import CacheConfig
-from pdinfer.kernels import OpSpec, resolve_ops, row_formats
+from pdinfer.kernels import OpSpec, resolve_ops
+from pdinfer.kernels.formats import cache_rows
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
@@ -33,12 +34,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = 
     plain = resolved.ops
 
     def store_latent(pages: Tensor, slots: Tensor, c: Tensor, k_rope: Tensor) -> None:
-        rounded = row_formats.latents(row_formats.latent_rows(c, k_rope, torch.uint8), RANK, c.dtype)
+        rounded = cache_rows.latents(cache_rows.latent_rows(c, k_rope, torch.uint8), RANK, c.dtype)
         plain.store_latent(pages, slots, *rounded.split((RANK, k_rope.shape[1]), -1))
 
     def store_index_keys(pages: Tensor, slots: Tensor, keys: Tensor) -> None:
         # the transform is its own inverse
-        rounded = row_formats.hadamard(row_formats.index_keys(row_formats.index_rows(keys, torch.uint8)))
+        rounded = cache_rows.hadamard(cache_rows.index_keys(cache_rows.index_rows(keys, torch.uint8)))
         plain.store_index_keys(pages, slots, rounded.to(keys.dtype))
 
     if rounds:

@@ -12,7 +12,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.config import CacheConfig
-from pdinfer.kernels import torch_attention
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.testing import random_model, tiny_config

@@ -224,7 +224,7 @@ def linear(chance: random.Random, host: Host) -> None:
     rows, width, outs = rows_of(chance), chance.randint(1, 300), chance.randint(1, 300)
     x, weight = draw(rows, width).to(DTYPE), draw(outs, width, seed=1).to(DTYPE)
     with host():
-        got = native.linear(x, weight)
+        got = native.products.linear(x, weight)
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), DTYPE)
 
@@ -234,7 +234,7 @@ def linear_strips(chance: random.Random, host: Host) -> None:
     x, weight = draw(rows, width).to(DTYPE), draw(32 * parts * chance.randint(1, 6), width, seed=1).to(DTYPE)
     strips = in_strips(weight, parts)
     with host():
-        got = native.linear_strips(x, strips)
+        got = native.products.linear_strips(x, strips)
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), DTYPE)
 
@@ -244,7 +244,7 @@ def heads(chance: random.Random, host: Host) -> None:
     x, out = draw(rows, count, width).to(DTYPE), draw(count, 8 * chance.randint(1, 12), width, seed=1).to(DTYPE)
     into = draw(count, width, 128 * chance.randint(1, 3), seed=1).to(DTYPE)
     with host():
-        got = native.heads_out(x, out), native.heads_in(x, into)
+        got = native.products.heads_out(x, out), native.products.heads_in(x, into)
     for y, weight in zip(got, (out, into.mT), strict=True):
         error = torch.stack(
             [error_of_products(*one) for one in zip(x.double().unbind(1), weight.double(), strict=True)], 1
@@ -263,9 +263,9 @@ def experts(chance: random.Random, host: Host) -> None:
     strips = (in_strips(gate_up, 2), in_strips(down)) if in_steps else None
     counts_E = torch.tensor(counts)
     with host():
-        got = [native.grouped_mlp(x, counts_E, gate_up, down)]
+        got = [native.products.grouped_mlp(x, counts_E, gate_up, down)]
         if strips is not None:
-            got.append(native.grouped_mlp_strips(x, counts_E, *strips))
+            got.append(native.products.grouped_mlp_strips(x, counts_E, *strips))
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     parts = zip(x.split(counts), gate_up, down, strict=True)
     error = torch.cat([error_of_mlp(*one, DTYPE) for one in parts])
@@ -281,7 +281,11 @@ def stored(chance: random.Random, host: Host) -> None:
     in_steps = fp8_weight(32 * chance.randint(1, 6), 32 * chance.randint(1, 30), parts=chance.choice((1, 2)))
     strips, wide = fp8_in_strips(in_steps), draw(rows, in_steps.numbers.shape[1]).to(DTYPE)
     with host():
-        got = native.linear_int8(x, int8), native.linear_fp8(x, fp8), native.linear_fp8_strips(wide, strips)
+        got = (
+            native.products.linear_int8(x, int8),
+            native.products.linear_fp8(x, fp8),
+            native.products.linear_fp8_strips(wide, strips),
+        )
     torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], reference.linear_fp8(x, fp8), rtol=0.02, atol=0.02)
     torch.testing.assert_close(got[2], reference.linear_fp8(wide, in_steps), rtol=0.02, atol=0.02)
@@ -292,7 +296,7 @@ def norms(chance: random.Random, host: Host) -> None:
     x, weight = draw(rows, width).to(DTYPE), draw(width, seed=1).to(DTYPE)
     wide = draw(rows, 2 * width, seed=2).to(DTYPE)
     with host():
-        got, silu = native.rms_norm(x, weight, eps), native.gated_silu(wide)
+        got, silu = native.rows.rms_norm(x, weight, eps), native.rows.gated_silu(wide)
     x, weight, wide = x.double(), weight.double(), wide.double()
     assert_within(got, reference.rms_norm(x, weight, eps), error_of_norm(x, weight, None, eps), DTYPE)
     assert_within(silu, reference.gated_silu(wide), error_of_silu(*wide.chunk(2, -1)), DTYPE)

@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "a composition goes on calling the op that was swapped",
-        "Composed(composed.func, self)",
-        "composed if composed.args else Composed(composed.func, self)",
+        "Composed(op.func, self)",
+        "op if op.args else Composed(op.func, self)",
         f"{FUSED}::test_a_composition_calls_the_op_that_was_swapped",
     ),
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = [
         "device.capability is None or device.capability[0] != 9:",
         "device.capability is None:",
         f"{PRODUCTS}::test_a_card_is_slow_or_not_by_what_it_is",
-        where="torch_products.py",
+        where="torch/products.py",
     ),
     Mutant(
         "16 rows are enough for an INT8 product on CUDA",
@@ -110,7 +110,7 @@ MUTANTS = [
         "row_S, right=True)",
         "row_S, right=False)",
         f"{EXPERTS}::test_experts_wait_for_nothing_and_give_what_a_cpu_gives",
-        where="torch_experts.py",
+        where="torch/experts.py",
     ),
     Mutant(
         "experts of a device wait for the counts",
@@ -156,13 +156,13 @@ MUTANTS = [
     ),
     Mutant(
         "experts in FP8 are sent floats",
-        "x_TD if reads_fp8 else floats_TD",
+        "x_TD if self.experts.reads_fp8 else floats_TD",
         "floats_TD",
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
     Mutant(
         "experts in any format are sent FP8",
-        "x_TD if reads_fp8 else floats_TD",
+        "x_TD if self.experts.reads_fp8 else floats_TD",
         "x_TD",
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
@@ -187,8 +187,8 @@ MUTANTS = [
     ),
     Mutant(
         "every FP8 product rounds its input by itself",
-        "self.rows if isinstance(weight, FP8) else self.floats_TI",
-        "self.floats_TI",
+        "x_TI.rows if self.reads_fp8 else x_TI.floats_TI",
+        "x_TI.floats_TI",
         "test_quantize.py::test_products_behind_a_norm_share_one_rounding",
     ),
     Mutant(
@@ -283,7 +283,7 @@ MUTANTS = [
     ),
     Mutant(
         "native draw keeps the log-probabilities of greedy tokens",
-        "        words_3B[1] = torch_draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)\n",
+        "        words_3B[1] = draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)\n",
         "",
         f"{DRAWS}::test_tokens_are_those_of_the_reference",
     ),
@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "an index key of infinity is a score of 0",
-        "keys_BSY = keys_BSY + reference.not_finite(keys_BSY)",
+        "keys_BSY = keys_BSY + not_finite(keys_BSY)",
         "pass",
         f"{BAD}::test_a_token_whose_index_scores_are_not_finite_chooses_nothing",
     ),
@@ -469,7 +469,7 @@ MUTANTS = [
     ),
     Mutant(
         "static int8 forgets that a token was not finite",
-        "return (y + reference.not_finite(x_TI)).to(x_TI.dtype)",
+        "return (y + not_finite(x_TI)).to(x_TI.dtype)",
         "return y.to(x_TI.dtype)",
         f"{BAD}::test_a_row_that_is_not_finite_stays_so",
     ),

@@ -21,7 +21,9 @@ from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular
-from pdinfer.kernels.weight_formats import BLOCK, all_finite, quantize_fp8, quantize_int8
+from pdinfer.kernels.formats.floats import all_finite
+from pdinfer.kernels.formats.fp8 import BLOCK, quantize_fp8
+from pdinfer.kernels.formats.int8 import quantize_int8
 from pdinfer.progress import Progress, telling
 
 LINEARS = frozenset(

@@ -21,17 +21,12 @@ from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, renamed
 from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import read_json
-from pdinfer.kernels.weight_formats import (
-    BLOCK,
-    WHOLE,
-    FP8Blocks,
-    Int8Dynamic,
-    Int8Static,
-    Shard,
-    Stored,
-    all_finite,
-    columns_of,
-)
+from pdinfer.kernels.formats.floats import Plain, all_finite
+from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.weights import columns_of
 
 MAX_DESCRIPTION_BYTES = 64 << 20
 DESCRIPTION = "quant_model_description*.json"
@@ -66,9 +61,9 @@ class Companion:
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
 
 
-FORMATS: Mapping[Scheme, type] = MappingProxyType(
+FORMATS: Mapping[Scheme, type[Format]] = MappingProxyType(
     {
-        Scheme.FLOAT: Tensor,
+        Scheme.FLOAT: Plain,
         Scheme.FP8_BLOCKS: FP8Blocks,
         Scheme.INT8_DYNAMIC: Int8Dynamic,
         Scheme.INT8_STATIC: Int8Static,
@@ -180,14 +175,14 @@ class StoredWeights:
             elif found.dtype not in companion.dtypes:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
-    def read(self, name: str, shard: Shard = WHOLE) -> Stored:
+    def read(self, name: str, shard: Shard = WHOLE) -> Weight:
         """Return the matrix, or any other tensor, `name` as it is stored, or a part of it, on the CPU. Rows outside the
         part and its blocks are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
         if shard.size > 1 and shard.axis:
             return columns_of(self._rows(name, WHOLE), shard)
         return self._rows(name, shard)
 
-    def _rows(self, name: str, shard: Shard) -> Stored:
+    def _rows(self, name: str, shard: Shard) -> Weight:
         scheme, info = self.scheme(name), self.files.tensors[name]
         rows = shard.of(info.shape[0]) if shard.size > 1 else None
         if scheme is Scheme.FLOAT:

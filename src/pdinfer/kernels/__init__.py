@@ -4,23 +4,16 @@
     fused.py            ops that are a sequence of others, typed in the same way
     compositions.py     these sequences, of whatever ops were chosen
     reference.py        every other op in plain torch: slow, and the specification
-    torch_ops.py        fast eager torch
-    torch_attention.py  its attention, and the choice of what it reads
-    torch_flash.py      attention of many queries by torch's fused kernel for CPUs
-    torch_experts.py    its experts
-    torch_products.py   its products with weights, and what a card can multiply
-    torch_draws.py      its draws of tokens
+    torch/              fast eager torch
     native/             C for x86 CPUs
     triton/             Triton for GPUs from Hopper on
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why
-    activations.py      activations that were rounded to FP8, as a value
-    draws.py            what a draw of tokens depends on beside its logits, as a value
+    draws.py            draws of tokens in plain torch, and what they depend on, as a value
+    exact.py            arithmetic that is not rounded to a model's dtype
     spec.py             what ops are chosen for, as data
-    weight_formats.py   how a matrix of weights is held in memory
-    strips.py           the order of matrices in which CPU kernels multiply them
-    row_formats.py      what a row of a cache page holds
+    formats/            how weights, activations and rows of cache pages are held in memory
 
 Tested by tests/conformance/test_ops.py. Beside it stand the suites of quantized weights, attention, sparse attention,
 routing, draws, values that are not finite, and libraries.
@@ -30,7 +23,7 @@ May import: process, the ground.
 
 from __future__ import annotations
 
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
-from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.formats import IN_STRIPS
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.format import Format, Rounding
+from pdinfer.kernels.ops import Ops, Products
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import FP8Strips, Strips
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -18,22 +19,15 @@ def unavailable(spec: OpSpec) -> str | None:
     return None
 
 
-def linear_strips(ops: Ops, x_TI: Tensor, weight: Strips) -> Tensor:
-    return ops.linear(x_TI, weight.matrix())
+def linear_in_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
+    return ops.linear(x_TI, weight.ordered())
 
 
-def grouped_mlp_strips(ops: Ops, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
-    return ops.grouped_mlp(x, counts_E, gate_up.matrix(), down.matrix())
+def experts_in_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
+    return ops.grouped_mlp(x, counts_E, gate_up.ordered(), down.ordered())
 
 
-def linear_fp8_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-    return ops.linear_fp8(x_TI, weight.blocks())
-
-
-def grouped_mlp_fp8_strips(
-    ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips
-) -> Tensor:
-    return ops.grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
+WEIGHTS = dict.fromkeys(IN_STRIPS.values(), Products(linear_in_strips, experts_in_strips))
 
 
 def add_rms_norm(

@@ -18,10 +18,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
-from pdinfer.kernels.ops import Composed, Ops
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
+from pdinfer.kernels.ops import Composed, Ops, Products
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks
 
 DENSE = ("fp8_gemm_nt",)
 CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous",)
@@ -90,7 +90,7 @@ def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: F
 
 
 def _in_room(ops: Ops, rows: FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    """Do as `grouped_mlp_fp8` with room for N rows per expert."""
+    """Do as `_grouped_mlp_fp8` with room for N rows per expert."""
     num_experts, room = rows.shape[:2]
     counts_E, expected = counts_E.to(torch.int32), max(1, room // EXPECTED_SHARE)
 
@@ -186,6 +186,5 @@ def _declines(x: Tensor | FP8Rows, *weights: FP8Blocks) -> str | None:
     return None
 
 
-linear_fp8 = Composed(_linear_fp8)
-grouped_mlp_fp8 = Composed(_grouped_mlp_fp8)
-DECLINES = {"linear_fp8": _declines_linear, "grouped_mlp_fp8": _declines_experts}
+WEIGHTS = {FP8Blocks: Products(Composed(_linear_fp8), Composed(_grouped_mlp_fp8))}
+DECLINES = {"linear[fp8]": _declines_linear, "grouped_mlp[fp8]": _declines_experts}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels.row_formats import PACKED
+from pdinfer.kernels.formats.cache_rows import PACKED
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 
 PAGE_SIZE = 64

@@ -10,36 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
-from pdinfer.kernels.weight_formats import FP8Strips, Strips
-
-
-class LinearStrips(Protocol):
-    """Multiplies by a weight matrix that lies in strips."""
-
-    def __call__(self, x_TI: Tensor, weight: Strips) -> Tensor:
-        """Do as `linear` with the matrix in its order."""
-
-
-class GroupedMLPStrips(Protocol):
-    """Runs experts whose matrices lie in strips."""
-
-    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
-        """Do as `grouped_mlp` with the matrices in their order: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
-
-
-class LinearFP8Strips(Protocol):
-    """Multiplies by an FP8 weight matrix that lies in strips."""
-
-    def __call__(self, x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-        """Do as `linear_fp8` with the numbers in their order."""
-
-
-class GroupedMLPFP8Strips(Protocol):
-    """Runs experts whose FP8 matrices lie in strips."""
-
-    def __call__(self, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
-        """Do as `grouped_mlp_fp8` with the numbers in their order: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.format import Rounding
 
 
 class AddRMSNorm(Protocol):

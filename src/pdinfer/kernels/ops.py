@@ -4,9 +4,9 @@ Each field names an op, whose Protocol states shapes and dtypes (legend in docs/
 functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is not a
 sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
 
-Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.row_formats` says: the
-store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold anything,
-NaN included.
+Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.formats.cache_rows` says:
+the store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold
+anything, NaN included.
 
 NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was computed from one
 holds one. So a sum of squares or a score that overflows turns its row or head into NaN. Integers, which cannot be NaN,
@@ -17,26 +17,25 @@ the tokens of one sequence in one call of `mla_prefill` may share the NaN that o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounding
 from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels.formats import WEIGHT_FORMATS
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
 from pdinfer.kernels.fused import (
     AddRMSNorm,
     AddRMSNormFP8,
     CombineExperts,
     GatedSiluFP8,
-    GroupedMLPFP8Strips,
-    GroupedMLPStrips,
-    LinearFP8Strips,
-    LinearStrips,
     NormRotateStore,
 )
-from pdinfer.kernels.weight_formats import FP8Blocks, FP8Strips, Int8Dynamic, Int8Static, Strips, Weight
 from pdinfer.values import brief
 
 
@@ -58,31 +57,19 @@ class LayerNorm(Protocol):
 class Linear(Protocol):
     """Multiplies by a weight matrix."""
 
-    def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the linear map without bias, x @ weight.T -> [T, O], in x's dtype."""
+    def __call__(self, x_TI: Any, weight: Any) -> Tensor:
+        """Return the linear map without bias, x @ weight.T -> [T, O], in x's dtype.
 
+        Products with quantized weights round x first, and are summed in float32 or exactly:
 
-class LinearFP8(Protocol):
-    """Multiplies by a matrix in FP8 blocks."""
-
-    def __call__(self, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
-        """Do as `linear`, with x rounded as `quantize_fp8` does by `weight.ue8m0`, unless it comes rounded. Products
-        are summed in float32 within a block, then scaled and summed."""
-
-
-class LinearInt8(Protocol):
-    """Multiplies by an INT8 matrix; the scale of an activation is its own."""
-
-    def __call__(self, x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-        """Do as `linear`, with x rounded to int8 per token, scale amax / 127. Products are summed exactly."""
-
-
-class LinearInt8Static(Protocol):
-    """Multiplies by an INT8 matrix; the scale of an activation is the weight's."""
-
-    def __call__(self, x_TI: Tensor, weight: Int8Static) -> Tensor:
-        """Return (clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale in
-        x's dtype, where each part of the rows has its own input scale and offset. Products are summed exactly."""
+            float, strips         x as it is
+            fp8, fp8_strips       as `quantize_fp8` does by `weight.ue8m0`, unless x comes as `FP8Rows`. Products are
+                                  summed in float32 within a block, then scaled and summed
+            w8a8_dynamic          to int8 per token, scale amax / 127. Products are summed exactly
+            w8a8                  (clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) *
+                                  output_scale, where each part of the rows has its own input scale and offset. Products
+                                  are summed exactly
+        """
 
 
 class QuantizeFP8(Protocol):
@@ -95,14 +82,14 @@ class QuantizeFP8(Protocol):
 
 
 class RoundFP8(Protocol):
-    """Rounds activations as `linear_fp8` does."""
+    """Rounds activations as products in FP8 do."""
 
     def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
 
 
 class RoundInt8(Protocol):
-    """Rounds activations as `linear_int8` does."""
+    """Rounds activations as products in INT8 with scales of tokens do."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
@@ -316,24 +303,11 @@ class GatedSilu(Protocol):
 class GroupedMLP(Protocol):
     """Runs experts."""
 
-    def __call__(self, x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-        """Run the gated MLP of each expert on its `counts_E[e]` rows (integers, on the device of the rows). x is [S, D]
-        with rows sorted by expert, or [E, N, D] with room for N rows per expert, of which the first ones are present.
-        Rows that no expert has may hold anything. So may their results, in the shape of x."""
-
-
-class GroupedMLPFP8(Protocol):
-    """Runs experts in FP8 blocks."""
-
-    def __call__(self, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-        """Do as `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
-
-
-class GroupedMLPInt8(Protocol):
-    """Runs INT8 experts."""
-
-    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-        """Do as `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
+    def __call__(self, x: Any, counts_E: Tensor, gate_up: Any, down: Any) -> Tensor:
+        """Run the gated MLP of each expert on its `counts_E[e]` rows (integers, on the device of the rows), with
+        products as `linear` of the format that both stacks have: gate_up [E, 2I, D] in two parts, down [E, D, I]. x is
+        [S, D] with rows sorted by expert, or [E, N, D] with room for N rows per expert, of which the first ones are
+        present. Rows that no expert has may hold anything. So may their results, in the shape of x."""
 
 
 class GatherPages(Protocol):
@@ -362,7 +336,7 @@ class DrawTokens(Protocol):
         Greedy rows take the largest logit, of equal ones the first. The others scale the distance of each logit to the
         largest by 1 / temperature, in float32, and keep: the `top_k` best; of these, best first, as many as it takes
         for a share of `top_p` of their softmax; and what is not below `min_logit`. Tokens tied with the last one that
-        top_k or top_p keeps are kept too. To each is added the noise of its id, `torch_draws.gumbel_noise`, and the
+        top_k or top_p keeps are kept too. To each is added the noise of its id, `draws.gumbel_noise`, and the
         largest sum wins.
 
         Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the
@@ -378,18 +352,45 @@ class Composed(functools.partial[Any]):
         return f"Composed({self.func.__name__})"
 
 
+@attrs.frozen
+class Products:
+    """What a provider has for a format of weights: a row of its table `WEIGHTS`. None stands for what it lacks."""
+
+    linear: Any = None
+    grouped_mlp: Any = None
+
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+class ByFormat(Generic[F]):
+    """An op with a function for each format of the weight that it takes last. A layer asks once which is its own."""
+
+    def __init__(self, functions: Mapping[type[Format], F]) -> None:
+        self.functions: Mapping[type, F] = functions
+
+    def of(self, weight: Weight) -> F:
+        """Return the function for weights of that format."""
+        return self.functions.get(type(weight)) or self.functions[Plain]
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self.of(arguments[-1])(*arguments)
+
+
+def _by_format(op: F | ByFormat[F]) -> ByFormat[F]:
+    return op if isinstance(op, ByFormat) else ByFormat(dict.fromkeys(WEIGHT_FORMATS, op))
+
+
 @attrs.frozen(kw_only=True)
 class Ops:
-    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too."""
+    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too. What
+    takes the place of a `ByFormat` serves every format."""
 
     __repr__ = brief
 
     rms_norm: RMSNorm
     layer_norm: LayerNorm
-    linear: Linear
-    linear_fp8: LinearFP8
-    linear_int8: LinearInt8
-    linear_int8_static: LinearInt8Static
+    linear: ByFormat[Linear] = attrs.field(converter=_by_format)
     quantize_fp8: QuantizeFP8
     round_fp8: RoundFP8
     round_int8: RoundInt8
@@ -408,16 +409,10 @@ class Ops:
     gather_rows: GatherRows
     combine_rows: CombineRows
     gated_silu: GatedSilu
-    grouped_mlp: GroupedMLP
-    grouped_mlp_fp8: GroupedMLPFP8
-    grouped_mlp_int8: GroupedMLPInt8
+    grouped_mlp: ByFormat[GroupedMLP] = attrs.field(converter=_by_format)
     draw: DrawTokens
     gather_pages: GatherPages
     scatter_pages: ScatterPages
-    linear_strips: LinearStrips
-    grouped_mlp_strips: GroupedMLPStrips
-    linear_fp8_strips: LinearFP8Strips
-    grouped_mlp_fp8_strips: GroupedMLPFP8Strips
     add_rms_norm: AddRMSNorm
     add_rms_norm_fp8: AddRMSNormFP8
     gated_silu_fp8: GatedSiluFP8
@@ -425,9 +420,33 @@ class Ops:
     combine_experts: CombineExperts
 
     def __attrs_post_init__(self) -> None:
-        for op in OP_NAMES:
-            if isinstance(composed := getattr(self, op), Composed):
-                object.__setattr__(self, op, Composed(composed.func, self))
+        for field in attrs.fields(Ops):
+            op = getattr(self, field.name)
+            if isinstance(op, ByFormat):
+                object.__setattr__(
+                    self, field.name, ByFormat({kind: self._bound(each) for kind, each in op.functions.items()})
+                )
+            else:
+                object.__setattr__(self, field.name, self._bound(op))
+
+    def _bound(self, op: Any) -> Any:
+        return Composed(op.func, self) if isinstance(op, Composed) else op
+
+    @classmethod
+    def of(cls, functions: Mapping[str, Any]) -> Ops:
+        """Return the ops with a function for each of `OP_NAMES`."""
+        fields: dict[str, Any] = {op: {} for op in BY_FORMAT}
+        for name, (op, kind) in OPS.items():
+            if kind is None:
+                fields[op] = functions[name]
+            else:
+                fields[op][kind] = functions[name]
+        return cls(**fields | {op: ByFormat(fields[op]) for op in BY_FORMAT})
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the function of one of `OP_NAMES`."""
+        op, kind = OPS[name]
+        return getattr(self, op) if kind is None else getattr(self, op).functions[kind]
 
     def rounded(self, x_TI: Tensor, rounding: Rounding) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
@@ -435,27 +454,24 @@ class Ops:
             return self.round_int8(x_TI)
         return self.round_fp8(x_TI, ue8m0=rounding is Rounding.FP8_UE8M0)
 
-    def linear_by(self, weight: Weight) -> Callable[[Any, Any], Tensor]:
-        """Return the op that multiplies by a weight of this format."""
-        if isinstance(weight, FP8Blocks):
-            return self.linear_fp8
-        if isinstance(weight, Int8Dynamic):
-            return self.linear_int8
-        if isinstance(weight, Strips):
-            return self.linear_strips
-        if isinstance(weight, FP8Strips):
-            return self.linear_fp8_strips
-        return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
 
-    def grouped_mlp_by(self, weight: Weight) -> Callable[[Any, Tensor, Any, Any], Tensor]:
-        """Return the op that runs experts whose stacks have this format. The only other formats are floats."""
-        if isinstance(weight, FP8Blocks):
-            return self.grouped_mlp_fp8
-        if isinstance(weight, Strips):
-            return self.grouped_mlp_strips
-        if isinstance(weight, FP8Strips):
-            return self.grouped_mlp_fp8_strips
-        return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp
+def _names() -> Iterator[tuple[str, tuple[str, type[Format] | None]]]:
+    for op in (field.name for field in attrs.fields(Ops)):
+        if op in BY_FORMAT:
+            yield from ((name, (op, kind)) for kind in WEIGHT_FORMATS for name in kind.ops() if name.startswith(op))
+        else:
+            yield op, (op, None)
 
 
-OP_NAMES: tuple[str, ...] = tuple(field.name for field in attrs.fields(Ops))
+OPS: Mapping[str, tuple[str, type[Format] | None]] = MappingProxyType(dict(_names()))
+"""The name of each function: its field of `Ops`, and the format where that has one for each."""
+OP_NAMES: tuple[str, ...] = tuple(OPS)
+
+
+def function_of(provider: object, name: str) -> Any:
+    """Return a provider's function of that name, or None where it has none: it stands in one of the `MODULES` of the
+    provider, or in itself, and products with weights in its table `WEIGHTS`."""
+    op, kind = OPS[name]
+    if kind is not None:
+        return getattr(getattr(provider, "WEIGHTS", {}).get(kind), op, None)
+    return next((getattr(each, op) for each in getattr(provider, "MODULES", (provider,)) if hasattr(each, op)), None)

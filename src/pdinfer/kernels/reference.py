@@ -8,32 +8,29 @@ arithmetic is float32 (float64 stays float64).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_draws
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels import draws
+from pdinfer.kernels.exact import exact, not_finite
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format, Weight
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
+from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation, int8_sums
+from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
+from pdinfer.kernels.formats.weights import as_format, expert
+from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import (
-    BLOCK,
-    FP8_MAX,
-    FP8Blocks,
-    Int8Dynamic,
-    Int8Static,
-    Weight,
-    expert,
-    quotient,
-    to_power_of_two,
-)
 
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
-INT8_MIN_AMAX = 1e-10
 
-draw = torch_draws.draw
+draw = draws.draw
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -43,22 +40,18 @@ def unavailable(spec: OpSpec) -> str | None:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
-
-
-def _exact(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return "is made to be read" if op.endswith("]") else None
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    x = _exact(x_TD)
-    return (x * _inverse_root(x, eps) * _exact(weight_D)).to(x_TD.dtype)
+    x = exact(x_TD)
+    return (x * _inverse_root(x, eps) * exact(weight_D)).to(x_TD.dtype)
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    x = _exact(x_TD)
+    x = exact(x_TD)
     x = x - x.mean(-1, keepdim=True)
-    return (x * _inverse_root(x, eps) * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
+    return (x * _inverse_root(x, eps) * exact(weight_D) + exact(bias_D)).to(x_TD.dtype)
 
 
 def _inverse_root(x: Tensor, eps: float) -> Tensor:
@@ -69,7 +62,7 @@ def _inverse_root(x: Tensor, eps: float) -> Tensor:
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    return (_exact(x_TI) @ _exact(weight_OI).T).to(x_TI.dtype)
+    return (exact(x_TI) @ exact(weight_OI).T).to(x_TI.dtype)
 
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
@@ -84,7 +77,7 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
-    x = _exact(x_TI)
+    x = exact(x_TI)
     blocks = torch.split(x, BLOCK, -1)
     scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX)
     scale = quotient(scale, FP8_MAX)
@@ -106,15 +99,8 @@ def round_int8(x_TI: Tensor) -> Tensor:
 
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
-    y = int8_sums(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
+    y = int8_sums(numbers, weight.numbers).to(exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
     return y.to(x_TI.dtype)
-
-
-def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (int8 [T, I], scales [T, 1]): amax / 127 per token. A token of zeros stays zeros."""
-    x = _exact(x_TI)
-    scale = quotient(x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX), 127)
-    return (x / scale).round().to(torch.int8), scale
 
 
 def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
@@ -123,29 +109,12 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
         int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
         for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
     ]
-    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(_exact(x_TI).dtype)
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(exact(x_TI).dtype)
     return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
 
 
-def not_finite(x: Tensor) -> Tensor:
-    """Return NaN for rows (of the last axis, which stays with one element) that hold NaN or infinity, and 0 for the
-    others. It is added to what cannot show them itself: integers, or a softmax, which gives a score of -inf no
-    weight."""
-    return (0 * _exact(x)).sum(-1, keepdim=True)
-
-
-def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return int8 [T, I]. `scale` and `offset` are float32 [1]."""
-    return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
-
-
-def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
-    """Return exact sums of int8 products, as float64, because torch multiplies integer matrices on few devices only."""
-    return x_TI.double() @ numbers_OI.double().T
-
-
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
-    x = _exact(x_THR)
+    x = exact(x_THR)
     half = x.shape[-1] // 2
     first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
     left, right = x[..., first], x[..., second]
@@ -157,11 +126,11 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    _store(pages_PGW, slots_T, row_formats.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
+    _store(pages_PGW, slots_T, cache_rows.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
 
 
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-    _store(pages_PGY, slots_T, row_formats.index_rows(keys_TY, pages_PGY.dtype))
+    _store(pages_PGY, slots_T, cache_rows.index_rows(keys_TY, pages_PGY.dtype))
 
 
 def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
@@ -180,12 +149,12 @@ def index_topk(
     *,
     top_k: int,
 ) -> Tensor:
-    q_TXY = row_formats.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    q_TXY = cache_rows.index_queries(exact(q_TXY), pages_PGY.dtype)
     q_TXY = q_TXY + not_finite(q_TXY)
     selected = q_TXY.new_full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, dtype=torch.int64)
     token = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        keys = _exact(row_formats.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        keys = exact(cache_rows.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
         keys = keys + not_finite(keys)
         for visible in range(context - num_queries + 1, context + 1):
             scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
@@ -216,11 +185,11 @@ def index_topk_decode(
 
 
 def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
-    return torch.einsum("thn,hnc->thc", _exact(x_THN), _exact(weight_HNC)).to(x_THN.dtype)
+    return torch.einsum("thn,hnc->thc", exact(x_THN), exact(weight_HNC)).to(x_THN.dtype)
 
 
 def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
-    return torch.einsum("thc,hvc->thv", _exact(x_THC), _exact(weight_HVC)).to(x_THC.dtype)
+    return torch.einsum("thc,hvc->thv", exact(x_THC), exact(weight_HVC)).to(x_THC.dtype)
 
 
 def mla_prefill(
@@ -238,11 +207,11 @@ def mla_prefill(
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     outputs, first = [], 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        q = _exact(q_THQ[first : first + num_queries])
+        q = exact(q_THQ[first : first + num_queries])
         first += num_queries
         cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
         c, k_rope = _unpacked(cached, latent_rank)
-        kv = (c @ _exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
+        kv = (c @ exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
         future = torch.ones(num_queries, context, dtype=torch.bool, device=q.device).triu(1 + context - num_queries)
@@ -292,13 +261,13 @@ def mla_sparse(
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
     """Return (c, k_rope) of cached rows."""
-    return _exact(row_formats.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
+    return exact(cache_rows.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 
 def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:
     """Compute one token's attention over cached rows [S, W] -> [H, C]."""
     c, k_rope = _unpacked(cached_SW, q_latent_HC.shape[-1])
-    scores = scale * (_exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T)
+    scores = scale * (exact(q_latent_HC) @ c.T + exact(q_rope_HR) @ k_rope.T)
     return ((scores + not_finite(scores)).softmax(-1) @ c).to(q_latent_HC.dtype)
 
 
@@ -356,33 +325,20 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    out_TD = _exact(y_SD).new_zeros(len(row_TK), y_SD.shape[1])
+    out_TD = exact(y_SD).new_zeros(len(row_TK), y_SD.shape[1])
     for out_D, row_K, weights_K in zip(out_TD, row_TK, weights_TK, strict=True):
         there_K = row_K >= 0
-        out_D += (_exact(y_SD[row_K[there_K]]) * weights_K[there_K, None]).sum(0)
+        out_D += (exact(y_SD[row_K[there_K]]) * weights_K[there_K, None]).sum(0)
     return out_TD.float()
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
-    gate, up = _exact(x_TJ).chunk(2, -1)
+    gate, up = exact(x_TJ).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(x_TJ.dtype)
 
 
-def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    return _by_expert(linear, x, counts_E, gate_up_EJD, down_EDI)
-
-
-def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    return _by_expert(linear_fp8, x, counts_E, gate_up, down)
-
-
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return _by_expert(linear_int8, x, counts_E, gate_up, down)
-
-
-def _by_expert(
-    multiply: Callable[[Any, Any], Tensor], x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight
-) -> Tensor:
+def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    multiply = WEIGHTS[type(as_format(down))].linear
     out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
@@ -390,6 +346,16 @@ def _by_expert(
         out[rows] = multiply(gated_silu(multiply(x[rows], expert(gate_up, index))), expert(down, index))
         first += count
     return out
+
+
+WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
+    {
+        Plain: Products(linear, grouped_mlp),
+        FP8Blocks: Products(linear_fp8, grouped_mlp),
+        Int8Dynamic: Products(linear_int8, grouped_mlp),
+        Int8Static: Products(linear_int8_static),
+    }
+)
 
 
 def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:

@@ -14,24 +14,42 @@ import torch
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
-from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of
+from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import brief
 
 COMPOSITION = "composition"
-PROVIDERS: tuple[tuple[str, str], ...] = (
-    ("native", "pdinfer.kernels.native.ops"),
-    ("deep_gemm", "pdinfer.kernels.deep_gemm"),
-    ("flash_mla", "pdinfer.kernels.flash_mla"),
-    ("triton", "pdinfer.kernels.triton.provider"),
-    (COMPOSITION, "pdinfer.kernels.compositions"),
-    ("torch", "pdinfer.kernels.torch_ops"),
-    ("reference", "pdinfer.kernels.reference"),
+
+
+@attrs.frozen
+class Provider:
+    """A name, a module, and torch's types of the devices that it is for; none stands for all. It is imported only for
+    these, or where it is asked for by name."""
+
+    name: str
+    module: str
+    devices: tuple[str, ...] = ()
+
+    def is_for(self, device: DeviceSpec) -> bool:
+        """Return whether it may have ops for such a device."""
+        return not self.devices or device.type in self.devices
+
+
+PROVIDERS: tuple[Provider, ...] = (
+    Provider("native", "pdinfer.kernels.native.ops", ("cpu",)),
+    Provider("deep_gemm", "pdinfer.kernels.deep_gemm", ("cuda",)),
+    Provider("flash_mla", "pdinfer.kernels.flash_mla", ("cuda",)),
+    Provider("triton", "pdinfer.kernels.triton.provider", ("cuda",)),
+    Provider(COMPOSITION, "pdinfer.kernels.compositions"),
+    Provider("torch", "pdinfer.kernels.torch.provider"),
+    Provider("reference", "pdinfer.kernels.reference"),
 )
-"""(name, module) in order of preference. A module is imported only when its turn comes. It has the ops it offers, under
-their names, and functions that take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of
-it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and
-`slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load.
+"""The providers in order of preference. What the module of one offers is found by `ops.function_of`: functions with the
+names of ops, in it or in its `MODULES`, and products with weights in its table `WEIGHTS`. One that imports functions
+only when they are taken has `PLACES`, whose keys are their names, and `function(op)` instead. Its other functions take
+an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of it can run. It may have
+`refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and `slow(op, spec)`, which
+says why an op on quantized weights is slower than floats made of them at load.
 A spec does not know everything. `DECLINES` may hold functions by the name of an op: they take the arguments of one call
 and return None, or why the provider leaves that call to the next one.
 The functions of "composition" take the chosen ops as their first argument."""
@@ -76,34 +94,35 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
     functions: dict[str, object] = {}
     choices = []
     for op in OP_NAMES:
-        function, choice = _choose(op, spec, _wanted(op, forced))
+        function, choice = _choose(op, spec, _wanted(op, spec.device, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(spec, Ops(**functions), tuple(choices))  # type: ignore[arg-type]
+    return ResolvedOps(spec, Ops.of(functions), tuple(choices))
 
 
-def _wanted(op: str, forced: str | Mapping[str, str] | None) -> list[str]:
+def _wanted(op: str, device: DeviceSpec, forced: str | Mapping[str, str] | None) -> list[str]:
     """Return the names of the providers that may serve an op."""
     if isinstance(forced, Mapping) and op in forced:
         return [forced[op]]
-    composed = [COMPOSITION] if hasattr(compositions, op) else []
+    composed = [] if function_of(compositions, op) is None else [COMPOSITION]
     if isinstance(forced, str):
         return [forced, *composed]
-    return [name for name, _ in PROVIDERS if name != COMPOSITION] + composed
+    return [each.name for each in PROVIDERS if each.name != COMPOSITION and each.is_for(device)] + composed
 
 
 def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpChoice]:
-    names = [name for name, _ in PROVIDERS]
+    names = [each.name for each in PROVIDERS]
     if unknown := [name for name in wanted if name not in names]:
         raise BackendUnavailable(f"op {op}: no provider is called {unknown[0]!r}; there are {', '.join(names)}")
     refusals: list[str] = []
     without: list[str] = []
     takers: list[tuple[str, ModuleType]] = []
-    for name, module_path in PROVIDERS:
+    for provider in PROVIDERS:
+        name = provider.name
         if name not in wanted:
             continue
-        module = importlib.import_module(module_path)
-        offered = op in dir(module)
+        module = importlib.import_module(provider.module)
+        offered = _offers(module, op)
         reason = module.unavailable(spec)
         if reason is None and not offered:
             reason = f"has no {op}"
@@ -117,9 +136,9 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
             break
     if not takers:
         raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
-    (provider, first), *others = takers
+    (taken, first), *others = takers
     slow = first.slow(op, spec) if hasattr(first, "slow") else None
-    choice = OpChoice(op, provider, tuple(refusals), slow, tuple(name for name, _ in others))
+    choice = OpChoice(op, taken, tuple(refusals), slow, tuple(name for name, _ in others))
     functions = [_function(op, name, module) for name, module in takers]
     if len(takers) == 1 and op not in getattr(first, "DECLINES", {}):
         return functions[0], choice
@@ -127,8 +146,12 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
     return Composed(_InTurn(op, tuple(zip(functions, declines, strict=True)))), choice
 
 
+def _offers(module: ModuleType, op: str) -> bool:
+    return op in module.PLACES if hasattr(module, "PLACES") else function_of(module, op) is not None
+
+
 def _function(op: str, provider: str, module: ModuleType) -> Any:
-    function = getattr(module, op)
+    function = module.function(op) if hasattr(module, "PLACES") else function_of(module, op)
     return Composed(function) if provider == COMPOSITION else function
 
 
@@ -171,7 +194,7 @@ def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
 @typed
 def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
     """Return a table: each op, the provider it would get, the providers of calls which that one declines, and a
-    sentence for each provider of the op that was passed over or is slow.
+    sentence for each provider of the op that was passed over or is slow; then the providers that are for other devices.
 
     `where` is a device, a card's name ("H200") or a spec, and none of them need be here; `dtype` is that of a model
     there, which a spec says itself. A spec also tells what `weights="auto"` makes of its weight formats. For a `Model`
@@ -193,6 +216,10 @@ def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtyp
         lines.extend(f"{'':<{width}}  not {refusal}" for refusal in choice.refusals)
         if choice.slow is not None:
             lines.append(f"{'':<{width}}  slow: {choice.slow}")
+    device = resolved.spec.device
+    lines.extend(
+        f"{each.name} is for {each.devices[0]}, device is {device}" for each in PROVIDERS if not each.is_for(device)
+    )
     return "\n".join([*lines, *resolved.weights, *remarks])
 
 

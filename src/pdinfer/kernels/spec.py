@@ -11,6 +11,7 @@ import torch
 
 from pdinfer.checks import clip, int_in, one_of
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.values import brief
 
 CARDS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -19,11 +20,7 @@ CARDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 """CUDA compute capabilities by card (https://developer.nvidia.com/cuda-gpus; H800 and H20 are Hopper chips too)."""
 KV_FORMATS = ("bfloat16", "float16", "float32", "fp8")
 OPS_OF_FORMAT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "fp8": ("linear_fp8", "grouped_mlp_fp8"),
-        "w8a8_dynamic": ("linear_int8", "grouped_mlp_int8"),
-        "w8a8": ("linear_int8_static",),
-    }
+    {kind.name: kind.ops() for kind in WEIGHT_FORMATS if kind.strips_of is None and not kind.holds_floats}
 )
 """The ops that must run at speed before `weights="auto"` keeps quantized weights, by format: the names of
 `quantize_checkpoint`, and "w8a8" for modelslim's static INT8."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.config.families import AttentionKind
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.formats.activations import Rounded
+from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import Weight
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import WeightSource
 from pdinfer.model.mla import MLA

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, InputNorm, RMSNorm, WeightSource
 from pdinfer.model.attention import Attention, attention_of

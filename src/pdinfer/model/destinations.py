@@ -12,26 +12,16 @@ from torch import Tensor
 
 from pdinfer.checkpoint.schemes import FORMATS, Scheme
 from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.formats import IN_STRIPS
+from pdinfer.kernels.formats.floats import FloatWithBias, Plain
+from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
+from pdinfer.kernels.formats.strips import fit
+from pdinfer.kernels.formats.weights import expert, places, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
-from pdinfer.kernels.weight_formats import (
-    BLOCK,
-    IN_STRIPS,
-    WHOLE,
-    FloatWithBias,
-    FP8Blocks,
-    Int8Static,
-    Shard,
-    Strips,
-    Weight,
-    empty,
-    expert,
-    places,
-    tensors_of,
-)
 from pdinfer.process.huge_pages import ask_huge_pages
 
 FORMAT_OF_SCHEME: Mapping[Scheme, str] = MappingProxyType(
-    {Scheme.FP8_BLOCKS: "fp8", Scheme.INT8_DYNAMIC: "w8a8_dynamic", Scheme.INT8_STATIC: "w8a8"}
+    {scheme: kind.name for scheme, kind in FORMATS.items() if scheme is not Scheme.FLOAT}
 )
 """The quantized schemes, and the names of their formats in an `OpSpec`."""
 
@@ -46,20 +36,12 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
     return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
 
 
-STRIPS_OPS: Mapping[type, tuple[str, ...]] = MappingProxyType(
-    {
-        Tensor: ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips"),
-        FP8Blocks: ("linear_fp8", "grouped_mlp_fp8", "linear_fp8_strips", "grouped_mlp_fp8_strips"),
-    }
-)
-"""The ops on matrices of a format, plain and in strips."""
-
-
-def lie_in_strips(resolved: ResolvedOps) -> frozenset[type]:
+def lie_in_strips(resolved: ResolvedOps) -> frozenset[type[Format]]:
     """Return the formats whose matrices lie in strips: where one provider has been chosen for products with these and
     with plain ones."""
     chosen = {choice.op: choice.provider for choice in resolved.choices}
-    return frozenset(kind for kind, ops in STRIPS_OPS.items() if {chosen[op] for op in ops} == {"native"})
+    reads = {kind: {chosen[op] for op in (*kind.ops(), *strips.ops())} for kind, strips in IN_STRIPS.items()}
+    return frozenset(kind for kind, providers in reads.items() if providers == {"native"})
 
 
 class Schemes(Protocol):
@@ -97,7 +79,7 @@ class Destinations:
     dtype: torch.dtype
     stored: Schemes | None = None
     kept: frozenset[Scheme] = frozenset()
-    strips: frozenset[type] = frozenset()
+    strips: frozenset[type[Format]] = frozenset()
     places: dict[str, list[Place]] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
@@ -114,28 +96,30 @@ class Destinations:
         for name in names:
             self._check_shard(name, (rows, columns), shard)
         kind = self._format(names)
-        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
+        biased = kind is Plain and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
         return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
 
-    def format(self, name: str) -> type:
+    def format(self, name: str) -> type[Format]:
         scheme = self.scheme(name)
-        return FORMATS[scheme] if scheme in self.kept else Tensor
+        return FORMATS[scheme] if scheme in self.kept else Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
         kind = self._format([name for parts in names for name in parts])
-        if kind is Int8Static:
-            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
+        if not kind.has_experts:
+            raise CheckpointError(
+                f'{names[0][0]} is stored as {kind.name}, which experts cannot be: load with weights="float"'
+            )
         return self._allocate(names, kind, rows, columns)
 
     def _allocate(
-        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
+        self, names: Sequence[Sequence[str]], kind: type[Format], rows: int, columns: int, shard: Shard = WHOLE
     ) -> Weight:
         kept_rows, kept_columns = shard.shape((rows, columns))
-        shape = (len(names), len(names[0]), kept_rows, kept_columns)
+        shape = Shape(len(names), len(names[0]), kept_rows, kept_columns)
         ue8m0 = self.stored is not None and self.stored.ue8m0
-        if kind in self.strips and Strips.fit(len(names[0]), kept_rows, kept_columns):
+        if kind in self.strips and fit(shape):
             kind = IN_STRIPS[kind]
-        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
+        stack = kind.empty(shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
         self._remember(stack, places(stack, names), (rows, columns), shard)
         return stack
 
@@ -152,16 +136,16 @@ class Destinations:
     def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
         """Check that the parts are equal, and consist of whole blocks where the tensor is kept with a scale per
         block."""
-        unit = BLOCK if self.format(name) is FP8Blocks else 1
+        unit = self.format(name).unit
         if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
-            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
+            blocks = f" in whole FP8 blocks of {unit}" if unit > 1 else ""
             raise ConfigError(
                 f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
                 f"{'columns' if shard.axis else 'rows'} are not a multiple of {shard.size * unit}; use a smaller "
                 "tp_size or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
             )
 
-    def _format(self, names: Sequence[str]) -> type:
+    def _format(self, names: Sequence[str]) -> type[Format]:
         """Return the one format that all these matrices, which lie in one tensor, can be held in."""
         schemes = {self.scheme(name): name for name in names}
         formats = {self.format(name) for name in names}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, WeightSource

@@ -16,10 +16,11 @@ from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.files import AnyPath
+from pdinfer.kernels.formats import IN_STRIPS
+from pdinfer.kernels.formats.format import Format
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import IN_STRIPS
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes, lie_in_strips
 from pdinfer.model.load_plan import Build, LoadPlan, Target
@@ -116,7 +117,7 @@ class _Met:
     groups: Groups
     sampled_id: bytes
     kept: frozenset[Scheme]
-    strips: frozenset[type]
+    strips: frozenset[type[Format]]
 
 
 def _builder(
@@ -159,11 +160,11 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type]) -> _Met:
+def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type[Format]]) -> _Met:
     """Return what ranks agree on, once all have opened what looks like one checkpoint; `kept` and `strips` say what
     this one would do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when
     they have opened others."""
-    choices: tuple[Scheme | type, ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
+    choices: tuple[Scheme | type[Format], ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
     bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
     groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
     ours = torch.frombuffer(bytearray(sampled_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]

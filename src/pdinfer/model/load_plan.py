@@ -8,28 +8,16 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import torch
-from torch import Tensor
 
 from pdinfer.checkpoint.reader import TensorInfo
-from pdinfer.checkpoint.schemes import Scheme, StoredWeights
+from pdinfer.checkpoint.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
+from pdinfer.kernels.formats.floats import all_finite
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.weights import as_format, assign, columns_of, dequantize, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
-from pdinfer.kernels.weight_formats import (
-    BLOCK,
-    FloatWithBias,
-    FP8Strips,
-    Int8Static,
-    Stored,
-    Strips,
-    Weight,
-    all_finite,
-    assign,
-    columns_of,
-    dequantize,
-    tensors_of,
-)
 from pdinfer.layers import WeightSource
 from pdinfer.model.agreement import agreed_identity
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, Place
@@ -142,10 +130,10 @@ class LoadPlan:
         """Tell how many matrices lie in strips, and what becomes of quantized weights: a sentence for each scheme and
         outcome."""
         counts = Counter(
-            (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias | Strips))
+            (self.listed.scheme(name), as_format(held[0].weight).holds_floats)
             for name, held in self.listed.places.items()
         )
-        if in_strips := sum(isinstance(held[0].weight, Strips | FP8Strips) for held in self.listed.places.values()):
+        if in_strips := sum(as_format(held[0].weight).strips_of is not None for held in self.listed.places.values()):
             yield f"{in_strips} matrices lie in the order in which the kernels of this CPU multiply them"
         for scheme, name in FORMAT_OF_SCHEME.items():
             if counts[scheme, False]:
@@ -172,12 +160,12 @@ def read_all(stored: StoredWeights, destinations: Destinations, tell: Tell, rank
         ranks.going_on()
 
 
-def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
-    """Return the value for a place. Where the part ends inside an FP8 block, the whole becomes floats first and is cut
-    then."""
+def _part(stored: StoredWeights, name: str, place: Place) -> Weight:
+    """Return the value for a place. Where the part ends inside a block of one scale, the whole becomes floats first and
+    is cut then."""
     shard = place.shard
-    whole_blocks = place.shape[shard.axis] % (shard.size * BLOCK) == 0
-    if shard.size == 1 or whole_blocks or stored.scheme(name) is not Scheme.FP8_BLOCKS:
+    unit = FORMATS[stored.scheme(name)].unit
+    if shard.size == 1 or place.shape[shard.axis] % (shard.size * unit) == 0:
         return stored.read(name, shard)
     whole = torch.empty(place.shape, dtype=torch.float32, device="cpu")
     dequantize(stored.read(name), whole)
@@ -186,7 +174,8 @@ def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
 
 
 def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:
-    if isinstance(value, Int8Static) and isinstance(place, Tensor | Strips) and bool(value.bias.any()):
+    into, bias = as_format(place), as_format(value).bias
+    if into.holds_floats and into.bias is None and bias is not None and bool(bias.any()):
         raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
     assign(place, value)
     numbers = tensors_of(place)[0]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.activations import Rounded, Rounding
+from pdinfer.kernels.formats.activations import Rounded
+from pdinfer.kernels.formats.format import Rounding, Shard, Weight
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard, Weight
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import InputNorm, Linear, RMSNorm, WeightSource, row_parallel
 from pdinfer.model.batch import Batch
@@ -40,8 +40,9 @@ class MLA:
     """The weights of one layer, for the `num_heads` heads of this rank.
 
     `q_a` and `q_a_norm` are None in models without a query latent. `kv_b_OC` holds floats whatever its stored format,
-    because absorbed attention takes it apart by heads. `indexer` is None where every token is read, and in layers that
-    share the choice of an earlier one.
+    because absorbed attention takes it apart by heads. Nothing else reads a latent, so the cache holds it rounded as a
+    quantized kv_b_proj does (`rounding`), and both forms of attention remain one function. `indexer` is None where
+    every token is read, and in layers that share the choice of an earlier one.
     """
 
     __repr__ = brief
@@ -100,7 +101,7 @@ class MLA:
             kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
             kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
             kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank, shard=shard),
-            rounding=_rounding(source.format(f"{name}.kv_b_proj.weight"), config),
+            rounding=source.format(f"{name}.kv_b_proj.weight").rounding(ue8m0=config.scale_fmt == "ue8m0"),
             o=row_parallel(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops, tp),
             indexer=Indexer.build(source, f"{name}.indexer", config, ops) if config.has_indexer(layer) else None,
         )
@@ -191,14 +192,6 @@ def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tu
         )
     form = f"mla.e4m3.{rank}+{rope}.float32-scale-pow2-per-{FP8_GROUP}.rope-bfloat16-interleaved"
     return packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers)
-
-
-def _rounding(kv_b_format: type, config: ModelConfig) -> Rounding | None:
-    """Return what a quantized kv_b_proj does to its input. Nothing else reads a latent, so the cache holds it rounded,
-    and both forms of attention remain one function."""
-    if kv_b_format is FP8Blocks:
-        return Rounding.FP8_UE8M0 if config.scale_fmt == "ue8m0" else Rounding.FP8
-    return Rounding.INT8 if kv_b_format is Int8Dynamic else None
 
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.formats.activations import Rounded
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.weights import expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8, Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
-from pdinfer.layers import GatedMLP, WeightSource
+from pdinfer.layers import GatedMLP, WeightSource, fp8_scales_of
 from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import LayerReplicas
@@ -71,6 +72,11 @@ class Experts:
     gate_up: Weight
     down: Weight
     op: Callable[[Any, Tensor, Any, Any], Tensor]
+    reads_fp8: bool = attrs.field(init=False)
+
+    @reads_fp8.default
+    def _reads_fp8(self) -> bool:
+        return fp8_scales_of([self.gate_up]) is not None
 
     @classmethod
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
@@ -85,7 +91,7 @@ class Experts:
                 f"{name}: gate_proj and up_proj are stored in one format and down_proj in another; experts need "
                 'one for all three: load with weights="float"'
             )
-        return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
+        return cls(gate_up, down, ops.grouped_mlp.of(gate_up))
 
     @property
     def device(self) -> torch.device:
@@ -214,8 +220,7 @@ class MoE:
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         mark(trace, "experts")
-        reads_fp8 = isinstance(self.experts.gate_up, FP8)
-        return self.dispatcher.dispatch_begin(x_TD if reads_fp8 else floats_TD, ids_TK, weights_TK)
+        return self.dispatcher.dispatch_begin(x_TD if self.experts.reads_fp8 else floats_TD, ids_TK, weights_TK)
 
     def _run(self, x_TD: Tensor | Rounded, pending: Any) -> tuple[Any, Tensor | None]:
         dispatched = self.dispatcher.dispatch_end(pending)

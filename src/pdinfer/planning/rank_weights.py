@@ -9,9 +9,10 @@ from pdinfer.checkpoint.quantize import quantized_names
 from pdinfer.checkpoint.schemes import Scheme
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.weights import as_format, num_bytes
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.weight_formats import Quantized, Weight, num_bytes
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
 from pdinfer.model.model import Model, op_spec_of
@@ -68,10 +69,10 @@ class Counted(Destinations):
     floats: int = 0
 
     def _remember(self, weight: Weight, *_: object) -> None:
-        if isinstance(weight, Quantized):
-            self.quantized += num_bytes(weight)
-        else:
+        if as_format(weight).holds_floats:
             self.floats += num_bytes(weight)
+        else:
+            self.quantized += num_bytes(weight)
 
 
 def rank_weights(

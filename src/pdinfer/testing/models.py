@@ -18,9 +18,11 @@ from torch import Tensor
 from pdinfer.checks import clip, typed
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
+from pdinfer.kernels.formats.weights import assign, expert, places, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
+from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.load import named_device
 from pdinfer.model.model import Model, op_spec_of
@@ -154,16 +156,16 @@ class RandomWeights:
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
         return expert(self._stack([names], rows, columns, shard), 0)
 
-    def format(self, name: str) -> type:
-        return Tensor
+    def format(self, name: str) -> type[Format]:
+        return Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
         return self._stack(names, rows, columns, WHOLE)
 
     def _stack(self, names: Sequence[Sequence[str]], rows: int, columns: int, shard: Shard) -> Weight:
         kept_rows, kept_columns = shard.shape((rows, columns))
-        shape = (len(names), len(names[0]), kept_rows, kept_columns)
-        stack = empty(Tensor, shape, dtype=self.dtype, device=self.device)
+        shape = Shape(len(names), len(names[0]), kept_rows, kept_columns)
+        stack: Weight = Plain.empty(shape, dtype=self.dtype, device=self.device)
         for name, place in places(stack, names):
             assign(place, _kept(self._draw(name, (rows, columns)), shard))
             self.tensors[name] = tensors_of(place)[0]

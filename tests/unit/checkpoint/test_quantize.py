@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -18,9 +19,14 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops, torch_ops
-from pdinfer.kernels.activations import Rounded, Rounding
+from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops
+from pdinfer.kernels.formats.activations import Rounded
+from pdinfer.kernels.formats.format import Rounding
+from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import build
+from pdinfer.kernels.ops import Products, function_of
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
@@ -146,7 +152,7 @@ def test_products_behind_a_norm_share_one_rounding(
     calls: list[tuple[str, str]] = []
 
     def noted(name: str) -> Any:
-        run = getattr(torch_ops, name)
+        run = function_of(torch_provider, name)
 
         def note(x_TI: Any, *rest: Any, **more: Any) -> Any:
             calls.append((name, type(x_TI).__name__))
@@ -155,12 +161,15 @@ def test_products_behind_a_norm_share_one_rounding(
 
         return note
 
-    for name in ("quantize_fp8", "linear_fp8"):
-        monkeypatch.setattr(torch_ops, name, noted(name))
+    watched = SimpleNamespace(quantize_fp8=noted("quantize_fp8"))
+    monkeypatch.setattr(torch_provider, "MODULES", (watched, *torch_provider.MODULES))
+    monkeypatch.setitem(
+        torch_provider.WEIGHTS, FP8Blocks, Products(noted("linear[fp8]"), torch_experts.grouped_mlp_fp8)
+    )
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers="torch")
     model.logits(TOKENS)
-    rounding, product = ("quantize_fp8", "Tensor"), ("linear_fp8", "FP8Rows")
-    attention = [rounding, product, rounding, product, product, ("linear_fp8", "Tensor")]
+    rounding, product = ("quantize_fp8", "Tensor"), ("linear[fp8]", "FP8Rows")
+    attention = [rounding, product, rounding, product, product, ("linear[fp8]", "Tensor")]
     mlp = [rounding, product, rounding, product]
     assert calls[:10] == attention + mlp
     of_latents = model.blocks[0].attention.rounding  # type: ignore[attr-defined]
@@ -238,7 +247,7 @@ def test_auto_says_what_it_made_of_the_weights(floats: Path, tmp_path: Path) -> 
     quantize_checkpoint(floats, tmp_path / "q")
     told = {word: explain_backends(load_model(tmp_path / "q", weights=word)) for word in ("auto", "stored", "float")}
     count = sum(name.endswith("_scale_inv") for name in tensors_in(tmp_path / "q"))
-    said = rf'{count} FP8 weights became bfloat16 \(weights="auto"\): linear_fp8 of '
+    said = rf'{count} FP8 weights became bfloat16 \(weights="auto"\): linear\[fp8\] of '
     said += "(torch makes floats|native takes longer)"
     library = build.library_or_reason()
     kept = not isinstance(library, str) and library.fp8_strips_are_served()

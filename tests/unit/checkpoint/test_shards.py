@@ -16,9 +16,12 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.formats.format import WHOLE, Shard
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.weights import dequantize, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Int8Static, Shard, dequantize, tensors_of
 from pdinfer.layers import Linear
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations
 from pdinfer.model.load_plan import read_all

@@ -338,8 +338,8 @@ def test_a_gpu_without_a_card_on_its_node_is_slow(tmp_path: Path) -> None:
 
 
 def test_ops_say_why_they_are_not_faster(tmp_path: Path) -> None:
-    choice = OpChoice("linear_fp8", "torch", ("triton: is for CUDA",), slow="makes floats", others=("reference",))
-    told = facts(doctor(laptop(tmp_path, choices=lambda _: (choice,))), "ops")["cpu: linear_fp8"]
+    choice = OpChoice("linear[fp8]", "torch", ("triton: is for CUDA",), slow="makes floats", others=("reference",))
+    told = facts(doctor(laptop(tmp_path, choices=lambda _: (choice,))), "ops")["cpu: linear[fp8]"]
     assert told.value == "torch, else reference"
     assert told.remarks == ("not triton: is for CUDA", "slow: makes floats")
 

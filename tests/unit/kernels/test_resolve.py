@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,35 +14,51 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops
+from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, Products, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.kernels.triton import provider as triton_provider
 
 FLOAT32 = OpSpec(device="cpu", dtype=torch.float32)
-FUSED = [op for op in OP_NAMES if hasattr(compositions, op)]
+FUSED = [op for op in OP_NAMES if function_of(compositions, op) is not None]
 PLAIN = [op for op in OP_NAMES if op not in FUSED]
-SERVED = [[op, "torch"] for op in PLAIN] + [[op, "composition"] for op in FUSED]
+SERVED = [[op, "composition" if op in FUSED else "torch"] for op in OP_NAMES]
 """What is served where there is only torch."""
-IN_TRITON = {op for ops in triton_provider.FAMILIES.values() for op in ops}
+IN_TRITON = {*triton_provider.PLACES}
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
     assert [[choice.op, choice.provider] for choice in resolve_ops(FLOAT32).choices] == SERVED
 
 
+def test_providers_for_other_devices_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[str] = set()
+
+    def note(name: str) -> ModuleType:
+        taken.add(name.split(".")[2])
+        return import_module(name)
+
+    monkeypatch.setattr(resolve, "importlib", SimpleNamespace(import_module=note))
+    resolve_ops(OpSpec(device="cpu"))
+    assert not taken & {"deep_gemm", "flash_mla", "triton"}
+    resolve_ops(V3_ON_H200)
+    assert {"deep_gemm", "flash_mla", "triton"} <= taken
+
+
 def test_one_name_forces_all_ops() -> None:
     resolved = resolve_ops(FLOAT32, forced="reference")
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {*PLAIN}
-    assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in PLAIN)
+    assert all(resolved.ops[op] is function_of(reference, op) for op in PLAIN)
     assert {choice.provider for choice in resolved.choices if choice.op in FUSED} == {"composition"}
 
 
 def test_every_fused_op_has_a_composition() -> None:
     assert {name for name in vars(fused) if getattr(vars(fused)[name], "_is_protocol", False)} - {"Protocol"} == {
-        Ops.__annotations__[op] for op in FUSED
+        Ops.__annotations__[op] for op in FUSED if not op.endswith("]")
     }
 
 
@@ -49,7 +66,7 @@ def test_every_fused_op_has_a_composition() -> None:
 def test_one_op_is_forced_alone(op: str) -> None:
     resolved = resolve_ops(FLOAT32, forced={op: "reference"})
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {op}
-    assert getattr(resolved.ops, op) is getattr(reference, op)
+    assert resolved.ops[op] is function_of(reference, op)
 
 
 @pytest.mark.parametrize("forced", ["cuda-magic", {"linear": "cuda-magic"}], ids=["all", "one"])
@@ -70,17 +87,18 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size. Nothing
     else comes before torch."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    for op in ("linear", "route", "add_rms_norm", "mla_decode"):
+    for op in ("route", "add_rms_norm", "mla_decode"):
         setattr(absent, op, print)
+    absent.WEIGHTS = {Plain: Products(print)}  # type: ignore[attr-defined]
     absent.unavailable = lambda spec: f"needs a quantum device, got {spec.device}"  # type: ignore[attr-defined]
     partial.unavailable = lambda spec: None  # type: ignore[attr-defined]
-    partial.linear = reference.linear  # type: ignore[attr-defined]
+    partial.WEIGHTS = {Plain: Products(reference.linear)}  # type: ignore[attr-defined]
     partial.mla_decode = reference.mla_decode  # type: ignore[attr-defined]
     partial.refuses = only_pages_of_64  # type: ignore[attr-defined]
     for module in (absent, partial):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    added = (("absent", absent.__name__), ("partial", partial.__name__))
-    everywhere = [each for each in resolve.PROVIDERS if each[0] in ("composition", "torch", "reference")]
+    added = (resolve.Provider("absent", absent.__name__), resolve.Provider("partial", partial.__name__))
+    everywhere = [each for each in resolve.PROVIDERS if each.name in ("composition", "torch", "reference")]
     monkeypatch.setattr(resolve, "PROVIDERS", (*added, *everywhere))
 
 
@@ -91,7 +109,7 @@ def test_each_provider_of_an_op_that_was_passed_over_has_a_reason() -> None:
     assert choices["linear"].refusals == ("absent: needs a quantum device, got cpu",)
     assert choices["route"].provider == "torch"
     assert choices["route"].refusals == ("absent: needs a quantum device, got cpu",)
-    assert choices["linear_fp8"].refusals == ()
+    assert choices["linear[fp8]"].refusals == ()
 
 
 @pytest.mark.usefixtures("newcomers")
@@ -135,7 +153,7 @@ def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: 
     assert list(choices["mla_decode"].refusals[1:]) == refused
 
 
-FP8_STRIPS = ("linear_fp8_strips", "grouped_mlp_fp8_strips")
+FP8_STRIPS = ("linear[fp8_strips]", "grouped_mlp[fp8_strips]")
 
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) -> None:
@@ -186,7 +204,7 @@ def test_prefill_is_torchs_where_it_multiplies_tiles(monkeypatch: pytest.MonkeyP
 def test_weights_stay_plain_where_torch_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_cpu(monkeypatch, "avx512_bf16", strips=False)
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
-    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"linear_strips", "grouped_mlp_strips", *FP8_STRIPS}
+    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"linear[strips]", "grouped_mlp[strips]", *FP8_STRIPS}
 
 
 @pytest.mark.parametrize(("flags", "kept"), [(("avx2",), True), (("avx512_bf16", "amx_bf16"), False)], ids=str)
@@ -196,7 +214,9 @@ def test_fp8_weights_stay_so_where_strips_of_them_are_served(
     on_a_cpu(monkeypatch, *flags)
     spec = OpSpec(device="cpu", dtype=torch.bfloat16, weight_formats={"fp8"})
     told = (
-        "are held as they are stored" if kept else 'become bfloat16 (weights="auto"): linear_fp8 of native takes longer'
+        "are held as they are stored"
+        if kept
+        else 'become bfloat16 (weights="auto"): linear[fp8] of native takes longer'
     )
     assert f"fp8 weights {told}" in explain_backends(spec)
 
@@ -207,15 +227,16 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
     calls: list[Any] = []
     first, second = sys.modules["tests_absent_ops"], sys.modules["tests_partial_ops"]
     monkeypatch.setattr(first, "unavailable", lambda spec: None)
-    monkeypatch.setattr(first, "linear", lambda *arguments, **named: calls.append(("first", arguments, named)))
+    monkeypatch.setattr(first, "WEIGHTS", {Plain: Products(lambda *arguments: calls.append(("first", arguments)))})
     monkeypatch.setattr(
         first, "DECLINES", {"linear": lambda x, w: None if x == "small" else "is for small ones"}, raising=False
     )
-    monkeypatch.setattr(second, "linear", Composed(lambda ops, *arguments: calls.append((ops, arguments))))
+    later = Composed(lambda ops, *arguments: calls.append((ops, arguments)))
+    monkeypatch.setattr(second, "WEIGHTS", {Plain: Products(later)})
     resolved = resolve_ops(FLOAT32)
     resolved.ops.linear("small", "w")
     resolved.ops.linear("large", "w")
-    assert calls == [("first", ("small", "w"), {}), (resolved.ops, ("large", "w"))]
+    assert calls == [("first", ("small", "w")), (resolved.ops, ("large", "w"))]
     (choice,) = (choice for choice in resolved.choices if choice.op == "linear")
     assert (choice.provider, choice.others) == ("absent", ("partial",))
     assert f"{'linear':<{max(map(len, OP_NAMES))}}  absent, else partial\n" in explain_backends(FLOAT32)
@@ -282,11 +303,12 @@ def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
     lines = explain_backends(V3_ON_H200).splitlines()
     served = [line.split() for line in lines if line.split()[0] in OP_NAMES]
     assert served == [[op, "triton" if op in IN_TRITON else other] for op, other in SERVED]
-    refused = sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines)
-    assert refused == sum(hasattr(native, op) for op in OP_NAMES)
+    assert lines[-2] == "native is for cpu, device is H200"
     assert lines[-1] == 'fp8 weights are held as they are stored (weights="auto")'
     on_ampere = explain_backends(attrs.evolve(V3_ON_H200, device="A100")).splitlines()
-    assert on_ampere[-1].startswith('fp8 weights become bfloat16 (weights="auto"): linear_fp8 of torch makes floats of')
+    assert on_ampere[-1].startswith(
+        'fp8 weights become bfloat16 (weights="auto"): linear[fp8] of torch makes floats of'
+    )
 
 
 V3_ON_H800 = attrs.evolve(V3_ON_H200, device="H800")
@@ -301,7 +323,7 @@ def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
     by_op = dict(line.split(None, 1) for line in lines if line.split()[0] in OP_NAMES)
     assert by_op.keys() == {*OP_NAMES}
     others = dict.fromkeys(("linear", "heads_in", "heads_out", "gather_rows"), "torch")
-    others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips")), "composition")
+    others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips]")), "composition")
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)
     told = [line.strip() for line in lines]
@@ -327,10 +349,10 @@ def test_a_spec_says_what_becomes_of_its_weights(monkeypatch: pytest.MonkeyPatch
     op = OPS_OF_FORMAT[weight_format][-1]
     monkeypatch.setattr(triton_provider, "unavailable", lambda _spec: "is elsewhere")
     spec = attrs.evolve(V3_ON_H200, weight_formats={weight_format})
-    monkeypatch.setattr(torch_ops, "slow", lambda _op, _spec: None)
+    monkeypatch.setattr(torch_provider, "slow", lambda _op, _spec: None)
     kept = explain_backends(spec).splitlines()[-1]
     assert kept == f'{weight_format} weights are held as they are stored (weights="auto")'
-    monkeypatch.setattr(torch_ops, "slow", lambda name, spec: f"waits on {spec.device}" if name == op else None)
+    monkeypatch.setattr(torch_provider, "slow", lambda name, spec: f"waits on {spec.device}" if name == op else None)
     made = explain_backends(spec).splitlines()[-1]
     assert made == f'{weight_format} weights become bfloat16 (weights="auto"): {op} of torch waits on H200'
 
@@ -340,13 +362,10 @@ def test_explain_backends_is_a_table_of_all_ops() -> None:
     assert head.split() == ["op", "provider"]
     slow = [line.strip() for line in lines if "slow: " in line]
     refusals = [line.strip() for line in lines if " not " in line]
-    assert set(refusals) == {
-        "not native: is for bfloat16, the model runs in torch.float32",
-        "not deep_gemm: is used on Hopper cards, not on cpu",
-        "not flash_mla: is used on Hopper cards, not on cpu",
-        "not triton: is for CUDA, device is cpu (TRITON_INTERPRET=1 is for tests)",
-    }
-    assert refusals.count("not deep_gemm: is used on Hopper cards, not on cpu") == 2
+    assert set(refusals) == {"not native: is for bfloat16, the model runs in torch.float32"}
+    *lines, deep_gemm, flash_mla, triton = lines
+    assert (deep_gemm, triton) == ("deep_gemm is for cuda, device is cpu", "triton is for cuda, device is cpu")
+    assert flash_mla == "flash_mla is for cuda, device is cpu"
     lines = [line for line in lines if "slow: " not in line and " not " not in line]
     assert [line.split() for line in lines] == SERVED
     assert slow.count("slow: makes floats of FP8 weights in every call") == 2

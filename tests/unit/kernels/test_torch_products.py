@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import OpSpec, reference, torch_products
+from pdinfer.kernels import OpSpec, reference
 from pdinfer.kernels.spec import DeviceSpec
+from pdinfer.kernels.torch import products as torch_products
 from pdinfer.model import load
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import draw, fp8_weight
@@ -116,17 +117,17 @@ def test_a_matrix_that_is_a_view_with_gaps_goes_through_floats(products: Blockwi
 @pytest.mark.parametrize(
     ("card", "op", "told"),
     [
-        (H200, "linear_fp8", None),
-        (H200, "grouped_mlp_fp8", None),
-        (H200, "linear_int8", None),
-        (H200, "linear_int8_static", None),
-        (A100, "grouped_mlp_int8", None),
-        (A100, "linear_fp8", "makes floats of FP8 weights in every call: torch multiplies FP8 blocks on Hopper cards"),
-        (B200, "grouped_mlp_fp8", "on Hopper cards, not on B200"),
-        (DeviceSpec("cuda"), "linear_fp8", "on Hopper cards, not on cuda"),
-        (DeviceSpec("cuda", "V100", (7, 0)), "linear_int8", "has no fused INT8 kernel"),
-        (CPU, "linear_fp8", "makes floats of FP8 weights in every call"),
-        (CPU, "linear_int8", "has no fused INT8 kernel"),
+        (H200, "linear[fp8]", None),
+        (H200, "grouped_mlp[fp8]", None),
+        (H200, "linear[w8a8_dynamic]", None),
+        (H200, "linear[w8a8]", None),
+        (A100, "grouped_mlp[w8a8_dynamic]", None),
+        (A100, "linear[fp8]", "makes floats of FP8 weights in every call: torch multiplies FP8 blocks on Hopper cards"),
+        (B200, "grouped_mlp[fp8]", "on Hopper cards, not on B200"),
+        (DeviceSpec("cuda"), "linear[fp8]", "on Hopper cards, not on cuda"),
+        (DeviceSpec("cuda", "V100", (7, 0)), "linear[w8a8_dynamic]", "has no fused INT8 kernel"),
+        (CPU, "linear[fp8]", "makes floats of FP8 weights in every call"),
+        (CPU, "linear[w8a8_dynamic]", "has no fused INT8 kernel"),
         (CPU, "round_fp8", None),
     ],
     ids=str,

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.kernels.formats.format import WHOLE, Shard, Weight
+from pdinfer.kernels.formats.weights import tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.destinations import Destinations

@@ -12,27 +12,20 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.kernels import OpSpec, resolve_ops
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.strips import Strips, fit
+from pdinfer.kernels.formats.weights import assign, dequantize, expert, from_bytes, num_bytes, part, to_bytes
 from pdinfer.kernels.native import build
 from pdinfer.kernels.resolve import explain_backends
-from pdinfer.kernels.weight_formats import (
-    FP8Blocks,
-    FP8Strips,
-    Strips,
-    assign,
-    dequantize,
-    empty,
-    expert,
-    from_bytes,
-    num_bytes,
-    part,
-    to_bytes,
-)
 from pdinfer.model.destinations import Destinations, lie_in_strips
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 CPU = torch.device("cpu")
-BF16 = frozenset([Tensor])
+BF16 = frozenset([Plain])
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -56,14 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_they_hold_the_same_values_in_another_order(parts: int) -> None:
-    stack = empty(Strips, (3, parts, 64, 96), dtype=torch.bfloat16, device=CPU)
+    stack = Strips.empty(Shape(3, parts, 64, 96), dtype=torch.bfloat16, device=CPU)
     assert isinstance(stack, Strips)
     assert (stack.shape, stack.parts) == ((parts * 64, 96), parts)
     values = torch.randn(3, parts * 64, 96).bfloat16()
     for index in range(3):
         for at in range(parts):
             assign(part(expert(stack, index), at, parts), values[index, at * 64 : (at + 1) * 64])
-    assert torch.equal(stack.matrix(), values)
+    assert torch.equal(stack.ordered(), values)
     assert sorted(stack.numbers.flatten().tolist()) == sorted(values.flatten().tolist())
     # row 17 of a matrix is the second of its second 16, and column 37 the second of a pair in the second step
     of_row = (0, 1, 0, 1) if parts == 1 else (1, 1, 0, 0)
@@ -72,18 +65,18 @@ def test_they_hold_the_same_values_in_another_order(parts: int) -> None:
 
 
 def test_an_expert_can_be_read_and_written_as_it_lies() -> None:
-    here, there = (empty(Strips, (2, 2, 32, 64), dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    here, there = (Strips.empty(Shape(2, 2, 32, 64), dtype=torch.bfloat16, device=CPU) for _ in range(2))
     assert isinstance(here, Strips)
     assert isinstance(there, Strips)
-    here.fill(torch.randn(2, 64, 64).bfloat16())
+    assign(here, torch.randn(2, 64, 64).bfloat16())
     from_bytes(expert(there, 0), to_bytes(expert(here, 1)))
-    assert torch.equal(there.matrix()[0], here.matrix()[1])
+    assert torch.equal(there.ordered()[0], here.ordered()[1])
 
 
 @pytest.mark.parametrize(("parts", "rows", "columns"), [(1, 48, 64), (1, 64, 48), (2, 16, 64), (3, 64, 64)])
 def test_what_is_no_whole_strips_stays_as_it_is(parts: int, rows: int, columns: int) -> None:
     into = Destinations(CPU, torch.bfloat16, strips=BF16)
-    assert not Strips.fit(parts, rows, columns)
+    assert not fit(Shape(1, parts, rows, columns))
     assert isinstance(into.weight([str(at) for at in range(parts)], rows, columns), Tensor)
     assert isinstance(into.weight(["whole"], 64, 64), Strips)
 
@@ -110,10 +103,10 @@ def test_a_model_is_loaded_into_them(folder: Path) -> None:
             place = into.places[name][0].weight if name == UP else into.weight([name], *shape)
             assert isinstance(place, Tensor if name == NARROW else Strips)
             assign(place, files.read(files.tensors[name]))
-            values = place.matrix() if isinstance(place, Strips) else place
+            values = place.ordered() if isinstance(place, Strips) else place
             assert torch.equal(values, files.read(files.tensors[name]).bfloat16())
         assert isinstance(stack, Strips)
-        assert torch.equal(stack.matrix()[0, 32:], files.read(files.tensors[UP]).bfloat16())
+        assert torch.equal(stack.ordered()[0, 32:], files.read(files.tensors[UP]).bfloat16())
 
 
 def test_the_model_computes_what_it_computes_without_them(folder: Path) -> None:
@@ -129,17 +122,17 @@ def test_the_model_computes_what_it_computes_without_them(folder: Path) -> None:
 def test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_them() -> None:
     needs_strips()
     spec = OpSpec(device="cpu", dtype=torch.bfloat16)
-    assert Tensor in lie_in_strips(resolve_ops(spec))
-    for op in ("linear", "grouped_mlp", "linear_strips"):
-        other = "composition" if op == "linear_strips" else "torch"
-        assert Tensor not in lie_in_strips(resolve_ops(spec, forced={op: other}))
+    assert Plain in lie_in_strips(resolve_ops(spec))
+    for op in ("linear", "grouped_mlp", "linear[strips]"):
+        other = "composition" if op == "linear[strips]" else "torch"
+        assert Plain not in lie_in_strips(resolve_ops(spec, forced={op: other}))
     assert not lie_in_strips(resolve_ops(OpSpec(device="cpu", dtype=torch.float32)))
     assert not lie_in_strips(resolve_ops(spec, forced="reference"))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_fp8_numbers_lie_in_the_same_order(parts: int) -> None:
-    stack = empty(FP8Strips, (3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
+    stack = FP8Strips.empty(Shape(3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
     assert isinstance(stack, FP8Strips)
     assert (stack.shape, stack.parts) == ((parts * 160, 288), parts)
     codes = torch.randint(0, 256, (3, parts * 160, 288), dtype=torch.uint8)
@@ -149,28 +142,28 @@ def test_fp8_numbers_lie_in_the_same_order(parts: int) -> None:
             numbers = codes[index, at * 160 : (at + 1) * 160].view(torch.float8_e4m3fn)
             one = FP8Blocks(numbers=numbers, scale=scale[index, at * 2 : at * 2 + 2])
             assign(part(expert(stack, index), at, parts), one)
-    assert torch.equal(stack.blocks().numbers.view(torch.uint8), codes)
-    assert torch.equal(stack.blocks().scale, scale)
-    assert stack.blocks().parts == parts
+    assert torch.equal(stack.ordered().numbers.view(torch.uint8), codes)
+    assert torch.equal(stack.ordered().scale, scale)
+    assert stack.ordered().parts == parts
     assert num_bytes(stack) == codes.nbytes + scale.nbytes
-    as_bf16 = empty(Strips, (3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
+    as_bf16 = Strips.empty(Shape(3, parts, 160, 288), dtype=torch.bfloat16, device=CPU)
     assert isinstance(as_bf16, Strips)
-    as_bf16.fill(codes.bfloat16())
+    assign(as_bf16, codes.bfloat16())
     assert torch.equal(as_bf16.numbers.to(torch.uint8), stack.numbers.view(torch.uint8))
 
 
 def test_an_fp8_expert_can_be_read_and_written_as_it_lies() -> None:
-    here, there = (empty(FP8Strips, (2, 2, 160, 64), dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    here, there = (FP8Strips.empty(Shape(2, 2, 160, 64), dtype=torch.bfloat16, device=CPU) for _ in range(2))
     assert isinstance(here, FP8Strips)
     assert isinstance(there, FP8Strips)
     codes = torch.randint(0, 127, (2, 320, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
     here.fill(FP8Blocks(numbers=codes, scale=torch.rand(2, 4, 1), parts=2))
     from_bytes(expert(there, 0), to_bytes(expert(here, 1)))
-    assert torch.equal(there.blocks().numbers[0].float(), here.blocks().numbers[1].float())
+    assert torch.equal(there.ordered().numbers[0].float(), here.ordered().numbers[1].float())
     assert torch.equal(there.scale[0], here.scale[1])
     values = torch.empty(2, 320, 64)
     dequantize(here, values)
-    assert torch.equal(values[1, 200:], here.blocks().numbers[1, 200:].float() * here.blocks().scale_of_row[1, 200:])
+    assert torch.equal(values[1, 200:], here.ordered().numbers[1, 200:].float() * here.ordered().scale_of_row[1, 200:])
 
 
 def test_an_fp8_model_is_kept_in_them(folder: Path, tmp_path: Path) -> None:
@@ -184,6 +177,6 @@ def test_an_fp8_model_is_kept_in_them(folder: Path, tmp_path: Path) -> None:
     assert "FP8 weights are held as they are stored" in told
     assert "matrices lie in the order" in told
     expected = load_model(tmp_path / "fp8", dtype="float32", weights="stored").logits(prompt)
-    plain = load_model(tmp_path / "fp8", dtype="bfloat16", weights="stored", providers={"linear_fp8": "torch"})
+    plain = load_model(tmp_path / "fp8", dtype="bfloat16", weights="stored", providers={"linear[fp8]": "torch"})
     off = float((plain.logits(prompt).float() - expected).norm() / expected.norm())
     assert float((model.logits(prompt).float() - expected).norm() / expected.norm()) < 1.3 * off < 0.4

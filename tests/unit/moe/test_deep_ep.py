@@ -14,7 +14,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig

@@ -13,20 +13,13 @@ from torch import Tensor
 
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format, Shape, Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks, quantize_fp8
+from pdinfer.kernels.formats.int8 import Int8Dynamic, quantize_int8
+from pdinfer.kernels.formats.weights import assign, expert, part, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import (
-    FP8Blocks,
-    Int8Dynamic,
-    Weight,
-    assign,
-    empty,
-    expert,
-    part,
-    quantize_fp8,
-    quantize_int8,
-    tensors_of,
-)
 from pdinfer.model.load import load_model
 from pdinfer.model.step import Step
 from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Masked
@@ -39,11 +32,11 @@ from tests.rounding import difference_of_models
 CPU = torch.device("cpu")
 OPS = resolve_ops(OpSpec(device=CPU, dtype=torch.float32)).ops
 SLOTS, WIDTH, INNER = 3, 136, 24  # two blocks of columns, one of them narrow
-FORMATS = (Tensor, FP8Blocks, Int8Dynamic)
+FORMATS = (Plain, FP8Blocks, Int8Dynamic)
 every_format = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.__name__)
 
 
-def stored(kind: type, matrix_OI: Tensor) -> Weight:
+def stored(kind: type[Format], matrix_OI: Tensor) -> Weight:
     if kind is FP8Blocks:
         numbers, scale = quantize_fp8(matrix_OI, ue8m0=False)
         return FP8Blocks(numbers=numbers, scale=scale)
@@ -53,17 +46,17 @@ def stored(kind: type, matrix_OI: Tensor) -> Weight:
     return matrix_OI
 
 
-def experts_of(kind: type, seed: int) -> Experts:
+def experts_of(kind: type[Format], seed: int) -> Experts:
     generator = torch.Generator().manual_seed(seed)
     stacks = []
     for parts, rows, columns in ((2, INNER, WIDTH), (1, WIDTH, INNER)):
-        stack = empty(kind, (SLOTS, parts, rows, columns), dtype=torch.float32, device=CPU)
+        stack = kind.empty(Shape(SLOTS, parts, rows, columns), dtype=torch.float32, device=CPU)
         for slot in range(SLOTS):
             for index in range(parts):
                 matrix = torch.randn(rows, columns, generator=generator) / 5
                 assign(part(expert(stack, slot), index, parts), stored(kind, matrix))
         stacks.append(stack)
-    return Experts(stacks[0], stacks[1], OPS.grouped_mlp_by(stacks[0]))
+    return Experts(stacks[0], stacks[1], OPS.grouped_mlp.of(stacks[0]))
 
 
 @every_format
@@ -127,7 +120,7 @@ def test_a_slot_is_written_in_place_with_what_was_read_elsewhere(kind: type) -> 
 
 
 def test_bytes_of_another_format_are_refused() -> None:
-    floats, quantized = experts_of(Tensor, 0), experts_of(Int8Dynamic, 0)
+    floats, quantized = experts_of(Plain, 0), experts_of(Int8Dynamic, 0)
     told = f"an expert takes {floats.slot_bytes} bytes here, got torch.uint8 of shape \\[{quantized.slot_bytes}\\]"
     with pytest.raises(ConfigError, match=told):
         floats.write_slot(0, quantized.read_slot(0))

@@ -1,6 +1,6 @@
 """Ops in C for bfloat16 models on x86 CPUs.
 
-    ops.py        the provider: what it serves, and attention; what C cannot take goes to `torch_ops`
+    ops.py        the provider: what it serves, and attention; what C cannot take goes to torch
     products.py   products with weights in every format, and experts
     rows.py       what lies between products
     fused.py      several of these in one call
@@ -32,6 +32,6 @@ tests/c_order.py has the order in which sources in C use each other.
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
-May import: kernels.activations, kernels.compositions, kernels.draws, kernels.ops, kernels.spec,
-kernels.torch_draws, kernels.torch_experts, kernels.torch_ops, kernels.weight_formats, process, the ground.
+May import: kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.reference, kernels.spec,
+kernels.torch, process, the ground.
 """

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import compositions, torch_ops
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels import compositions
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.native.rows import combine_rows, rms_norm, rotate
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.torch import products as torch_products
+from pdinfer.kernels.torch import rows as torch_rows
 
 _APART: Any = SimpleNamespace(
     rms_norm=rms_norm,
     rotate=rotate,
     combine_rows=combine_rows,
-    store_latent=torch_ops.store_latent,
-    rounded=partial(Ops.rounded, cast(Ops, torch_ops)),
+    store_latent=torch_rows.store_latent,
+    rounded=partial(Ops.rounded, cast(Ops, torch_products)),
 )
 """The ops one by one, for what C does not take in one call."""
 

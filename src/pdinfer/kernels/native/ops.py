@@ -7,49 +7,43 @@ those they are made for, or strides. They use `torch.get_num_threads` threads.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.native import build, draws, fused, products, rows
 from pdinfer.kernels.native.calls import are, lacks
+from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.process.compiled import cpu_flags
 
-linear = products.linear
-linear_strips = products.linear_strips
-linear_int8 = products.linear_int8
-linear_fp8 = products.linear_fp8
-linear_fp8_strips = products.linear_fp8_strips
-quantize_fp8 = products.quantize_fp8
-grouped_mlp = products.grouped_mlp
-grouped_mlp_strips = products.grouped_mlp_strips
-grouped_mlp_int8 = products.grouped_mlp_int8
-grouped_mlp_fp8 = products.grouped_mlp_fp8
-grouped_mlp_fp8_strips = products.grouped_mlp_fp8_strips
-heads_in = products.heads_in
-heads_out = products.heads_out
-rms_norm = rows.rms_norm
-rotate = rows.rotate
-route = rows.route
-group_rows = rows.group_rows
-gather_rows = rows.gather_rows
-combine_rows = rows.combine_rows
-gated_silu = rows.gated_silu
-draw = draws.draw
-add_rms_norm = fused.add_rms_norm
-norm_rotate_store = fused.norm_rotate_store
-combine_experts = fused.combine_experts
-
+MODULES = (sys.modules[__name__], products, rows, draws, fused)
+WEIGHTS = {
+    Plain: Products(products.linear, products.grouped_mlp),
+    FP8Blocks: Products(products.linear_fp8, products.grouped_mlp_fp8),
+    Int8Dynamic: Products(products.linear_int8, products.grouped_mlp_int8),
+    Strips: Products(products.linear_strips, products.grouped_mlp_strips),
+    FP8Strips: Products(products.linear_fp8_strips, products.grouped_mlp_fp8_strips),
+}
 KERNELS = {
+    "linear[fp8]": "linear_fp8",
+    "linear[w8a8_dynamic]": "linear_int8",
+    "linear[strips]": "linear_strips",
+    "linear[fp8_strips]": "linear_fp8_strips",
     "grouped_mlp": "experts",
-    "grouped_mlp_strips": "experts_strips",
-    "grouped_mlp_int8": "experts_int8",
-    "grouped_mlp_fp8": "linear_fp8",
-    "grouped_mlp_fp8_strips": "experts_fp8_strips",
+    "grouped_mlp[fp8]": "linear_fp8",
+    "grouped_mlp[w8a8_dynamic]": "experts_int8",
+    "grouped_mlp[strips]": "experts_strips",
+    "grouped_mlp[fp8_strips]": "experts_fp8_strips",
     "draw": "draw_greedy",
 }
 """The function of an op in C, where it has another name."""
@@ -78,9 +72,9 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     if reason is not None:
         return str(reason)
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
-    if op in ("linear_strips", "grouped_mlp_strips") and not build.library().strips_are_served():
+    if op.endswith("[strips]") and not build.library().strips_are_served():
         return "leaves many rows to torch on this CPU (AVX-512 BF16 and no AMX), which reads plain matrices"
-    if op in ("linear_fp8_strips", "grouped_mlp_fp8_strips") and not build.library().fp8_strips_are_served():
+    if op.endswith("[fp8_strips]") and not build.library().fp8_strips_are_served():
         return "is for CPUs whose products of bfloat16 are made of floats: with AVX2, and without AVX-512 BF16 and AMX"
     if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
         return "reads pages of bfloat16, these are packed FP8"
@@ -93,7 +87,7 @@ def refuses(op: str, spec: OpSpec) -> str | None:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if op in ("linear_fp8", "grouped_mlp_fp8") and not build.library().fp8_strips_are_served():
+    if op.endswith("[fp8]") and not build.library().fp8_strips_are_served():
         return "takes longer to read FP8 weights than bfloat16 takes"
     return None
 
@@ -113,7 +107,7 @@ def mla_prefill(
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
     if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
-        return torch_ops.mla_prefill(
+        return torch_attention.mla_prefill(
             q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
         )
     page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
@@ -170,7 +164,9 @@ def mla_decode(
     width = pages_PGW.shape[-1]
     readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and are(torch.int64, context_lens_B)
     if not batch or rank % 32 or width % 32 or not readable:
-        return torch_ops.mla_decode(q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
+        return torch_attention.mla_decode(
+            q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
+        )
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
     page_table_BM = page_table_BM.to(torch.int32).contiguous()
     out = torch.empty_like(q_latent_BQHC)

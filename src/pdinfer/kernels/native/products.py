@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import torch_experts, torch_ops
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
+from pdinfer.kernels.formats.fp8_strips import FP8Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, FP8Strips, Int8Dynamic, Strips
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import products as torch_products
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
@@ -65,7 +69,7 @@ def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.shape[0]
     if not rows or not _reads_strips(x_TI, weight):
-        return F.linear(x_TI, weight.matrix())
+        return F.linear(x_TI, weight.ordered())
     matrix = weight.numbers.data_ptr(), outs, width, weight.parts
     return _multiply(build.library().linear_strips, x_TI, outs, *matrix)
 
@@ -126,7 +130,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.numbers.shape[0]
     if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
-        return torch_ops.linear_int8(x_TI, weight)
+        return torch_products.linear_int8(x_TI, weight)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
     return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
 
@@ -173,7 +177,7 @@ def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not are(torch.bfloat16, x_TI):
-        return torch_ops.quantize_fp8(x_TI, ue8m0=ue8m0)
+        return torch_products.quantize_fp8(x_TI, ue8m0=ue8m0)
     rows, width = x_TI.shape
     numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="cpu")
     scales_TN = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32, device="cpu")
@@ -192,7 +196,7 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     if not _reads_fp8(x_TI, weight):
-        return torch_ops.linear_fp8(x_TI, weight)
+        return torch_products.linear_fp8(x_TI, weight)
     x, (outs, width) = _rounded(x_TI, weight), weight.numbers.shape
     rows = len(x)
     out = x.new_empty((rows, outs))
@@ -213,7 +217,7 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 
 def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
     if not len(x_TI) or not _reads_fp8(x_TI, weight):
-        return linear_fp8(x_TI, weight.blocks())
+        return linear_fp8(x_TI, weight.ordered())
     x, (outs, width) = _rounded(x_TI, weight), weight.shape
     out = x.new_empty((len(x), outs))
     matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
@@ -225,7 +229,7 @@ def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
 
 def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
     if x.ndim != 2 or not len(x) or not _reads_fp8(x, gate_up, down):
-        return grouped_mlp_fp8(x, counts_E, gate_up.blocks(), down.blocks())
+        return grouped_mlp_fp8(x, counts_E, gate_up.ordered(), down.ordered())
     rows, counts_E, (width, inner) = _rounded(x, gate_up), counts_E.to(torch.int64), down.shape
     out = rows.new_empty(rows.shape)
     lacking = build.library().experts_fp8_strips(
@@ -277,7 +281,7 @@ def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     readable = packed and are(torch.bfloat16, x_THN, weight_HNC)
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or width % 2 or outs % 128 or not readable:
-        return torch_ops.heads_in(x_THN, weight_HNC)
+        return torch_products.heads_in(x_THN, weight_HNC)
     return _by_heads(build.library().heads_in, x_THN, weight_HNC, outs)
 
 
@@ -288,7 +292,7 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     readable = packed and are(torch.bfloat16, x_THC, weight_HVC)
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or outs % 8 or not readable:
-        return torch_ops.heads_out(x_THC, weight_HVC)
+        return torch_products.heads_out(x_THC, weight_HVC)
     return _by_heads(build.library().heads_out, x_THC, weight_HVC, outs)
 
 

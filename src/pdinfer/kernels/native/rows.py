@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import reference
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
+from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.torch import rows as torch_rows
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if x_TD.stride(-1) != 1 or not are(torch.bfloat16, x_TD, weight_D):
-        return torch_ops.rms_norm(x_TD, weight_D, eps)
+        return reference.rms_norm(x_TD, weight_D, eps)
     rows, width = x_TD.shape
     out = x_TD.new_empty(rows, width)
     build.library().rms_norm(
@@ -25,7 +27,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     readable = are(torch.bfloat16, x_THR) and are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
     if not interleaved or not readable:
-        return torch_ops.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+        return torch_rows.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
     rows, num_heads, width = x_THR.shape
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
     out = x_THR.new_empty(rows, num_heads, width)
@@ -56,7 +58,7 @@ def route(
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     if not are(torch.float32, logits_TE, bias_E):
-        return torch_ops.route(
+        return reference.route(
             logits_TE,
             bias_E,
             sigmoid=sigmoid,
@@ -107,7 +109,7 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
     if not x_TD.is_contiguous() or not are(torch.int64, token_S):
-        return torch_ops.gather_rows(x_TD, token_S)
+        return torch_experts.gather_rows(x_TD, token_S)
     token_S, out = token_S.contiguous(), x_TD.new_empty(len(token_S), x_TD.shape[1])
     outside = build.library().gather_rows(
         x_TD.data_ptr(),
@@ -125,7 +127,7 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     if not are(torch.bfloat16, y_SD) or not are(torch.float32, weights_TK):
-        return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
+        return torch_experts.combine_rows(y_SD, row_TK, weights_TK)
     out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1], dtype=torch.float32, device="cpu")
     y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
     build.library().combine_rows(
@@ -142,7 +144,7 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
     if not are(torch.bfloat16, x_TJ) or not build.serves("gated_silu"):  # experts ask, another family
-        return torch_ops.gated_silu(x_TJ)
+        return torch_experts.gated_silu(x_TJ)
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
     out = x_TJ.new_empty(rows, width // 2)

@@ -30,6 +30,5 @@
 Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which
 compiles for one. docs/kernels.md has what the compiler made, and how a family is added.
 
-May import: kernels.activations, kernels.draws, kernels.row_formats, kernels.spec, kernels.torch_attention,
-kernels.weight_formats, the ground.
+May import: kernels.draws, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground.
 """

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import GROUPS_OF_ROWS, of_width
 from pdinfer.kernels.triton.launch import launch

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.activations import Rounding
-from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
+from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import HEADS_OF_TOKENS, of_width
 from pdinfer.kernels.triton.launch import launch
@@ -260,7 +260,7 @@ def _store_index_key(
 
 @triton.jit
 def _hadamard(x, WIDTH: tl.constexpr):
-    """Return the Walsh-Hadamard transform of x [WIDTH], which `row_formats.hadamard` norms. The sums are in its
+    """Return the Walsh-Hadamard transform of x [WIDTH], which `cache_rows.hadamard` norms. The sums are in its
     order, so that they are equal to the bit."""
     HALF: tl.constexpr = WIDTH // 2
     for _ in tl.static_range(WIDTH.bit_length() - 1):

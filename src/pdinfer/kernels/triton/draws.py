@@ -111,7 +111,7 @@ def _survey(
 
 @triton.jit
 def _mixed(x):
-    """Return 64 well mixed bits, as `torch_draws` does."""
+    """Return 64 well mixed bits, as `draws` does."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -119,7 +119,7 @@ def _mixed(x):
 
 @triton.jit
 def _noise(token, seed, position, HAS_LIBDEVICE: tl.constexpr):
-    """Return `torch_draws.gumbel_noise` of tokens."""
+    """Return `draws.gumbel_noise` of tokens."""
     key = _mixed(_mixed(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     x = token.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ (key >> 32).to(tl.uint32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.row_formats import PACKED
+from pdinfer.kernels.formats.cache_rows import PACKED
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import TURN_QUERIES, Config, of_index_scores
 from pdinfer.kernels.triton.launch import launch
@@ -161,7 +161,7 @@ def _turn(
     q_ptr, out_ptr, num_rows, width, scale, WIDTH: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
     UPCAST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Make NaN of rows that are not finite, transform the others (`row_formats.hadamard`), and split them."""
+    """Make NaN of rows that are not finite, transform the others (`cache_rows.hadamard`), and split them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     there = (row < num_rows)[:, None] & (column < width)[None, :]

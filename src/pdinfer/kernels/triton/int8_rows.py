@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdinfer.kernels.formats.int8_static import Int8Static
 from pdinfer.kernels.triton.configs import INT8_SPLITS, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.product_kernel import silu
 from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
 from pdinfer.kernels.triton.tile_products import Rows
-from pdinfer.kernels.weight_formats import Int8Static
 
 
 def round_dynamic(x: Rows) -> Rows:

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels import torch_attention
-from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
+from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kernels.triton import configs
 from pdinfer.kernels.triton.latent_parts import Shape, attend_in_shared_memory, attend_through_registers, weigh
 from pdinfer.kernels.triton.launch import launch

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
+from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen
 from pdinfer.kernels.triton.launch import launch

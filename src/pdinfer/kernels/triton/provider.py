@@ -9,6 +9,12 @@ from importlib import metadata
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.ops import OP_NAMES, OPS, Products
 from pdinfer.kernels.spec import OpSpec
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -20,34 +26,47 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pages": ("gather_pages", "scatter_pages"),
         "routing": ("route",),
         "draws": ("draw",),
-        "products": ("linear_fp8", "linear_int8", "linear_int8_static"),
-        "grouped": ("grouped_mlp", "grouped_mlp_fp8", "grouped_mlp_int8"),
         "mla_prefill": ("mla_prefill",),
         "mla_sparse": ("mla_sparse",),
         "index_topk": ("index_topk", "index_topk_decode"),
         "mla_decode": ("mla_decode",),
     }
 )
-"""The ops of each module beside this one. A family also has `refuses(op, spec)`, and may have `slow(op, spec)`, as a
-provider has."""
+"""The ops of each module beside this one. A family also has `refuses(op, spec)`, as a provider has."""
+WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
+    {
+        Plain: Products(None, "grouped_mlp"),
+        FP8Blocks: Products("linear_fp8", "grouped_mlp_fp8"),
+        Int8Dynamic: Products("linear_int8", "grouped_mlp_int8"),
+        Int8Static: Products("linear_int8_static"),
+    }
+)
+"""The functions of the families "products" and "grouped" by the format of weights."""
 OLDEST = (3, 4)
 CAPABILITY = (9, 0)
-_FAMILY_OF = MappingProxyType({op: family for family, ops in FAMILIES.items() for op in ops})
+_BY_FORMAT = MappingProxyType({"linear": "products", "grouped_mlp": "grouped"})
 
 
-def __getattr__(name: str) -> Any:
-    """Return an op, and import its family then."""
-    if name not in _FAMILY_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_family(name), name)
+def _place(name: str) -> tuple[str, str] | None:
+    """Return the family and the function of an op, or None."""
+    op, kind = OPS[name]
+    if kind is None:
+        return next(((family, op) for family, ops in FAMILIES.items() if op in ops), None)
+    function = getattr(WEIGHTS.get(kind), op, None)
+    return None if function is None else (_BY_FORMAT[op], function)
 
 
-def __dir__() -> list[str]:
-    return [*globals(), *_FAMILY_OF]
+PLACES = MappingProxyType({name: place for name in OP_NAMES if (place := _place(name)) is not None})
+"""The family and the function of each op that it has."""
 
 
-def _family(op: str) -> ModuleType:
-    return importlib.import_module(f"pdinfer.kernels.triton.{_FAMILY_OF[op]}")
+def function(name: str) -> Any:
+    """Return the function of an op, and import its family then."""
+    return getattr(_family(name), PLACES[name][1])
+
+
+def _family(name: str) -> ModuleType:
+    return importlib.import_module(f"pdinfer.kernels.triton.{PLACES[name][0]}")
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -75,10 +94,3 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     """Return why the op's family does not serve it for these sizes and formats, or None where it does."""
     refusal: str | None = _family(op).refuses(op, spec)
     return refusal
-
-
-def slow(op: str, spec: OpSpec) -> str | None:
-    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    family = _family(op)
-    sentence: str | None = family.slow(op, spec) if hasattr(family, "slow") else None
-    return sentence

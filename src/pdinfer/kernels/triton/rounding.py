@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pdinfer.kernels import row_formats, weight_formats
+from pdinfer.kernels.formats import cache_rows, fp8
 
-FP8_MAX = tl.constexpr(weight_formats.FP8_MAX)
-FP8_MIN_AMAX = tl.constexpr(row_formats.SMALLEST_AMAX)
+FP8_MAX = tl.constexpr(fp8.FP8_MAX)
+FP8_MIN_AMAX = tl.constexpr(cache_rows.SMALLEST_AMAX)
 INT8_MIN_AMAX = tl.constexpr(1e-10)
-GROUP = tl.constexpr(weight_formats.BLOCK)
+GROUP = tl.constexpr(fp8.BLOCK)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x007FFFFF)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
-from pdinfer.kernels.weight_formats import BLOCK
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK
 
 TMA_STEP = 4
 """A group's scales begin at 16-byte borders: at multiples of this many float32."""

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.triton.configs import Config
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.product_kernel import product
 from pdinfer.kernels.triton.rows import as_rows, need
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static
 
 TMA_BYTES = 16
 """Where rows start at a multiple of this, the TMA of a GPU loads tiles. Others are loaded by pointers."""
@@ -88,26 +88,19 @@ class Matrices:
     offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor | FP8Blocks | Int8Dynamic | Int8Static, parts: int = 1) -> Matrices:
-        """Return a weight [..., O, I] so; leading axes are experts. An `FP8Blocks` knows its parts itself."""
-        if isinstance(weight, Tensor):
-            return cls(as_rows(weight), weight.shape[:-2].numel(), parts)
-        numbers, experts = as_rows(weight.numbers), weight.numbers.shape[:-2].numel()
-        if isinstance(weight, FP8Blocks):
-            return cls(numbers, experts, weight.parts, weight.scale.contiguous())
-        if isinstance(weight, Int8Dynamic):
-            return cls(numbers, experts, parts, weight.scale.contiguous())
-        return cls(
-            numbers,
-            experts,
-            len(weight.input_scale),
-            weight.output_scale.contiguous(),
-            weight.output_offset.contiguous(),
-        )
+    def of(
+        cls, numbers: Tensor, *, parts: int = 1, scales: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Matrices:
+        """Return the matrices of a weight [..., O, I]; leading axes are experts."""
+        return cls(as_rows(numbers), numbers.shape[:-2].numel(), parts, *map(_dense, (scales, offsets)))
 
     @property
     def part_channels(self) -> int:
         return len(self.numbers) // (self.experts * self.parts)
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def multiply(x: Rows, weight: Matrices, config: Config) -> Tensor:

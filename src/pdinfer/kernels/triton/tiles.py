@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
+from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.triton.configs import of_copy
 from pdinfer.kernels.triton.launch import launch
 

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.parallel import Begun, Group

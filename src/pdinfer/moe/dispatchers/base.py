@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.values import brief
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import BLOCK
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.parallel import Group

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.activations import FP8Rows, Rounded
-from pdinfer.kernels.weight_formats import BLOCK
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.moe.dispatchers.deep_ep import ExpertSizes, check_same_room, import_deep_ep
 from pdinfer.parallel import Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.triton import cache
 from tests.unit.kernels.aot import Specimen
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8_static import Int8Static
 from pdinfer.kernels.triton import grouped, products
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static
 from tests.unit.kernels.aot import Specimen
 
 HIDDEN, WIDTH, EXPERTS, HEADS = 7168, 2048, 32, 16384

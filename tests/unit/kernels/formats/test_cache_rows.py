@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats
+from pdinfer.kernels.formats import cache_rows
 
 
 def e4m3_values() -> list[float]:
@@ -88,14 +88,14 @@ KINDS = ("normal", "wide", "borders", "zero", "tiny", "huge")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latents_are_packed_byte_by_byte(kind: str, rank: int, rope: int, dtype: torch.dtype) -> None:
     latent = rows_of(kind, rank, rope).to(dtype)
-    packed = row_formats.latent_rows(latent[:, :rank], latent[:, rank:], torch.uint8)
+    packed = cache_rows.latent_rows(latent[:, :rank], latent[:, rank:], torch.uint8)
     assert packed.shape == (5, rank + rank // 32 + 2 * rope)
     assert [bytes(row.tolist()) for row in packed] == [packed_latent(row, rank) for row in latent.tolist()]
 
 
 def test_the_sizes_of_deepseek_v32() -> None:
-    assert row_formats.latent_rows(torch.zeros(1, 512), torch.zeros(1, 64), torch.uint8).shape == (1, 656)
-    assert row_formats.index_rows(torch.zeros(1, 128), torch.uint8).shape == (1, 132)
+    assert cache_rows.latent_rows(torch.zeros(1, 512), torch.zeros(1, 64), torch.uint8).shape == (1, 656)
+    assert cache_rows.index_rows(torch.zeros(1, 128), torch.uint8).shape == (1, 132)
 
 
 @pytest.mark.parametrize("width", [2, 16, 64, 128])
@@ -104,7 +104,7 @@ def test_index_keys_are_packed_byte_by_byte(width: int, size: float) -> None:
     """Use integers, so that the sums of the transform need no rounding."""
     generator = torch.Generator().manual_seed(width)
     keys = torch.randint(-9, 10, (7, width), generator=generator).float() * size
-    packed = row_formats.index_rows(keys, torch.uint8)
+    packed = cache_rows.index_rows(keys, torch.uint8)
     assert [bytes(row.tolist()) for row in packed] == [packed_key(row) for row in keys.tolist()]
 
 
@@ -112,21 +112,21 @@ def test_index_keys_are_packed_byte_by_byte(width: int, size: float) -> None:
 def test_latents_are_unpacked_to_what_the_bytes_say(dtype: torch.dtype) -> None:
     rank, rope = 256, 6
     latent = rows_of("wide", rank, rope)
-    rows = row_formats.latent_rows(latent[:, :rank], latent[:, rank:], torch.uint8)
+    rows = cache_rows.latent_rows(latent[:, :rank], latent[:, rank:], torch.uint8)
     expected = []
     for row in rows.tolist():
         scales = struct.unpack("<2f", bytes(row[rank : rank + 8]))
         codes = [VALUES[code & 0x7F] * (-1 if code & 0x80 else 1) for code in row[:rank]]
         turned = [struct.unpack("<f", b"\0\0" + bytes(row[at : at + 2]))[0] for at in range(rank + 8, len(row), 2)]
         expected.append([code * scales[at // 128] for at, code in enumerate(codes)] + turned)
-    got = row_formats.latents(rows.view(5, 1, -1), rank, dtype)
+    got = cache_rows.latents(rows.view(5, 1, -1), rank, dtype)
     assert torch.equal(got[:, 0], torch.tensor(expected).to(dtype))
 
 
 def test_an_element_changes_by_a_sixteenth_at_most() -> None:
     latent = rows_of("normal", 512, 64)
-    again = row_formats.latents(
-        row_formats.latent_rows(latent[:, :512], latent[:, 512:], torch.uint8), 512, torch.float32
+    again = cache_rows.latents(
+        cache_rows.latent_rows(latent[:, :512], latent[:, 512:], torch.uint8), 512, torch.float32
     )
     assert torch.equal(again[:, 512:], latent[:, 512:])
     least = 2.0**-9 * 2.0**-6  # half the smallest code, times the largest scale of such values
@@ -136,31 +136,31 @@ def test_an_element_changes_by_a_sixteenth_at_most() -> None:
 def test_index_keys_and_queries_keep_their_dot_products() -> None:
     generator = torch.Generator().manual_seed(0)
     q, keys = torch.randn(3, 4, 64, dtype=torch.float64, generator=generator), torch.randn(7, 64, generator=generator)
-    unpacked = row_formats.index_keys(row_formats.index_rows(keys, torch.uint8)).double()
+    unpacked = cache_rows.index_keys(cache_rows.index_rows(keys, torch.uint8)).double()
     exact = q @ keys.double().T
     assert not torch.allclose(q @ unpacked.T, exact, atol=1)
-    turned_q, turned_keys = row_formats.index_queries(q, torch.uint8), row_formats.hadamard(keys.double())
+    turned_q, turned_keys = cache_rows.index_queries(q, torch.uint8), cache_rows.hadamard(keys.double())
     # an element keeps four bits of itself, or as many of the largest as the smallest code has
     off = turned_keys.abs() / 16 + turned_keys.abs().amax(-1, keepdim=True) * 2.0**-15
     assert ((turned_q @ unpacked.T - exact).abs() <= turned_q.abs() @ off.T).all()
-    torch.testing.assert_close(row_formats.hadamard(row_formats.hadamard(q)), q)
+    torch.testing.assert_close(cache_rows.hadamard(cache_rows.hadamard(q)), q)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(value: float) -> None:
     latent = torch.zeros(1, 130)
     latent[0, 3] = value
-    again = row_formats.latents(
-        row_formats.latent_rows(latent[:, :128], latent[:, 128:], torch.uint8), 128, torch.float32
+    again = cache_rows.latents(
+        cache_rows.latent_rows(latent[:, :128], latent[:, 128:], torch.uint8), 128, torch.float32
     )
     assert not again[0, 3].isfinite()
-    assert not row_formats.index_keys(row_formats.index_rows(latent[:, :128], torch.uint8)).isfinite().any()
+    assert not cache_rows.index_keys(cache_rows.index_rows(latent[:, :128], torch.uint8)).isfinite().any()
 
 
 def test_pages_that_are_not_packed_hold_elements() -> None:
     c, k_rope, keys = torch.randn(2, 7), torch.randn(2, 4), torch.randn(2, 5)
-    rows = row_formats.latent_rows(c, k_rope, torch.float32)
+    rows = cache_rows.latent_rows(c, k_rope, torch.float32)
     assert torch.equal(rows, torch.cat((c, k_rope), -1))
-    assert row_formats.latents(rows, 7, torch.float32) is rows
-    assert row_formats.index_keys(row_formats.index_rows(keys, torch.float32)) is keys
-    assert row_formats.index_queries(keys, torch.float32) is keys
+    assert cache_rows.latents(rows, 7, torch.float32) is rows
+    assert cache_rows.index_keys(cache_rows.index_rows(keys, torch.float32)) is keys
+    assert cache_rows.index_queries(keys, torch.float32) is keys

@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.exact import not_finite
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
+from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation
+from pdinfer.kernels.formats.int8 import int8_sums as exact_int8_sums
+from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, dequantize_fp8
 
 _log = logging.getLogger("pdinfer")
 
@@ -39,12 +43,10 @@ def card(device: torch.device) -> DeviceSpec:
 
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if not op.startswith(("linear_", "grouped_mlp_")):
-        return None
-    if op.endswith("_fp8") and (reason := why_no_fp8(spec.device)):
+    if op.endswith("[fp8]") and (reason := why_no_fp8(spec.device)):
         told = "makes floats of FP8 weights in every call"
         return told if spec.device.type == "cpu" else f"{told}: {reason}"
-    if op.endswith(("_int8", "_int8_static")) and not has_int8(spec.device):
+    if op.endswith(("[w8a8_dynamic]", "[w8a8]")) and not has_int8(spec.device):
         return "has no fused INT8 kernel"
     return None
 
@@ -149,34 +151,39 @@ def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
     return quantize_fp8(x_TI, ue8m0=ue8m0).floats()
 
 
-round_int8 = reference.round_int8
-
-
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-    numbers, scale = reference.int8_activation(x_TI)
+    numbers, scale = int8_activation(x_TI)
     return (int8_sums(numbers, weight.numbers) * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
 
 
 def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale, weight.input_offset, strict=True)
     sums = [
-        int8_sums(reference.int8_static_activation(x_TI, scale, offset), numbers)
+        int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
         for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
     ]
     y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)) * weight.output_scale.squeeze(-1)
-    return (y + reference.not_finite(x_TI)).to(x_TI.dtype)
+    return (y + not_finite(x_TI)).to(x_TI.dtype)
 
 
 def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     """Return exact sums of int8 products."""
     if x_TI.device.type == "cpu":
         # torch 2.13 does not write sums of one product
-        return reference.int8_sums(x_TI, numbers_OI) if x_TI.shape[1] == 1 else _int_mm(x_TI, numbers_OI)
+        return exact_int8_sums(x_TI, numbers_OI) if x_TI.shape[1] == 1 else _int_mm(x_TI, numbers_OI)
     if not has_int8(card(x_TI.device)) or any(size % INT8_COLUMNS_STEP for size in numbers_OI.shape):
-        return reference.int8_sums(x_TI, numbers_OI)
+        return exact_int8_sums(x_TI, numbers_OI)
     padding = max(0, INT8_LEAST_ROWS - len(x_TI))
     return _int_mm(F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI, numbers_OI)[: len(x_TI)]
 
 
 def _int_mm(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
+
+
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    return torch.bmm(x_THN.transpose(0, 1), weight_HNC).transpose(0, 1)
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    return torch.bmm(x_THC.transpose(0, 1), weight_HVC.transpose(1, 2)).transpose(0, 1)

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.torch_products import card, linear, linear_fp8, linear_int8, quantize_fp8
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Weight, expert
+from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_int8, quantize_fp8
 
 FEW_ROWS = 1024
 """Up to this many rows (a decode step of 128 tokens with 8 experts each) every expert runs on all rows. Beyond it the
@@ -103,3 +106,23 @@ def by_expert(
             out[rows] = multiply(hidden, expert(down, index))
             first += count
     return out
+
+
+def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
+    return x_TD.index_select(0, token_S)
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device, dtype=torch.float32)
+    if not len(y_SD):
+        return out_TD
+    none_TK = row_TK < 0
+    lacking = not y_SD.is_cpu or bool(none_TK.any())  # to look would make a device wait
+    if lacking:
+        row_TK, weights_TK = row_TK.clamp_min(0), weights_TK.masked_fill(none_TK, 0)
+    for row_T, weight_T, none_T in zip(row_TK.unbind(1), weights_TK.unbind(1), none_TK.unbind(1), strict=True):
+        y_TD = y_SD.index_select(0, row_T).float()
+        if lacking:
+            y_TD.masked_fill_(none_T[:, None], 0)
+        out_TD.addcmul_(y_TD, weight_T[:, None])
+    return out_TD

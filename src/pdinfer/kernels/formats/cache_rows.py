@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import quotient, to_power_of_two
+from pdinfer.kernels.formats.fp8 import quotient, to_power_of_two
 
 PACKED = torch.uint8
 SCALE_GROUP = 128

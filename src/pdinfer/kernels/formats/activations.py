@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import BLOCK, FP8, Weight
+from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.values import brief
 
 ScaleLayout = Literal["row", "mn-major-tma"]
 """Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
 of channels together, from a 16-byte border on, at a pitch of a multiple of 16 bytes: what the TMA of a GPU loads."""
-
-
-class Rounding(Enum):
-    """What a product with quantized weights does to its input first."""
-
-    FP8 = "fp8"
-    FP8_UE8M0 = "fp8 with scales that are powers of two"
-    INT8 = "int8"
 
 
 @attrs.frozen(eq=False)
@@ -94,7 +85,3 @@ class Rounded:
 
     def __getitem__(self, part: slice) -> Rounded:
         return Rounded(self.floats_TI[part], self.rows[part])
-
-    def read_by(self, weight: Weight) -> Tensor | FP8Rows:
-        """Return the form that a product with `weight` reads."""
-        return self.rows if isinstance(weight, FP8) else self.floats_TI

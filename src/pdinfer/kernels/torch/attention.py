@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference, row_formats, torch_flash
+from pdinfer.kernels.exact import not_finite
+from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.torch import flash
 
 SCORE_BLOCK_BYTES = 32 << 20
 """The memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a
@@ -43,7 +45,7 @@ def mla_prefill(
     def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
         """Return (k_HSQ, v_HSV) of the first `context` slots of these pages."""
         cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
-        cached = row_formats.latents(cached, latent_rank, q_THQ.dtype)
+        cached = cache_rows.latents(cached, latent_rank, q_THQ.dtype)
         kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
         k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
         return torch.cat((kv[..., :nope], k_rope), -1).transpose(0, 1), kv[..., nope:].transpose(0, 1)
@@ -56,13 +58,13 @@ def mla_prefill(
         first += num_queries
         q_HTQ, out_THV, offset = q_THQ[at].transpose(0, 1), out[at], context - num_queries
 
-        def blocks(table: Tensor = table, context: int = context) -> Iterator[torch_flash.Block]:
+        def blocks(table: Tensor = table, context: int = context) -> Iterator[flash.Block]:
             for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True):
                 position = start * page_size
                 yield position, *keys_values(pages, min(len(pages) * page_size, context - position))
 
-        fused = num_queries and out.is_cpu and out.dtype in torch_flash.DTYPES
-        if fused and torch_flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
+        fused = num_queries and out.is_cpu and out.dtype in flash.DTYPES
+        if fused and flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
             continue
         if len(table) <= block_pages:
             _attend_causal(q_HTQ, *keys_values(table, context), scale, out_THV)
@@ -172,7 +174,7 @@ def mla_decode(
         """Score the rows in pages that begin at position `start`, as `_scored` does."""
         size = pages_BM.shape[1] * page_size
         cached_BSW = pages_PGW.index_select(0, pages_BM.flatten()).view(batch, size, pages_PGW.shape[-1])
-        cached_BSW = row_formats.latents(cached_BSW, latent_rank, q_BQHW.dtype)
+        cached_BSW = cache_rows.latents(cached_BSW, latent_rank, q_BQHW.dtype)
         position_S = torch.arange(start, start + size, device=device, dtype=torch.int64)
         return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, scale)
 
@@ -243,7 +245,7 @@ def mla_sparse(
         pages_TS = page_table_BM[sequence_T[part, None], positions_TS // page_size]
         slots_TS = pages_TS * page_size + positions_TS % page_size
         cached_TSW = rows_NW.index_select(0, slots_TS.flatten()).view(*slots_TS.shape, -1)
-        cached_TSW = row_formats.latents(cached_TSW, latent_rank, out.dtype)
+        cached_TSW = cache_rows.latents(cached_TSW, latent_rank, out.dtype)
         out[part] = _weighed(*_scored(q_THW[part, None], cached_TSW, none_TS[:, None], scale), out[part])
     return out
 
@@ -258,8 +260,8 @@ def index_topk(
     *,
     top_k: int,
 ) -> Tensor:
-    q_TXY = row_formats.index_queries(q_TXY.float(), pages_PGY.dtype)
-    q_TXY = q_TXY + reference.not_finite(q_TXY)
+    q_TXY = cache_rows.index_queries(q_TXY.float(), pages_PGY.dtype)
+    q_TXY = q_TXY + not_finite(q_TXY)
     page_size = pages_PGY.shape[1]
     selected_TS = torch.full(
         (len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device, dtype=torch.int64
@@ -290,8 +292,8 @@ def index_topk_decode(
     *,
     top_k: int,
 ) -> Tensor:
-    q_BQXY = row_formats.index_queries(q_BQXY.float(), pages_PGY.dtype)
-    q_BQXY = q_BQXY + reference.not_finite(q_BQXY)
+    q_BQXY = cache_rows.index_queries(q_BQXY.float(), pages_PGY.dtype)
+    q_BQXY = q_BQXY + not_finite(q_BQXY)
     batch, num_queries = q_BQXY.shape[:2]
     page_size = pages_PGY.shape[1]
     count = min(top_k, page_table_BM.shape[1] * page_size)
@@ -318,8 +320,8 @@ def _index_scores(q_BQXY: Tensor, weights_BQX: Tensor, pages_PGY: Tensor, table_
     block = max(1, SCORE_BLOCK_BYTES // (4 * page_size * q_BNY.shape[:2].numel()))
     for pages_BM in torch.split(table_BM, block, 1):
         size = pages_BM.shape[1] * page_size
-        keys_BSY = row_formats.index_keys(pages_PGY.index_select(0, pages_BM.flatten())).float().view(batch, size, -1)
-        keys_BSY = keys_BSY + reference.not_finite(keys_BSY)
+        keys_BSY = cache_rows.index_keys(pages_PGY.index_select(0, pages_BM.flatten())).float().view(batch, size, -1)
+        keys_BSY = keys_BSY + not_finite(keys_BSY)
         dots_TXS = torch.bmm(q_BNY, keys_BSY.transpose(1, 2)).view(batch * num_queries, num_heads, size)
         scores.append(torch.bmm(weights_T1X, dots_TXS.relu_())[:, 0])
     return torch.cat(scores, -1)

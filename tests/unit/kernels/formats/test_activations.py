@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows
 from tests.conformance.op_suite import draw, for_tma
 
 

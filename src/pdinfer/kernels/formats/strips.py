@@ -1,0 +1,102 @@
+"""Strips: the order in which CPU kernels multiply matrices, 32 rows at a time, a permutation of any numbers.
+
+A tensor of strips is [..., strips, I / 32, parts, 2 / parts, 16, 32]. A strip is 32 rows, 16 of each part where there
+are two matrices, one below the other. For every 32 columns it holds, of each 16 of its rows, 16 pairs of neighbouring
+columns; a pair is 16 rows of 2.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format, Shape
+from pdinfer.values import brief
+
+STRIP = 32
+"""The rows of a strip of weights, and the columns of one of its steps."""
+
+
+def fit(shape: Shape) -> bool:
+    """Return whether matrices of that shape are whole strips."""
+    return shape.parts in (1, 2) and shape.rows % STRIP == shape.columns % STRIP == 0
+
+
+def new_strips(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised strips of matrices that fit."""
+    parts, strips = shape.parts, shape.parts * shape.rows // STRIP
+    size = (shape.experts, strips, shape.columns // STRIP, parts, 2 // parts, 16, STRIP)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def shape_of(strips: Tensor) -> tuple[int, int]:
+    """Return the rows of all parts, and the columns."""
+    count, steps, parts, halves = strips.shape[-6:-2]
+    return 16 * count * parts * halves, STRIP * steps
+
+
+def from_strips(strips: Tensor) -> Tensor:
+    """Return the numbers in their order, [..., O, I], as a new tensor."""
+    in_rows = torch.einsum("...snphwo->...pshonw", _pairs(strips)).contiguous()
+    return in_rows.view(strips.dtype).reshape(*strips.shape[:-6], *shape_of(strips))
+
+
+def into_strips(strips: Tensor, matrix_OI: Tensor) -> None:
+    """Write numbers [..., O, I] to their places."""
+    pairs, in_rows = _pairs(strips), _pairs(matrix_OI.contiguous())
+    count, steps, parts, halves = pairs.shape[-6:-2]
+    in_rows = in_rows.view(*pairs.shape[:-6], parts, count, halves, 16, steps, 16)
+    pairs.copy_(torch.einsum("...pshonw->...snphwo", in_rows))
+
+
+def part_of(strips: Tensor, index: int, parts: int) -> Tensor:
+    """Return a view of one of the `parts` matrices."""
+    return strips.chunk(parts, -4)[index]
+
+
+def _pairs(numbers: Tensor) -> Tensor:
+    """Return a view of each pair of columns as one number."""
+    return numbers.view(torch.int16 if numbers.itemsize == 1 else torch.int32)
+
+
+@attrs.frozen(eq=False)
+class Strips(Format):
+    """Matrices of bfloat16 in the order in which CPU kernels multiply them, in as many bytes."""
+
+    __repr__ = brief
+    name = "strips"
+    strips_of = Plain
+    holds_floats = True
+
+    numbers: Tensor
+
+    @property
+    def parts(self) -> int:
+        return self.numbers.shape[-4]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows of all parts, and the columns."""
+        return shape_of(self.numbers)
+
+    @classmethod
+    def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Strips:
+        return cls(new_strips(shape, dtype, device))
+
+    def ordered(self) -> Tensor:
+        """Return the bfloat16 values in their order, [..., O, I], as a new tensor."""
+        return from_strips(self.numbers)
+
+    def part(self, index: int, parts: int) -> Strips:
+        return Strips(part_of(self.numbers, index, parts))
+
+    def fill(self, value: Format) -> None:
+        """Write the value of a weight of any format to its places."""
+        floats = self.numbers.new_empty(*self.numbers.shape[:-6], *self.shape)
+        value.floats_into(floats)
+        into_strips(self.numbers, floats)
+
+    def floats_into(self, out: Tensor) -> None:
+        out.copy_(self.ordered())
