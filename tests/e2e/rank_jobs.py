@@ -195,7 +195,7 @@ def meet_elsewhere(port: int) -> int:
     dist.destroy_process_group()
     store, rank = dist.TCPStore("127.0.0.1", port, is_master=False), int(os.environ["RANK"])
     first = pd.Topology(rank=rank, world_size=3, dp_size=3).connect(store=dist.PrefixStore("first", store))
-    with pytest.raises(pd.ConfigError, match="begun before: give it the store"):
+    with pytest.raises(pd.ConfigError, match="initialized before: give it to init_process_group"):
         pd.Topology(rank=rank, world_size=3, dp_size=3).connect(store=store)
     first.world.all_reduce(torch.zeros(1, device="cpu"))
     if rank == 0:

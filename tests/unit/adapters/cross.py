@@ -133,7 +133,7 @@ class FakeVLLM:
 
     def wait_at_most(self, *, hold_s: float, lease_s: float) -> None:
         """Change how long a prompt waits for its grant before it is computed, and behind that."""
-        scheduler = self.scheduling.rulesr._scheduler
+        scheduler = self.engine.scheduler._scheduler
         scheduler._settings = attrs.evolve(scheduler._settings, hold_s=hold_s)
         self.engine.worker._worker._sending._lease_s = lease_s
 

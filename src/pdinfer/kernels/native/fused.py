@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import compositions
+from pdinfer.kernels import compositions, reference
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
@@ -24,9 +24,11 @@ _APART: Any = SimpleNamespace(
     rotate=rotate,
     combine_rows=combine_rows,
     store_latent=torch_rows.store_latent,
-    rounded=partial(Ops.rounded, cast(Ops, torch_products)),
+    round_int8=reference.round_int8,
+    round_fp8=torch_products.round_fp8,
 )
 """The ops one by one, for what C does not take in one call."""
+_APART.rounded = partial(Ops.rounded, _APART)
 
 
 def _dense(*tensors: Tensor | None) -> bool:
