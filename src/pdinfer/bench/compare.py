@@ -18,7 +18,7 @@ LENGTHS_WITHIN = 0.02
 
 
 @attrs.frozen(kw_only=True)
-class Row:
+class ComparedRow:
     """One figure of both. `ratio` is second / first. `is_distinct` says whether their 95 % intervals are apart; None
     without repeats of both."""
 
@@ -37,7 +37,7 @@ class Comparison:
 
     __repr__ = brief
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
 
     def __str__(self) -> str:
         """Return a table for people."""
@@ -76,10 +76,10 @@ def compare(first: Summary, second: Summary) -> Comparison:
     return Comparison(rows=tuple(row for row in rows if row is not None))
 
 
-def _row(metric: str, first: Summary, second: Summary) -> Row | None:
+def _row(metric: str, first: Summary, second: Summary) -> ComparedRow | None:
     a, b = getattr(first, metric), getattr(second, metric)
     if a is None or b is None:
         return None
     one, other = first.intervals.get(metric), second.intervals.get(metric)
     apart = None if one is None or other is None else one.high < other.low or other.high < one.low
-    return Row(metric=metric, first=a, second=b, ratio=b / a if a else None, is_distinct=apart)
+    return ComparedRow(metric=metric, first=a, second=b, ratio=b / a if a else None, is_distinct=apart)

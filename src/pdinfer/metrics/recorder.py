@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 
-class Port(Protocol):
+class MeteredPort(Protocol):
     """The part of a port that metrics need."""
 
     @property
@@ -34,7 +34,7 @@ class Observed(Protocol):
     @property
     def stats(self) -> PairingStats: ...
     @property
-    def ports(self) -> Sequence[Port]: ...
+    def ports(self) -> Sequence[MeteredPort]: ...
 
 
 class Recorder:

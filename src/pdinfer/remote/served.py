@@ -60,7 +60,7 @@ _log = logging.getLogger("pdinfer")
 
 
 @runtime_checkable
-class Listener(Protocol):
+class SessionListener(Protocol):
     """The place where clients connect, such as a `multiprocessing.connection.Listener`, whose `authkey` says who
     may."""
 
@@ -70,7 +70,7 @@ class Listener(Protocol):
 @typed
 def serve(
     engine: PrefillEngine | DecodeEngine,
-    connection: MessageStream | Listener | None,
+    connection: MessageStream | SessionListener | None,
     *,
     config: RemoteConfig | None = None,
 ) -> None:
@@ -109,7 +109,7 @@ class _Host(OfOneProcess):
     a new session, and None while commands are obeyed. `dismissed` means that nobody wants the engine any more."""
 
     def __init__(
-        self, engine: PrefillEngine | DecodeEngine, connection: MessageStream | Listener, config: RemoteConfig
+        self, engine: PrefillEngine | DecodeEngine, connection: MessageStream | SessionListener, config: RemoteConfig
     ) -> None:
         self.engine = engine
         self.config = config
@@ -129,10 +129,10 @@ class _Host(OfOneProcess):
         self.exits = threading.current_thread() is threading.main_thread()
         self.is_armed = self.exits and orphan.arm()
         self.session: Session[Command] | None = None
-        self.listener: Listener | None = None
+        self.listener: SessionListener | None = None
         engine.notify(self.inbox.wake)
         engine.tell_computing(self.tell_computing)
-        if isinstance(connection, Listener):
+        if isinstance(connection, SessionListener):
             self.listener = connection
             _start(self.accept)
         else:

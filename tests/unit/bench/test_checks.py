@@ -8,7 +8,7 @@ import pytest
 import pdinfer as pd
 from pdinfer import bench
 from pdinfer.bench import Summary, check
-from pdinfer.bench.compare import Row
+from pdinfer.bench.compare import ComparedRow
 from tests.unit.bench.study import WRONG, rows
 
 
@@ -107,7 +107,7 @@ def test_figures_whose_intervals_overlap_are_not_ranked() -> None:
     def merged(*values: float) -> Summary:
         return bench.merge([msgspec.structs.replace(RUN, mean_ttft_ms=value) for value in values])
 
-    def row(second: Summary) -> Row:
+    def row(second: Summary) -> ComparedRow:
         compared = bench.compare(merged(100.0, 101.0, 102.0), second)
         return next(row for row in compared.rows if row.metric == "mean_ttft_ms")
 

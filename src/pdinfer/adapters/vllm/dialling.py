@@ -24,7 +24,7 @@ MAX_DIALS = 16
 
 
 @attrs.define(eq=False)
-class Door:
+class VLLMDoor:
     """An address, and what came of dialling it last."""
 
     is_dialling: bool = False
@@ -42,13 +42,13 @@ class Doors:
         self._channel = channel
         self._wake = wake
         self._clock = clock
-        self._doors: dict[str, Door] = {}
+        self._doors: dict[str, VLLMDoor] = {}
         self._turns = threading.BoundedSemaphore(MAX_DIALS)
 
     def at(self, endpoint: str) -> PeerAddress | PDInferError | None:
         """Return the peer that is linked at an address, why none is, or None while it is being dialled or waits for
         that. Never waits itself."""
-        door = self._doors.get(endpoint, Door())
+        door = self._doors.get(endpoint, VLLMDoor())
         if door.is_dialling:
             return None
         if door.peer is not None and self._channel.connected(door.peer):
@@ -64,7 +64,7 @@ class Doors:
         threading.Thread(target=self._dial, args=(endpoint, door), name="pdinfer-dial", daemon=True).start()
         return None
 
-    def _dial(self, endpoint: str, door: Door) -> None:
+    def _dial(self, endpoint: str, door: VLLMDoor) -> None:
         try:
             door.peer, door.error = self._channel.links.dial(endpoint, timeout_s=DIAL_S), None
         except PDInferError as error:

@@ -49,7 +49,7 @@ class Terms:
 
 
 @attrs.frozen
-class Load:
+class VLLMLoad:
     """Blocks that wait for a peer: `tokens` of a request belong into `blocks`, the first of which holds the first
     token. `proof` is that of all tokens up to the last of them. `problem` is why it cannot be."""
 
@@ -85,7 +85,7 @@ class Orders:
     set when the step computes nothing and a request waits for its grant, and `lacks_blocks` when one that somebody
     waits for got no blocks."""
 
-    loads: tuple[Load, ...] = ()
+    loads: tuple[VLLMLoad, ...] = ()
     saves: tuple[Save, ...] = ()
     ended: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()

@@ -120,7 +120,7 @@ def _check_all_is_sent(asked: Request | SamplingParams) -> None:
             )
 
 
-class Call:
+class VLLMCall:
     """A body that a server was given. It may be left from any thread, and vLLM ends a request whose connection
     closes."""
 
@@ -177,17 +177,17 @@ class Server:
             raise TransferError(f"vLLM at {self.url} did not say which models it has: {error}") from None
         return length if is_int(length) and length > 1 else None
 
-    def __call__(self, body: Mapping[str, Any], call: Call | None = None) -> None:
+    def __call__(self, body: Mapping[str, Any], call: VLLMCall | None = None) -> None:
         """Have the server compute a prompt. Raises RequestError when it does not take it, TransferError when it cannot
         be reached, fails, or is left."""
-        for _ in self._pieces(body, call or Call()):
+        for _ in self._pieces(body, call or VLLMCall()):
             pass
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
         """Yield what the server says to a body. Raises as a call does."""
-        return self._pieces({**body, "return_tokens_as_token_ids": True, "logprobs": 0}, Call())
+        return self._pieces({**body, "return_tokens_as_token_ids": True, "logprobs": 0}, VLLMCall())
 
-    def _pieces(self, body: Mapping[str, Any], call: Call) -> Iterator[Piece]:
+    def _pieces(self, body: Mapping[str, Any], call: VLLMCall) -> Iterator[Piece]:
         with self._posted({**body, "return_token_ids": True, "stream": True}) as answer, call.heard(answer):
             while line := answer.readline(MAX_LINE_BYTES):
                 data = line.removeprefix(b"data:").strip()
@@ -254,7 +254,7 @@ class Prompts:
         self._num_threads = 0
         self._num_unanswered = 0
         self._dropped: set[bytes] = set()
-        self._calls: dict[bytes, Call] = {}
+        self._calls: dict[bytes, VLLMCall] = {}
 
     def ask(self, room: bytes, body: dict[str, Any]) -> None:
         """Have a prompt computed. Never waits."""
@@ -286,7 +286,7 @@ class Prompts:
 
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None:
-            (room, body), call = asked, Call()
+            (room, body), call = asked, VLLMCall()
             with self._changing:
                 is_dropped = room in self._dropped or not self._max_concurrent
                 self._calls[room] = call
@@ -298,7 +298,7 @@ class Prompts:
                 del self._calls[room]
             self._answered(Answer(room, RequestError("the request was cancelled") if is_dropped else error))
 
-    def _problem(self, body: dict[str, Any], call: Call) -> PDInferError | None:
+    def _problem(self, body: dict[str, Any], call: VLLMCall) -> PDInferError | None:
         """Have vLLM compute a prompt. Return why it did not."""
         try:
             if isinstance(self._complete, Server):

@@ -18,7 +18,7 @@ import attrs
 from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
 from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.memory import EnginePages
-from pdinfer.adapters.vllm.messages import Load, Terms, room_of
+from pdinfer.adapters.vllm.messages import Terms, VLLMLoad, room_of
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
@@ -31,7 +31,7 @@ _log = logging.getLogger("vllm.pdinfer")
 class Incoming:
     """A load. `reason` is set when it was given up and its writers have yet to stop."""
 
-    load: Load
+    load: VLLMLoad
     since: float
     grant: PageGrant | None = None
     reason: str = ""
@@ -67,7 +67,7 @@ class Receiving:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: VLLMLoad) -> None:
         """Ask the prefill for these blocks."""
         self._pages.renew(load.blocks)
         entry = self._waiting[load.req_id] = Incoming(load, self._clock())

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.adapters.vllm.messages import Arrivals, Load, Orders, Save, proof_of
+from pdinfer.adapters.vllm.messages import Arrivals, Orders, Save, VLLMLoad, proof_of
 from pdinfer.adapters.vllm.settings import Ask, Settings, asked
 
 _log = logging.getLogger("vllm.pdinfer")
@@ -75,7 +75,7 @@ class SchedulerHalf:
             start, size = stop - num_external, self._block_size
             blocks = tuple(block_ids[0][start // size : -(-stop // size)])
             proof = "" if ask.problem else proof_of(request.prompt_token_ids[:stop])
-            load = Load(req_id, ask.room, ask.prefill, proof, (start, stop), blocks, ask.problem)
+            load = VLLMLoad(req_id, ask.room, ask.prefill, proof, (start, stop), blocks, ask.problem)
             self._next = attrs.evolve(self._next, loads=(*self._next.loads, load))
             self._loaded.add(req_id)
             self._loading.add(req_id)

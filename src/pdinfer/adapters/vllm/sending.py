@@ -47,7 +47,7 @@ class Outgoing:
     transfer: Transfer | None = None
 
 
-class Sending:
+class VLLMSending:
     """The saves of one worker. Everything is called from vLLM's thread. Nothing waits, but `preempted` may for
     DRAIN_S."""
 

@@ -17,7 +17,7 @@ from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
 from pdinfer.adapters.vllm.messages import Arrivals, Orders
 from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.adapters.vllm.receiving import Receiving
-from pdinfer.adapters.vllm.sending import Sending
+from pdinfer.adapters.vllm.sending import VLLMSending
 from pdinfer.adapters.vllm.settings import Settings
 from pdinfer.checkpoint.reader import SAMPLE_BYTES
 from pdinfer.errors import ConfigError
@@ -94,7 +94,7 @@ class WorkerHalf:
             rank=self._rank,
             num_workers=self._num_workers,
         )
-        self._sending = Sending(self.channel, self._counts, hold_s=settings.hold_s, lease_s=settings.lease_s)
+        self._sending = VLLMSending(self.channel, self._counts, hold_s=settings.hold_s, lease_s=settings.lease_s)
         self._is_open = True
 
     # -- a step, in the order in which vLLM calls -------------------------------------------------------------------

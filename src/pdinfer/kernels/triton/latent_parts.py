@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-class Shape(NamedTuple):
+class PartsShape(NamedTuple):
     """Sizes of decode attention that a kernel is compiled for. `rows` are queries times heads of a sequence. Latents
     and rotary keys are loaded in blocks that TMA fills up with zeros. With `upcast` products are those of float32
     numbers."""

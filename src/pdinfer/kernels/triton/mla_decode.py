@@ -19,7 +19,7 @@ from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kernels.triton import configs
-from pdinfer.kernels.triton.latent_parts import Shape, attend_in_shared_memory, attend_through_registers, weigh
+from pdinfer.kernels.triton.latent_parts import PartsShape, attend_in_shared_memory, attend_through_registers, weigh
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.tiles import padded
 
@@ -96,7 +96,7 @@ def mla_decode(
         scale * math.log2(math.e),
         pages_PGW.shape[0] * page_size,
         page_table_BM.stride(0),
-        S=Shape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, packed, upcast),
+        S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, packed, upcast),
         **cut.config.constants | tokens,
     )
     if lse is not None:

@@ -17,7 +17,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.growth import Growth
 from pdinfer.planning.simulation.job import Job, Spell
-from pdinfer.planning.simulation.pages import Held, Pages
+from pdinfer.planning.simulation.pages import Held, SimPages
 from pdinfer.planning.simulation.world import DecodeState, World
 from pdinfer.scheduling.decode import DecodeScheduler, SequenceState
 from pdinfer.scheduling.rules import withheld_pages
@@ -36,7 +36,7 @@ class Decode:
     """One engine. `ends` has when each of its steps ended. Requests in `landed` have all their KV and join the next
     step; until then they are granted, too. It counts the pages of its scheduler (`SequencePages`)."""
 
-    def __init__(self, number: int, model: EngineModel, pages: Pages, world: World, *, shares_pool: bool) -> None:
+    def __init__(self, number: int, model: EngineModel, pages: SimPages, world: World, *, shares_pool: bool) -> None:
         config = model.engine
         self.number, self.pages, self.model = number, pages, model
         self.page_size = model.cache.page_size

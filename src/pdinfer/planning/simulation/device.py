@@ -6,7 +6,7 @@ import attrs
 
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.prefill import Prefill
-from pdinfer.planning.simulation.world import Engine
+from pdinfer.planning.simulation.world import SimEngine
 
 
 @attrs.define(eq=False)
@@ -16,14 +16,14 @@ class Device:
 
     prefill: Prefill
     decode: Decode
-    busy: Engine | None = None
-    last: Engine | None = None
+    busy: SimEngine | None = None
+    last: SimEngine | None = None
 
-    def release(self, engine: Engine) -> None:
+    def release(self, engine: SimEngine) -> None:
         """End the engine's step."""
         self.busy, self.last = None, engine
 
-    def may_begin(self, engine: Engine, now_s: float) -> bool:
+    def may_begin(self, engine: SimEngine, now_s: float) -> bool:
         """Return whether the engine may begin a step now. If not, it may at the end of the step under way."""
         if self.busy is self.decode and engine is self.prefill:
             self.decode.cut(now_s)

@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 
 @attrs.define(eq=False)
-class Transfer:
+class SimTransfer:
     """Bytes of one prompt. `done_s` is when the last of them left, None before."""
 
     pair: Pair
@@ -24,20 +24,20 @@ class Transfer:
     done_s: float | None = None
 
 
-class Links:
+class SimLinks:
     """The transfers of a cluster. Times that are passed in never decrease."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._queues: dict[Pair, deque[Transfer]] = {}
+        self._queues: dict[Pair, deque[SimTransfer]] = {}
         self._rates: dict[Pair, float] = {}
         self._now_s = 0.0
         self.backlog: dict[Pair, float] = {}
         self.sent_bytes = 0.0
 
-    def send(self, now_s: float, pair: Pair, num_bytes: float) -> Transfer:
+    def send(self, now_s: float, pair: Pair, num_bytes: float) -> SimTransfer:
         """Begin a transfer. Call `advance` first."""
-        transfer = Transfer(pair, num_bytes)
+        transfer = SimTransfer(pair, num_bytes)
         queue = self._queues.get(pair)
         self.backlog[pair] = self.backlog.get(pair, 0.0) + num_bytes
         if queue is None:
@@ -52,10 +52,10 @@ class Links:
         ends = (queue[0].left_bytes / self._rates[pair] for pair, queue in self._queues.items())
         return self._now_s + min(ends, default=math.inf)
 
-    def advance(self, now_s: float) -> list[Transfer]:
+    def advance(self, now_s: float) -> list[SimTransfer]:
         """Go on to `now_s`, and return the transfers that are done by then. Call it at every `next_s`."""
         took_s, self._now_s = now_s - self._now_s, now_s
-        done: list[Transfer] = []
+        done: list[SimTransfer] = []
         for pair in list(self._queues):
             queue, sent = self._queues[pair], self._rates[pair] * took_s
             self.backlog[pair] -= sent

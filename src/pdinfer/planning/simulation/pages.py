@@ -65,7 +65,7 @@ class Held:
     num_own: int = 0
 
 
-class Pages:
+class SimPages:
     """`num_free + num_cached + num_used == num_pages`. Domains know nothing of each other's runs."""
 
     def __init__(self, num_pages: int, *, prefix_cache: bool = True) -> None:

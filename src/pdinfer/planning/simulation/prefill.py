@@ -11,16 +11,16 @@ import attrs
 
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.job import Job
-from pdinfer.planning.simulation.links import Transfer
-from pdinfer.planning.simulation.pages import Held, Pages
-from pdinfer.planning.simulation.world import World as BaseWorld
+from pdinfer.planning.simulation.links import SimTransfer
+from pdinfer.planning.simulation.pages import Held, SimPages
+from pdinfer.planning.simulation.world import World
 from pdinfer.scheduling.prefill import PrefillScheduler, ScheduledPrompt
 from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import PrefillCost
 
 
 @attrs.define(eq=False, kw_only=True)
-class Prompt(ScheduledPrompt):
+class SimPrompt(ScheduledPrompt):
     """One attempt of a request here. All but `num_uncached` of its tokens were in the pages when it came. Those up to
     `num_pushed` are at decode or on the way. `pushes` are the tokens that the newest step pushes, by `transfer`. The
     engine took it in step `taken` and admitted it in step `admitted`; -1 is not yet. `held` is what it found of the
@@ -34,22 +34,22 @@ class Prompt(ScheduledPrompt):
     taken: int = -1
     admitted: int = -1
     pushes: int = 0
-    transfer: Transfer | None = None
+    transfer: SimTransfer | None = None
 
 
-class World(BaseWorld, Protocol):
+class PrefillWorld(World, Protocol):
     """What prefills ask of their simulation besides."""
 
-    def is_full(self, prompt: Prompt, /) -> bool:
+    def is_full(self, prompt: SimPrompt, /) -> bool:
         """Return whether more than `send_window_bytes` wait for the decode of this prompt."""
 
-    def push(self, prompt: Prompt, now_s: float) -> None:
+    def push(self, prompt: SimPrompt, now_s: float) -> None:
         """Send `prompt.pushes` tokens while the step computes them."""
 
     def settle(self, job: Job, now_s: float) -> None:
         """Tell the decode that has given a request up that nobody writes its pages any more."""
 
-    def hand_off(self, prompt: Prompt, now_s: float) -> None:
+    def hand_off(self, prompt: SimPrompt, now_s: float) -> None:
         """Tell decode that a prompt is computed. `Prefill.sent` is called once its last byte has left."""
 
 
@@ -57,11 +57,13 @@ class Prefill:
     """One engine. Prompts hold their pages until they are sent. `num_changes` grows with whatever a policy could see.
     It counts the pages of its scheduler (`PromptPages`)."""
 
-    def __init__(self, number: int, model: EngineModel, pages: Pages, world: World, *, shares_pool: bool) -> None:
+    def __init__(
+        self, number: int, model: EngineModel, pages: SimPages, world: PrefillWorld, *, shares_pool: bool
+    ) -> None:
         self.number, self.pages, self.model, self._config = number, pages, model, model.engine
         self.page_size = model.cache.page_size
         self.speed, self.due_s = 1.0, math.inf
-        self.scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self, model.engine, lambda: world.now_s)
+        self.scheduler: PrefillScheduler[SimPrompt] = PrefillScheduler(self, model.engine, lambda: world.now_s)
         self.is_full = world.is_full
         self.num_changes = 0
         self._world = world
@@ -70,18 +72,18 @@ class Prefill:
             pages.num_pages, page_size=self.page_size, max_total_tokens=model.engine.max_total_tokens
         )
         self._num_arrivals = 0
-        self._step: list[tuple[Prompt, int]] = []
-        self._new: list[Prompt] = []
-        self._stopped: list[Prompt] = []
+        self._step: list[tuple[SimPrompt, int]] = []
+        self._new: list[SimPrompt] = []
+        self._stopped: list[SimPrompt] = []
         self._num_begun = 0
-        self._sent: deque[tuple[float, Prompt]] = deque()
+        self._sent: deque[tuple[float, SimPrompt]] = deque()
         self._began_s = 0.0
 
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a prompt for which decode has granted pages."""
         self.num_changes += 1
         taken_s = now_s if self.due_s == math.inf else self.due_s  # what was left at the grant counts from there on
-        prompt = Prompt(
+        prompt = SimPrompt(
             job=job,
             room=job.room,
             arrival=self._num_arrivals,
@@ -123,7 +125,7 @@ class Prefill:
                 self._world.hand_off(prompt, now_s)
         self._world.soon(self)
 
-    def sent(self, prompt: Prompt, now_s: float) -> None:
+    def sent(self, prompt: SimPrompt, now_s: float) -> None:
         """Note that nothing reads the pages of a prompt any more. The next step that begins later returns them, and
         others find them from then on."""
         self._sent.append((now_s, prompt))
@@ -214,11 +216,11 @@ class Prefill:
         if step:
             self._run(step, now_s)
 
-    def _plan(self, now_s: float) -> list[tuple[Prompt, int]]:
+    def _plan(self, now_s: float) -> list[tuple[SimPrompt, int]]:
         self._admit(now_s)
         return self.scheduler.plan(None)
 
-    def _run(self, step: list[tuple[Prompt, int]], now_s: float) -> None:
+    def _run(self, step: list[tuple[SimPrompt, int]], now_s: float) -> None:
         self._step, self._began_s = step, now_s
         took_s = seconds("prefill_s", self.model.step_s, _rows(step)) / self.speed
         noise = self._world.chance.noise(1)
@@ -251,21 +253,21 @@ class Prefill:
         """Pages that can be had; zero or less when there are none."""
         return self.pages.num_available - self._num_withheld
 
-    def num_needed(self, prompt: Prompt, /) -> int:
+    def num_needed(self, prompt: SimPrompt, /) -> int:
         """Return how many available pages the prompt takes when it starts: none in a pool shared with decode."""
         if self._shares_pool:
             return 0
         found = self._find(prompt)
         return -(-prompt.num_tokens // self.page_size) - found.num_known + self.pages.num_unused(found)
 
-    def _find(self, prompt: Prompt) -> Held:
+    def _find(self, prompt: SimPrompt) -> Held:
         if not self._shares_pool:
             keys, size = prompt.job.keys(self.page_size, prompt.num_tokens), self.page_size
             prompt.held = self.pages.find(keys, (prompt.num_tokens - 1) // size)
         return prompt.held
 
 
-def _rows(step: Sequence[tuple[Prompt, int]]) -> StepRows:
+def _rows(step: Sequence[tuple[SimPrompt, int]]) -> StepRows:
     num_tokens = num_context = num_pairs = 0
     for prompt, count in step:
         num_tokens += count

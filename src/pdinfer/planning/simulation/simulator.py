@@ -21,12 +21,12 @@ from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster
 from pdinfer.planning.simulation.device import Device
 from pdinfer.planning.simulation.job import Job
-from pdinfer.planning.simulation.links import Links, Transfer
-from pdinfer.planning.simulation.pages import Pages
-from pdinfer.planning.simulation.prefill import Prefill, Prompt
+from pdinfer.planning.simulation.links import SimLinks, SimTransfer
+from pdinfer.planning.simulation.pages import SimPages
+from pdinfer.planning.simulation.prefill import Prefill, SimPrompt
 from pdinfer.planning.simulation.records import record_of
 from pdinfer.planning.simulation.view import View
-from pdinfer.planning.simulation.world import Engine
+from pdinfer.planning.simulation.world import SimEngine
 from pdinfer.progress import Tell, nobody
 from pdinfer.scheduling.rules import by_age, order_of
 
@@ -52,7 +52,7 @@ class Simulator:
         self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._num_pushed = 0
-        self._soon: dict[Engine, None] = {}
+        self._soon: dict[SimEngine, None] = {}
         self.chance = Chance(cluster, seed)
         decode_pages = [_pool(cluster, "decode") for _ in range(cluster.num_decodes)]
         prefill_pages = (
@@ -69,9 +69,9 @@ class Simulator:
         pairs = zip(self.prefills, self.decodes, strict=False)
         self._devices = [Device(*pair) for pair in pairs] if cluster.colocated else []
         rate = None if cluster.colocated else cluster.network.bytes_per_s
-        self.links = None if rate is None else Links(rate)
+        self.links = None if rate is None else SimLinks(rate)
         self._links_due_s = math.inf
-        self._landing: dict[Transfer, tuple[Prompt, float]] = {}
+        self._landing: dict[SimTransfer, tuple[SimPrompt, float]] = {}
         self.pushed_tokens = self.landed_tokens = 0
         self._view = View(cluster, self.prefills, self.decodes, self.links, policy)
         self._queue: list[Job] = []
@@ -110,26 +110,26 @@ class Simulator:
 
     # -- the world of engines ----------------------------------------------------------------------------------------
 
-    def wake(self, engine: Engine, at_s: float) -> None:
+    def wake(self, engine: SimEngine, at_s: float) -> None:
         """Call `engine.wake` then. Its device is busy until then."""
         if self._devices:
             self._devices[engine.number].busy = engine
         self._at(at_s, self._wake, engine)
 
-    def _wake(self, now_s: float, engine: Engine) -> None:
+    def _wake(self, now_s: float, engine: SimEngine) -> None:
         if self._devices and engine.due_s == now_s:
             self._devices[engine.number].release(engine)
         engine.wake(now_s)
 
-    def soon(self, engine: Engine) -> None:
+    def soon(self, engine: SimEngine) -> None:
         """Call `engine.begin` once everything has happened that happens now."""
         self._soon[engine] = None
 
-    def may_begin(self, engine: Engine, now_s: float) -> bool:
+    def may_begin(self, engine: SimEngine, now_s: float) -> bool:
         """Return whether the engine's device is free. If it is not, the engine begins when it is."""
         return not self._devices or self._devices[engine.number].may_begin(engine, now_s)
 
-    def is_alone(self, engine: Engine) -> bool:
+    def is_alone(self, engine: SimEngine) -> bool:
         """Return whether nobody else has work for the engine's device."""
         return not self._devices or self._devices[engine.number].is_alone()
 
@@ -145,7 +145,7 @@ class Simulator:
         """Let the host learn this then."""
         self._at(at_s, self._told, ([(job, job.room) for job in granted], ended))
 
-    def is_full(self, prompt: Prompt, /) -> bool:
+    def is_full(self, prompt: SimPrompt, /) -> bool:
         """Return whether more than `send_window_bytes` wait for the decode of this prompt."""
         if self.links is None:
             return False
@@ -154,7 +154,7 @@ class Simulator:
 
     # -- links -------------------------------------------------------------------------------------------------------
 
-    def push(self, prompt: Prompt, now_s: float) -> None:
+    def push(self, prompt: SimPrompt, now_s: float) -> None:
         """Send `prompt.pushes` tokens while the step computes them."""
         self.pushed_tokens += prompt.pushes
         if self.links is not None:
@@ -163,7 +163,7 @@ class Simulator:
             prompt.transfer = self.links.send(now_s, pair, prompt.pushes * self.cluster.network.token_bytes)
             self._watch_links()
 
-    def hand_off(self, prompt: Prompt, now_s: float) -> None:
+    def hand_off(self, prompt: SimPrompt, now_s: float) -> None:
         """Let a prompt that is computed land when its bytes have left; the last push begins only now."""
         network, transfer = self.cluster.network, prompt.transfer
         if self.links is None or network.bytes_per_s is None:
@@ -204,7 +204,7 @@ class Simulator:
                 if prefill.scheduler.queue:
                     prefill.poke()
 
-    def _land(self, now_s: float, prompt: Prompt) -> None:
+    def _land(self, now_s: float, prompt: SimPrompt) -> None:
         job = prompt.job
         self.prefills[job.prefill].sent(prompt, now_s)
         if job.outcome != "unfinished":
@@ -389,6 +389,6 @@ def _turn(job: Job) -> tuple[int, bool, float, int]:
     return order_of(job.priority, job.sent_s, job.deadline_at, job.number, is_new=not job.num_output)
 
 
-def _pool(cluster: Cluster, side: str) -> Pages:
+def _pool(cluster: Cluster, side: str) -> SimPages:
     model = cluster.prefill if side == "prefill" else cluster.decode
-    return Pages(model.num_pages, prefix_cache=model.cache.prefix_cache)
+    return SimPages(model.num_pages, prefix_cache=model.cache.prefix_cache)

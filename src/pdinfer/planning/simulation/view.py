@@ -10,7 +10,7 @@ from pdinfer.pairing.policy import Policy
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.job import Job
-from pdinfer.planning.simulation.links import Links as Transfers
+from pdinfer.planning.simulation.links import SimLinks
 from pdinfer.planning.simulation.prefill import Prefill
 from pdinfer.stats import DecodeLoad, Links, PrefillLoad, QueuedSizes
 from pdinfer.types import Choice, Link, PeerAddress, RequestShape
@@ -28,7 +28,7 @@ class View:
         cluster: Cluster,
         prefills: Sequence[Prefill],
         decodes: Sequence[Decode],
-        transfers: Transfers | None,
+        transfers: SimLinks | None,
         policy: Policy,
     ) -> None:
         self._cluster, self._policy, self._transfers = cluster, policy, transfers

@@ -11,7 +11,7 @@ from pdinfer.planning.simulation.chance import Chance
 from pdinfer.planning.simulation.job import Job
 
 
-class Engine(Protocol):
+class SimEngine(Protocol):
     """An engine of either side. `due_s` is when the step or burst under way ends, infinity without one."""
 
     number: int
@@ -31,10 +31,10 @@ class World(Protocol):
     now_s: float
     chance: Chance
 
-    def wake(self, engine: Engine, at_s: float) -> None:
+    def wake(self, engine: SimEngine, at_s: float) -> None:
         """Call `engine.wake` then. Its device is busy until then."""
 
-    def soon(self, engine: Engine) -> None:
+    def soon(self, engine: SimEngine) -> None:
         """Call `engine.begin` once everything has happened that happens now."""
 
     def tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
@@ -43,10 +43,10 @@ class World(Protocol):
     def abort(self, job: Job, now_s: float) -> None:
         """Let the prefill of a granted request stop. `Decode.settle` is called when it has."""
 
-    def may_begin(self, engine: Engine, now_s: float) -> bool:
+    def may_begin(self, engine: SimEngine, now_s: float) -> bool:
         """Return whether the engine's device is free. If it is not, the engine begins when it is."""
 
-    def is_alone(self, engine: Engine) -> bool:
+    def is_alone(self, engine: SimEngine) -> bool:
         """Return whether nobody else has work for the engine's device."""
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdinfer.planning.simulation.links import Links, shares
+from pdinfer.planning.simulation.links import SimLinks, shares
 
 
 def test_every_pair_gets_what_its_fullest_end_leaves() -> None:
@@ -18,7 +18,7 @@ def test_every_pair_gets_what_its_fullest_end_leaves() -> None:
 
 
 def test_a_transfer_alone_takes_its_bytes_over_the_rate() -> None:
-    links = Links(100.0)
+    links = SimLinks(100.0)
     transfer = links.send(0.0, (0, 0), 50.0)
     assert links.next_s() == pytest.approx(0.5)
     assert links.advance(links.next_s()) == [transfer]
@@ -27,7 +27,7 @@ def test_a_transfer_alone_takes_its_bytes_over_the_rate() -> None:
 
 
 def test_two_prefills_halve_a_decode_until_one_is_done() -> None:
-    links = Links(100.0)
+    links = SimLinks(100.0)
     short, long = links.send(0.0, (0, 0), 50.0), links.send(0.0, (1, 0), 100.0)
     assert links.advance(links.next_s()) == [short]
     assert short.done_s == pytest.approx(1.0)
@@ -36,7 +36,7 @@ def test_two_prefills_halve_a_decode_until_one_is_done() -> None:
 
 
 def test_transfers_of_one_pair_follow_each_other() -> None:
-    links = Links(100.0)
+    links = SimLinks(100.0)
     first, second = links.send(0.0, (0, 0), 50.0), links.send(0.0, (0, 0), 50.0)
     assert links.backlog[0, 0] == 100.0
     assert links.advance(0.5) == [first]

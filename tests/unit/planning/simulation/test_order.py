@@ -9,7 +9,7 @@ from pdinfer.bench.traces import Arrival
 from pdinfer.config import CacheConfig, EngineConfig
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.job import Job
-from pdinfer.planning.simulation.pages import Pages
+from pdinfer.planning.simulation.pages import SimPages
 from pdinfer.planning.simulation.prefill import Prefill
 
 WORLD: Any = SimpleNamespace(soon=lambda _: None, is_full=lambda _: False, now_s=5.0)
@@ -23,14 +23,14 @@ def job_of(number: int, *, output: int = 0) -> Job:
 
 
 def test_prompts_wait_at_prefill_by_age_behind_those_that_stream() -> None:
-    prefill = Prefill(0, MODEL, Pages(64), WORLD, shares_pool=False)
+    prefill = Prefill(0, MODEL, SimPages(64), WORLD, shares_pool=False)
     for number, (output, now_s) in enumerate([(0, 1.0), (0, 1.0), (2, 3.0), (0, 0.5), (2, 2.0)]):
         prefill.submit(job_of(number, output=output), now_s)
     assert [prompt.job.number for prompt in prefill.scheduler.queue] == [4, 2, 3, 0, 1]
 
 
 def test_a_request_that_moves_to_another_decode_is_new_there_but_for_its_tokens() -> None:
-    decode, jobs = Decode(0, MODEL, Pages(64), WORLD, shares_pool=False), [job_of(4), job_of(5), job_of(6, output=7)]
+    decode, jobs = Decode(0, MODEL, SimPages(64), WORLD, shares_pool=False), [job_of(4), job_of(5), job_of(6, output=7)]
     for job, now_s in zip(jobs, (5.0, 4.0, 6.0), strict=True):
         job.attempts = job.num_taken_over = 2
         decode.submit(job, now_s)

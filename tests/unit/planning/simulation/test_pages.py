@@ -7,14 +7,14 @@ import random
 import pytest
 
 from pdinfer.errors import PDInferError
-from pdinfer.planning.simulation.pages import Held, Keys, Pages
+from pdinfer.planning.simulation.pages import Held, Keys, SimPages
 
 
 def keys(*blocks: tuple[str, int]) -> Keys:
     return Keys(tuple(name for name, _ in blocks), tuple(end for _, end in blocks))
 
 
-def hold(pages: Pages, wanted: Keys, num_pages: int) -> Held:
+def hold(pages: SimPages, wanted: Keys, num_pages: int) -> Held:
     """Take what a sequence of `num_pages` pages needs beyond what is known, as an engine does."""
     found = pages.find(wanted, num_pages - 1)
     needed = num_pages - found.num_known
@@ -26,7 +26,7 @@ def hold(pages: Pages, wanted: Keys, num_pages: int) -> Held:
 
 
 def test_a_prompt_finds_the_blocks_that_it_shares() -> None:
-    pages = Pages(100)
+    pages = SimPages(100)
     first = hold(pages, keys(("a", 4), ("b", 8), ("c", 12)), 13)
     pages.keep(first, keys(("a", 4), ("b", 8), ("c", 12)))
     assert (pages.num_used, pages.num_cached, pages.num_free) == (13, 0, 87)
@@ -40,7 +40,7 @@ def test_a_prompt_finds_the_blocks_that_it_shares() -> None:
 
 
 def test_the_page_of_the_last_token_is_never_found() -> None:
-    pages = Pages(100)
+    pages = SimPages(100)
     whole = keys(("a", 4), ("b", 8))
     first = hold(pages, whole, 8)
     pages.keep(first, whole)
@@ -54,7 +54,7 @@ def test_the_page_of_the_last_token_is_never_found() -> None:
 
 
 def test_what_two_sequences_computed_is_kept_once() -> None:
-    pages, whole = Pages(100), keys(("a", 4), ("b", 8))
+    pages, whole = SimPages(100), keys(("a", 4), ("b", 8))
     first, second = hold(pages, whole, 9), hold(pages, whole, 9)
     pages.keep(first, whole)
     pages.keep(second, whole)
@@ -65,7 +65,7 @@ def test_what_two_sequences_computed_is_kept_once() -> None:
 
 
 def test_the_longest_at_rest_goes_first_and_its_end_before_its_beginning() -> None:
-    pages = Pages(20)
+    pages = SimPages(20)
     for name in "ab":
         held = hold(pages, keys((name, 8)), 8)
         pages.keep(held, keys((name, 8)))
@@ -81,7 +81,7 @@ def test_the_longest_at_rest_goes_first_and_its_end_before_its_beginning() -> No
 
 
 def test_domains_share_memory_and_no_pages() -> None:
-    pages, whole = Pages(20), keys(("a", 8))
+    pages, whole = SimPages(20), keys(("a", 8))
     held = hold(pages, whole, 8)
     pages.keep(held, whole, "one")
     assert pages.find(whole, 100, "other").num_known == 0
@@ -89,14 +89,14 @@ def test_domains_share_memory_and_no_pages() -> None:
 
 
 def test_a_pool_gives_no_page_that_is_in_use() -> None:
-    pages = Pages(10)
+    pages = SimPages(10)
     hold(pages, keys(("a", 8)), 8)
     with pytest.raises(PDInferError, match="3 pages asked for, 2 of 10"):
         pages.take(3)
 
 
 def test_without_a_cache_nothing_is_kept() -> None:
-    pages, whole = Pages(10, prefix_cache=False), keys(("a", 8))
+    pages, whole = SimPages(10, prefix_cache=False), keys(("a", 8))
     held = hold(pages, whole, 8)
     pages.keep(held, whole)
     pages.release(held)
@@ -106,7 +106,7 @@ def test_without_a_cache_nothing_is_kept() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_page_is_counted_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
-    pages, holding = Pages(60), []
+    pages, holding = SimPages(60), []
     for _ in range(400):
         if holding and rng.random() < 0.5:
             held, wanted = holding.pop(rng.randrange(len(holding)))
