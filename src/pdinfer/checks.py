@@ -153,6 +153,10 @@ def _sentence(what: str, hint: Any, value: object) -> str:
     kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     kind = re.sub(r"\b(?:\w+\.)+", "", kind)  # where a type lives is not what a host writes
     advice = f"; make an object of it first: {value.__name__}(...)" if isinstance(value, type) else ""
+    if getattr(hint, "_is_protocol", False) and not advice:  # somebody's own: most of it may be there
+        names = sorted(_members(hint))
+        missing = [name for name in names if not hasattr(value, name)]
+        advice = f", which has no {', '.join(missing)}" if 0 < len(missing) < len(names) else ""
     return f"{what} must be {kind}, got {clip(value)}{advice}"
 
 
