@@ -223,6 +223,10 @@ CASES: dict[str, Case] = (
         "linear_fp8_strips": (fp8_strips, (whole(5, 160), *of_strips(), draw(2, 2).abs())),
         "linear_fp8_strips of many rows": (fp8_strips, (whole(25, 160), *of_strips(), draw(2, 2).abs())),
         "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
+        "mla_decode of two groups": (
+            decode,
+            (draw(2, 1, 7, 64).bfloat16(), draw(2, 1, 7, 32).bfloat16(), PAGES, TABLE),
+        ),
         "mla_prefill": (prefill, (draw(55, 5, 66).bfloat16(), PAGES, draw(5 * 98, 64).bfloat16() / 8, TABLE)),
     }
     | {

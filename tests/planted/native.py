@@ -210,19 +210,19 @@ MUTANTS = [
         "decode by floats takes even values of a token for odd ones",
         "left = odd(load_pairs(one)), right = odd(load_pairs(other));",
         "left = even(load_pairs(one)), right = odd(load_pairs(other));",
-        f"{BODIES}::test_attention",
+        f"{SHAPES}::test_every_body_that_this_cpu_can_run_gives_what_its_own_gives",
     ),
     Mutant(
         "decode by floats leaves values in the order of its sums",
         "store(to, load(to) + FIRST_OF(acc[a][0], acc[a][1]));",
         "store(to, load(to) + acc[a][0]);",
-        f"{BODIES}::test_attention",
+        f"{SHAPES}::test_every_body_that_this_cpu_can_run_gives_what_its_own_gives",
     ),
     Mutant(
         "decode by floats weighs the values of other heads",
         "value_heads, weights + h * (TOKENS / PER), token",
         "value_heads, weights, token",
-        f"{BODIES}::test_attention",
+        f"{SHAPES}::test_every_body_that_this_cpu_can_run_gives_what_its_own_gives",
     ),
     Mutant(
         "decode by floats loses one of five heads",
