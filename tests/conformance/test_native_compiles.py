@@ -35,6 +35,7 @@ QUICK = {
     "x86-64": ("-march=x86-64",),
     "x86-64-v3": ("-march=x86-64-v3",),
     "Zen 4 as gcc 12 sees it": ZEN_4,
+    "Skylake": ("-march=skylake-avx512",),
     "Cooper Lake with AMX": ("-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "this CPU": ("-march=native",),
 }
@@ -49,7 +50,6 @@ OTHERS = {
     "Zen 5 as gcc 12 sees it": (*ZEN_4, "-mavx512vp2intersect", "-mavxvnni"),
     "Zen 5": ("-march=znver5",),
     "Haswell": ("-march=haswell",),
-    "Skylake": ("-march=skylake-avx512",),
     "Ice Lake": ("-march=icelake-server",),
     "Cooper Lake": ("-march=cooperlake",),
     "Sapphire Rapids": ("-march=sapphirerapids",),
