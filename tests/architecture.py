@@ -192,7 +192,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("floats",),
         ("format",),
     ),
-    "kernels.native": (("ops",), ("products", "fused"), ("rows", "draws"), ("build", "calls")),
+    "kernels.native": (("ops",), ("attention",), ("products", "fused"), ("rows", "draws"), ("build", "calls")),
     "kernels.triton": (
         ("provider",),
         ("grouped",),

@@ -6,7 +6,7 @@ the ops that were chosen and is the specification.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -57,6 +57,61 @@ class NormRotateStore(Protocol):
         """Write token t's latent c after `rms_norm`, and its key k after `rotate` (of interleaved pairs), to its slot
         as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
         c and k may be views of wider rows. Mutates `pages_PGW` alone."""
+
+
+class MLAAbsorbed(Protocol):
+    """Attends with the queries of a decode step."""
+
+    def __call__(
+        self,
+        q_THQ: Tensor,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        pages_PGW: Tensor,
+        page_table_BM: Tensor,
+        context_lens_B: Tensor,
+        k_b_HNC: Tensor,
+        v_b_HVC: Tensor,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Return heads_out(o, v_b) -> [T, H, V], where o is `mla_decode` of the last T / B tokens of each sequence. Of
+        each query the first N values come into the latent space by heads_in(q, k_b), and the others are rotated."""
+
+
+class GatedMLP(Protocol):
+    """Runs an MLP whose weights have one format of floats."""
+
+    def __call__(self, x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
+        """Return linear(gated_silu(linear(x, gate_up)), down) -> [T, D]. gate_up is [2I, D] in two parts, down is
+        [D, I]."""
+
+
+class ChooseExperts(Protocol):
+    """Is a router."""
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        *,
+        sigmoid: bool,
+        top_k: int,
+        num_groups: int,
+        top_k_groups: int,
+        normalize: bool,
+        scaling_factor: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `route` makes of the logits x @ weight.T, computed in float32. Weights are float32."""
+
+
+class SortRows(Protocol):
+    """Sorts rows by expert."""
+
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (x_SD, counts_E, row_TK): the rows in the order that `group_rows` assigns, how many each expert has,
+        and the row of each choice."""
 
 
 class CombineExperts(Protocol):

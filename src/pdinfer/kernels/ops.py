@@ -32,9 +32,13 @@ from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
 from pdinfer.kernels.fused import (
     AddRMSNorm,
     AddRMSNormFP8,
+    ChooseExperts,
     CombineExperts,
+    GatedMLP,
     GatedSiluFP8,
+    MLAAbsorbed,
     NormRotateStore,
+    SortRows,
 )
 from pdinfer.values import brief
 
@@ -417,6 +421,10 @@ class Ops:
     add_rms_norm_fp8: AddRMSNormFP8
     gated_silu_fp8: GatedSiluFP8
     norm_rotate_store: NormRotateStore
+    mla_absorbed: MLAAbsorbed
+    gated_mlp: GatedMLP
+    choose_experts: ChooseExperts
+    sort_rows: SortRows
     combine_experts: CombineExperts
 
     def __attrs_post_init__(self) -> None:

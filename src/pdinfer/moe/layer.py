@@ -51,8 +51,9 @@ class Router:
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen logical experts and their weights: ids_TK int64, weights_TK float32."""
         config = self.config
-        return self.ops.route(
-            self.ops.linear(x_TD.float(), self.weight_ED),
+        return self.ops.choose_experts(
+            x_TD,
+            self.weight_ED,
             self.bias_E,
             sigmoid=config.scoring_func is ScoringFunc.SIGMOID,
             top_k=config.num_experts_per_tok,

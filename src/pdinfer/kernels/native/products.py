@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -22,11 +23,10 @@ from pdinfer.kernels.native.rows import gated_silu
 from pdinfer.kernels.torch import experts as torch_experts
 from pdinfer.kernels.torch import products as torch_products
 
-FEW_ROWS = 16
-"""Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
-bfloat16 the library says which it serves."""
 FEW_IN_ALL = 512
 """Up to this many rows of all experts are served on every CPU, since no expert is likely to have many of them."""
+FEW_OF_ONE = 64
+"""Up to this many rows an MLP runs as one expert, if that is served."""
 FEW_HEAD_ROWS = 64
 """Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
 FEW_FP8_ROWS = 16
@@ -36,18 +36,19 @@ FP8_BLOCK_BYTES = 4 << 20
 """The memory for such a block."""
 
 
-_LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
-
-
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    rows, width = x_TI.shape
-    outs = weight_OI.shape[0]
-    served = rows <= FEW_ROWS if x_TI.dtype == torch.float32 else build.library().is_served(rows, outs)
-    fits = rows and served and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
-    if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:
+    outs, width = weight_OI.shape
+    library = build.library()
+    rows = x_TI.shape[0]
+    dense = x_TI.stride(-1) == 1 and weight_OI.is_contiguous() and are(torch.bfloat16, x_TI, weight_OI)
+    if not dense or not rows or not library.is_served(rows, outs):
         return F.linear(x_TI, weight_OI)
-    kernel = getattr(build.library(), _LINEARS[x_TI.dtype])
-    return _multiply(kernel, x_TI, outs, weight_OI.data_ptr(), outs, width)
+    return _multiply(library.linear, x_TI, outs, weight_OI.data_ptr(), outs, width)
+
+
+@functools.cache  # for good: recorded calls have the address
+def _count(rows: int) -> Tensor:
+    return torch.tensor([rows], dtype=torch.int64, device="cpu")
 
 
 def linear_or_torch(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -81,20 +82,24 @@ def _reads_strips(x: Tensor, *weights: Strips) -> bool:
 
 
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    num_experts, width, inner = down_EDI.shape
+    _, width, inner = down_EDI.shape
     counts_E = counts_E.to(torch.int64)
     fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    few = 1 if len(x) <= FEW_IN_ALL else len(x)
+    few = 1 if x.shape[0] <= FEW_IN_ALL else x.shape[0]
     if not fits or not _serves(few, counts_E, build.library().experts_are_served, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
-    out = torch.empty_like(x)
-    hidden = x.new_empty(x.shape[0], 3 * inner)
+    return _experts(x, counts_E, gate_up_EJD, down_EDI, inner)
+
+
+def _experts(x: Tensor, counts_E: Tensor, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
+    (rows, width), num_experts = x.shape, counts_E.shape[0]
+    out, hidden = x.new_empty(rows, width), x.new_empty(rows, 3 * inner)
     lacking = build.library().experts(
         x.data_ptr(),
         counts_E.data_ptr(),
         num_experts,
-        gate_up_EJD.data_ptr(),
-        down_EDI.data_ptr(),
+        gate_up.data_ptr(),
+        down.data_ptr(),
         width,
         inner,
         hidden.data_ptr(),
@@ -102,8 +107,23 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         torch.get_num_threads(),
     )
     if lacking:
-        raise lacks(lacking, f"a product of {len(x)} rows with {num_experts} experts")
+        raise lacks(lacking, f"a product of {rows} rows with {num_experts} experts")
     return out
+
+
+def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
+    """Run it as one expert, which has all rows."""
+    rows = x_TD.shape[0]
+    few = 0 < rows <= FEW_OF_ONE
+    if isinstance(gate_up, Strips):
+        if few:
+            return grouped_mlp_strips(x_TD, _count(rows), gate_up, down)
+        return linear_strips(gated_silu(linear_strips(x_TD, gate_up)), down)
+    width, inner = down.shape
+    dense = all(each.is_contiguous() for each in (x_TD, gate_up, down)) and are(torch.bfloat16, x_TD, gate_up, down)
+    if not few or not dense or not build.library().experts_are_served(rows, width, inner):
+        return linear(gated_silu(linear(x_TD, gate_up)), down)
+    return _experts(x_TD, _count(rows), gate_up, down, inner)
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
@@ -163,7 +183,7 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
 
 def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
     """Return whether kernels serve the expert with most rows. Where they serve one with `most` of them, no count is
-    looked at, so that steps can be recorded."""
+    looked at."""
     return bool(serves(most, *sizes) or serves(int(counts_E.max()), *sizes))
 
 
