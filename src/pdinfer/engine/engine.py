@@ -20,7 +20,7 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.ranks.lockstep import Agreement
-from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
+from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -180,7 +180,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Take this engine's place among its ranks. All ranks call it together."""
         groups = self.model.groups
         if groups.world.size == 1:
-            return SingleRank(self.channel, self._model_runner, self._rebalancing)
+            return Ranks(self.channel, self._model_runner, self._rebalancing)
         return SeveralRanks(
             groups,
             self.channel,

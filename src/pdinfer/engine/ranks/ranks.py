@@ -7,7 +7,6 @@ followers do the same. A single rank is the smallest world: it leads, and nobody
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +28,9 @@ from pdinfer.types import PageGrant, PeerAddress
 _log = logging.getLogger("pdinfer")
 
 
-class Ranks(ABC):
-    """The place of one engine among its ranks.
+class Ranks:
+    """The place of one engine among its ranks: here the only one. What it says is agreed at once, and nobody else has
+    to know.
 
     The engine acts through `channel` and `runner`. `addresses` are those of all ranks of its attention group, the
     leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader.
@@ -41,73 +41,42 @@ class Ranks(ABC):
     addresses: tuple[PeerAddress, ...]
     follower: Follower | None = None
 
-    @property
-    @abstractmethod
-    def are_closing(self) -> bool:
-        """Whether it was agreed that all close."""
-
-    @abstractmethod
-    def check_leads(self) -> None:
-        """Raise RequestError on a rank that takes no requests."""
-
-    @abstractmethod
-    def step(self, lead: Callable[[], None]) -> None:
-        """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
-
-    @abstractmethod
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
-
-    @abstractmethod
-    def due_in_s(self) -> float:
-        """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
-
-    @abstractmethod
-    def propagate(self, error: Exception) -> None:
-        """Raise again the `error` that ended a step, if there are other ranks, because they cannot know about it."""
-
-    @abstractmethod
-    def leave(self, reason: str) -> None:
-        """Let this rank drop what it has. If there are other ranks, raise RankLost, now and in every later step."""
-
-    @abstractmethod
-    def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """Close together with the other ranks. `begin` recovers from a step that did not end, which only a single rank
-        can, and `end` closes what a leader has."""
-
-
-class SingleRank(Ranks):
-    """The only rank. What it says is agreed at once, and nobody else has to be told."""
-
-    are_closing = False
-
     def __init__(self, channel: KVChannel, runner: Runner, rebalancing: Rebalancing) -> None:
         self.channel = channel
         self.runner = runner
         self.addresses = (channel.address,)
         self._rebalancing = rebalancing
 
+    @property
+    def are_closing(self) -> bool:
+        """Whether it was agreed that all close."""
+        return False
+
     def check_leads(self) -> None:
-        pass
+        """Raise RequestError on a rank that takes no requests."""
 
     def step(self, lead: Callable[[], None]) -> None:
+        """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
         lead()
         if self._rebalancing.has_news:
             self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
 
     def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        pass
+        """Let followers run `rows` in the next prefill, and push `tokens` of each into its grant by layer."""
 
     def due_in_s(self) -> float:
+        """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
         return 0.0 if self._rebalancing.has_news else float("inf")
 
     def propagate(self, error: Exception) -> None:
-        pass
+        """Raise again the `error` that ended a step, if there are other ranks, because they cannot know about it."""
 
     def leave(self, reason: str) -> None:
-        pass
+        """Let this rank drop what it has. If there are other ranks, raise RankLost, now and in every later step."""
 
     def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Close together with the other ranks. `begin` recovers from a step that did not end, which only a single rank
+        can, and `end` closes what a leader has."""
         begin()
         end()
 
@@ -130,6 +99,7 @@ class SeveralRanks(Ranks):
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
+        super().__init__(channel, runner, rebalancing)
         compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
         told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
@@ -140,7 +110,6 @@ class SeveralRanks(Ranks):
         self._closed = False
         self._lockstep = Lockstep(groups, rebalancing, inbox.wake, clock=clock)
         leader = RankChannel(channel, self._lockstep)
-        self.channel = channel
         if attention.size > 1:
             self.channel = leader
             if runner.drafts:
