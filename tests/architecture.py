@@ -106,7 +106,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prefill", "decode"),
         ("engine", "page_tables", "snapshot", "tracks"),
         ("experts", "sequence"),
-        ("ranks", "commands"),
+        ("ranks",),
     ),
     "scheduling": (("decode", "prefill"), ("rules", "admission", "costs")),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),

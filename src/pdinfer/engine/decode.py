@@ -12,18 +12,16 @@ import attrs
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.sequence import Sequence, ends_of
+from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.engine.tracks import show_landed, show_sequence
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
-from pdinfer.execution.runner import ModelRunner, graphs_of
-from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory
+from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
@@ -50,7 +48,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """
 
     role = "decode"
-    run_empty = staticmethod(empty_decode)
+    _run_empty = staticmethod(empty_decode)
 
     @typed
     @own_modes()
@@ -83,7 +81,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self.pool.hold(self._held)
         self._arrivals = 0
         self._drafted = DraftCounts()
-        if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
+        if model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
         if self.config.graph_batch_sizes is not None:
             self.graphs.asked = frozenset(self.config.graph_batch_sizes)
@@ -101,7 +99,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     @property
     def graphs(self) -> DecodeGraphs:
         """The captured steps of this engine. As text: their sizes and bytes, and why steps ran otherwise."""
-        return graphs_of(self._model_runner)
+        return self._model_runner.resident.graphs
 
     @typed
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
@@ -223,13 +221,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             if request.stop != ():
                 raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
             request = check_request(request, [self.limits])
-            processor = self._make_processor(request.sampling)
+            processor = make_processor(self._factories, request.sampling)
             self._scheduler.check_room()
         except PDInferError as error:
             self._events.append(Refused(request_id=request_id, error=error))
             return
-        chain, now = self.pool.chain(request.cache_salt), self._clock()
-        sequence = Sequence.of(request, writers, self._arrivals, now, chain, processor)
+        chain, now, eos = self.pool.chain(request.cache_salt), self._clock(), self.model.config.eos_token_ids
+        sequence = Sequence.of(request, writers, self._arrivals, now, chain, eos_token_ids=eos, processor=processor)
         self._arrivals += 1
         self._sequences[request_id] = sequence
         self._scheduler.wait(sequence)
@@ -352,14 +350,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence in batch:
             sequence.draft.num_tokens = self._scheduler.num_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [s.next_draw or self._remember_draw(s) for s in batch]
+        draws = [sequence.next_draw for sequence in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
-
-    def _remember_draw(self, sequence: Sequence) -> Draw:
-        """Make what the tokens of a sequence depend on. It stays the same object, whose `output` grows."""
-        draw = self._draw(sequence.request.sampling, sequence.prompt, sequence.output, sequence.processor)
-        sequence.next_draw = draw
-        return draw
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""
@@ -380,7 +372,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         now = self._clock()
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
+        reason = sequence.ends_with(new.token)
         if reason is None:
             self._events.append(sequence.event(new, now=now))
             sequence.num_told += 1

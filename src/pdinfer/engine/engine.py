@@ -17,17 +17,16 @@ import torch
 from pdinfer.bounds import cause, escaped
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
-from pdinfer.engine.ranks.lockstep import Agreement
+from pdinfer.engine.ranks.leader import RankRunner, RunEmpty
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks
+from pdinfer.engine.sequence import Cancel
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
-from pdinfer.execution.runner import ModelRunner, Runner, using_threads
-from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.runner import ModelRunner, using_threads
+from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
@@ -43,7 +42,7 @@ from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
-from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
+from pdinfer.types import Event, PeerAddress, RequestLimits
 
 Command = TypeVar("Command")
 
@@ -114,6 +113,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """
 
     role = "engine"
+    _run_empty: RunEmpty
     _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
     def __init__(
@@ -153,10 +153,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
         self.experts = EngineExperts(self._rebalancing)
-        self._model_runner = self.make_runner(model, self.pool.memory)
+        self._model_runner = self._make_runner()
         self.ranks = self._join_ranks()
         # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
-        self._runner, self._channel = self.ranks.runner, self.ranks.channel
+        self._runner: ModelRunner | RankRunner = self.ranks.runner
+        self._channel = self.ranks.channel
         self._events: list[Event] = []
         self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
@@ -186,7 +187,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self.channel,
             self._model_runner,
             rebalancing=self._rebalancing,
-            run_empty=self.run_empty,
+            run_empty=self._run_empty,
             limits=self._shared_limits(),
             inbox=self._inbox,
             clock=self._clock,
@@ -204,19 +205,14 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             "mtp": self.model.mtp is not None,
         }
 
-    @staticmethod
-    @abstractmethod
-    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
-        """Run this role's step of the model without rows, while other ranks run it with some."""
-
     @property
     def closed(self) -> bool:
         """Whether the engine was closed, here or on another of its ranks."""
         return self._closed
 
-    def make_runner(self, model: Model, memory: Memory) -> Runner:
-        """Make what runs this engine's steps. A simulator overrides it and puts arithmetic in its place."""
-        return ModelRunner(model, memory, self._trace)
+    def _make_runner(self) -> ModelRunner:
+        """Make what runs this engine's steps. Tests and benchmarks override it."""
+        return ModelRunner(self.model, self.pool.memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:
@@ -412,31 +408,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @abstractmethod
     def _close(self) -> None:
         """End what is unfinished and close the channel."""
-
-    def _make_processor(self, sampling: SamplingParams) -> LogitsProcessor | None:
-        """Make the logits processor of a request that was checked. Raise RequestError when that fails."""
-        name = sampling.logits_processor
-        if name is None:
-            return None
-        try:
-            processor = self._factories[name](sampling.logits_processor_argument)
-            if not callable(processor):
-                raise TypeError("its factory made no function")
-        except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
-            raise RequestError(f"logits processor {name!r} does not take its argument: {cause(error)}") from error
-        return processor
-
-    def _draw(
-        self, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], processor: LogitsProcessor | None
-    ) -> Draw:
-        """Return what the token after `output` depends on."""
-        return Draw(
-            sampling=sampling,
-            prompt=prompt,
-            output=output,
-            eos_token_ids=self.model.config.eos_token_ids,
-            processor=processor,
-        )
 
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""

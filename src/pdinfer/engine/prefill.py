@@ -11,15 +11,14 @@ import attrs
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.sequence import Prompt
+from pdinfer.engine.sequence import Cancel, Prompt, SubmitPrefill
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.engine.tracks import show_prompt, show_sent
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
-from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
@@ -43,7 +42,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     """
 
     role = "prefill"
-    run_empty = staticmethod(empty_prefill)
+    _run_empty = staticmethod(empty_prefill)
 
     @typed
     @own_modes()
@@ -176,7 +175,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             return
         try:
             check_request(request, [self.limits])
-            prompt.processor = self._make_processor(request.sampling)
+            prompt.processor = make_processor(self._factories, request.sampling)
             if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                 raise RequestError(
                     f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
@@ -244,10 +243,15 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draw the first token of each finished prompt. It travels in the hand-off."""
-        requests = [prompt.request for prompt in prompts]
         draws = [
-            self._draw(request.sampling, request.prompt, request.output, prompt.processor)
-            for request, prompt in zip(requests, prompts, strict=True)
+            Draw(
+                sampling=prompt.request.sampling,
+                prompt=prompt.request.prompt,
+                output=prompt.request.output,
+                eos_token_ids=self.model.config.eos_token_ids,
+                processor=prompt.processor,
+            )
+            for prompt in prompts
         ]
         drawn = self._runner.first_tokens(rows, draws)
         mark(self._trace, "emit")

@@ -76,7 +76,7 @@ class ResidentDecode:
         *,
         num_passes: int = 0,
     ) -> list[list[Drawn]]:
-        """Run a step as `Runner.decode` says. Where rows have their logits changed, or there is a `sampler`, the host
+        """Run a step as `ModelRunner.decode` says. Where rows change their logits, or there is a `sampler`, the host
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)

@@ -39,6 +39,20 @@ LogitsProcessorFactory = Callable[[str], LogitsProcessor]
 """Makes the processor of a request from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
 
 
+def make_processor(factories: Mapping[str, LogitsProcessorFactory], sampling: SamplingParams) -> LogitsProcessor | None:
+    """Make the logits processor of a request that was checked. Raise RequestError when that fails."""
+    name = sampling.logits_processor
+    if name is None:
+        return None
+    try:
+        processor = factories[name](sampling.logits_processor_argument)
+        if not callable(processor):
+            raise TypeError("its factory made no function")
+    except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
+        raise RequestError(f"logits processor {name!r} does not take its argument: {cause(error)}") from error
+    return processor
+
+
 @attrs.frozen(kw_only=True)
 class Draw:
     """What the next token of a row depends on beside its logits: the request's parameters and its tokens so far.

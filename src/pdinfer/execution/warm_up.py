@@ -14,7 +14,7 @@ import attrs
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded
 from pdinfer.execution.drafting import Draft
-from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
@@ -68,7 +68,7 @@ class WarmUp:
 class WarmUpRun:
     """A warm-up of one engine. `tell` is called with the number of steps that were run, and of all."""
 
-    runner: Runner
+    runner: ModelRunner
     pool: PagePool
     config: EngineConfig
     limits: RequestLimits
@@ -123,15 +123,13 @@ class WarmUpRun:
 
     def _captured_sizes(self) -> Sequence[int]:
         """Return the numbers of sequences whose steps are captured."""
-        if not isinstance(self.runner, ModelRunner) or not self.runner.resident.captures:
+        if not self.runner.resident.captures:
             return ()
         if self.config.graph_batch_sizes is not None:
             return self.config.graph_batch_sizes
         return batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES))
 
     def _capture(self, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
-        if not isinstance(self.runner, ModelRunner):
-            return
         started = self.clock()
         most, num_drafts = self.config.max_running_requests, self.config.num_draft_tokens
         for size in self.runner.resident.capture(sizes, most, num_drafts=num_drafts):

@@ -16,8 +16,8 @@ from pdinfer.engine.ranks.follower import Follower, SharedSampler
 from pdinfer.engine.ranks.leader import RankChannel, RankRunner, RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep, compare, gather_bytes
 from pdinfer.engine.ranks.messages import VERSION
-from pdinfer.errors import ConfigError, RankLost, RequestError
-from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.errors import RankLost, RequestError
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.model.batch import Row
@@ -37,11 +37,11 @@ class Ranks:
     """
 
     channel: KVChannel | RankChannel
-    runner: Runner
+    runner: ModelRunner | RankRunner
     addresses: tuple[PeerAddress, ...]
     follower: Follower | None = None
 
-    def __init__(self, channel: KVChannel, runner: Runner, rebalancing: Rebalancing) -> None:
+    def __init__(self, channel: KVChannel, runner: ModelRunner, rebalancing: Rebalancing) -> None:
         self.channel = channel
         self.runner = runner
         self.addresses = (channel.address,)
@@ -89,7 +89,7 @@ class SeveralRanks(Ranks):
         self,
         groups: Groups,
         channel: KVChannel,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         rebalancing: Rebalancing,
         run_empty: RunEmpty,
@@ -97,8 +97,6 @@ class SeveralRanks(Ranks):
         inbox: Inbox[Any],
         clock: Callable[[], float],
     ) -> None:
-        if not isinstance(runner, ModelRunner):
-            raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
         super().__init__(channel, runner, rebalancing)
         compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
