@@ -29,12 +29,11 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     stats         Engines, channels and Pairings tell their loads and counts by value.
     identity      The weights of an engine are told from others, and the tensors that differ are found.
     progress      Long work tells how far it is: to a function, or in a line on stderr.
-    checks        Public names share these checks of ranges, sizes and kinds of arguments.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.
     stop          A matcher says where a request has to stop, and an automaton finds sequences in a stream.
+    checks        Public names share these checks of ranges, sizes, token ids and kinds of arguments.
     bounds        Each value that a peer sends has a bound, which stands in its type.
-    tokens        Token ids come in any sequence of ints, and are kept as a tuple.
     values        A value is shown in one short line or a table, and told as plain data.
     errors        Every error that is raised on purpose has a class and a stable code.
 

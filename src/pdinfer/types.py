@@ -33,9 +33,9 @@ from pdinfer.bounds import (
     Seconds,
     TopLogprobs,
 )
+from pdinfer.checks import token_ids
 from pdinfer.errors import PDInferError
 from pdinfer.stop import StopMatcher
-from pdinfer.tokens import token_ids
 from pdinfer.values import brief
 
 

@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "pages in a pool that prefill shares belong to their writer",
-        "writers = () if self._shares_pool(sequence.writers) else sequence.writers",
+        "writers = () if self._channel.shares_pool(sequence.writers) else sequence.writers",
         "writers = sequence.writers",
         TRUST + "test_prefills_that_use_decodes_own_pool_share_and_find_nothing_that_came_from_elsewhere",
     ),

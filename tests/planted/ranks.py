@@ -332,8 +332,8 @@ MUTANTS = [
     ),
     Mutant(
         "a known page may be the last token's",
-        "(sequence.num_tokens - 1) // self._pool",
-        "sequence.num_tokens // self._pool",
+        "(num_tokens - 1) // self._pool",
+        "num_tokens // self._pool",
         "test_prefix.py::test_a_prompt_known_to_its_end_has_its_last_page_run_and_sent_again[16-shared-4-4]",
     ),
     Mutant(
@@ -416,8 +416,8 @@ MUTANTS = [
     ),
     Mutant(
         "a page beyond max_total_tokens",
-        "return self._pool.num_available - self._num_withheld\n\n    @property",
-        "return self._pool.num_available\n\n    @property",
+        "return self._pool.num_available - self._num_withheld",
+        "return self._pool.num_available",
         "test_page_tables.py::test_pages_in_use_have_room_for_no_more_tokens_than_allowed",
     ),
     Mutant(
@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     Mutant(
         "withheld pages are given",
-        "return self._pool.num_available - self._num_withheld\n\n    def is_full",
-        "return self._pool.num_available\n\n    def is_full",
+        "PromptTables(self.pool, self._channel, num_withheld=self._num_withheld)",
+        "PromptTables(self.pool, self._channel, num_withheld=0)",
         "test_prefill.py::test_no_more_tokens_are_held_than_allowed",
     ),
     Mutant(

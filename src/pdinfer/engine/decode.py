@@ -68,8 +68,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
         self._untold: list[tuple[Sequence, Granted]] = []
-        shares_pool = self._channel.shares_pool
-        self._tables = PageTables(self.pool, num_withheld=self._num_withheld, shares_pool=shares_pool)
+        self._tables = PageTables(self.pool, self._channel, num_withheld=self._num_withheld)
         self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
             self._tables,
             self.config,

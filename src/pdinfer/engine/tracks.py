@@ -5,14 +5,9 @@ Engines call these functions only when they have a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
-
 from pdinfer.engine.sequence import Prompt, Sequence
-from pdinfer.trace import CHANNEL, REQUESTS, Slice, Trace
+from pdinfer.trace import CHANNEL, REQUESTS, Trace, Values
 from pdinfer.types import FinishReason, PageGrant
-
-Values = Mapping[str, float | str]
 
 
 def show_prompt(trace: Trace, prompt: Prompt, now: float) -> None:
@@ -24,7 +19,7 @@ def show_prompt(trace: Trace, prompt: Prompt, now: float) -> None:
         "room": prompt.grant.room.hex(),
         "end": "landed" if prompt.landed else "aborted",
     }
-    trace.show(REQUESTS, _slice(prompt.request.request_id, marks, now, values))
+    trace.show(REQUESTS, prompt.request.request_id or "", marks, values, now=now)
     if prompt.landed:
         trace.depart(_arrow(prompt.grant))
 
@@ -33,7 +28,8 @@ def show_sent(trace: Trace, prompt: Prompt, now: float) -> None:
     """Show the bytes of a prompt on the channel, now that all have left."""
     if prompt.pushed_at is not None:
         values: Values = {"tokens": len(prompt.grant.tokens), "room": prompt.grant.room.hex()}
-        trace.show(CHANNEL, _slice(prompt.request.request_id, (("", prompt.pushed_at), ("", now)), now, values))
+        marks = (("", prompt.pushed_at), ("", now))
+        trace.show(CHANNEL, prompt.request.request_id or "", marks, values, now=now)
 
 
 def show_landed(trace: Trace, sequence: Sequence, grant: PageGrant, now: float) -> None:
@@ -43,7 +39,7 @@ def show_landed(trace: Trace, sequence: Sequence, grant: PageGrant, now: float) 
     if first_s is not None and last_s is not None:
         marks = (("", sequence.submitted_at + first_s), ("", sequence.submitted_at + last_s))
         values: Values = {"tokens": len(grant.tokens), "room": grant.room.hex()}
-        trace.show(CHANNEL, _slice(sequence.request_id, marks, now, values))
+        trace.show(CHANNEL, sequence.request_id, marks, values, now=now)
 
 
 def show_sequence(trace: Trace, sequence: Sequence, reason: FinishReason, now: float) -> None:
@@ -56,21 +52,8 @@ def show_sequence(trace: Trace, sequence: Sequence, reason: FinishReason, now: f
         ("", now),
     )
     values: Values = {"tokens": sequence.num_tokens, "attempts": sequence.attempts, "end": reason.value}
-    trace.show(REQUESTS, _slice(sequence.request_id, marks, now, values))
+    trace.show(REQUESTS, sequence.request_id, marks, values, now=now)
 
 
 def _arrow(grant: PageGrant) -> str:
     return grant.room[:8].hex()
-
-
-def _slice(request_id: str | None, marks: Iterable[tuple[str, float | None]], now: float, values: Values) -> Slice:
-    """Make a slice from the first mark to the last. Between two marks that are known lies a stage with the first's
-    name."""
-    known = [(name, at) for name, at in marks if at is not None]
-
-    def stages() -> Iterator[Slice]:
-        for (name, began), (_, ended) in pairwise(known):
-            if name:
-                yield Slice(name, now - began, now - max(began, ended))
-
-    return Slice(request_id or "", now - known[0][1], now - known[-1][1], values, tuple(stages()))

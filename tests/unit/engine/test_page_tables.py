@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +26,8 @@ def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables, Decode
     pool = PagePool(DRAFTING, CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
     config = EngineConfig(num_draft_tokens=3, **more)
     withheld = withheld_pages(num_pages, page_size=PAGE_SIZE, max_total_tokens=config.max_total_tokens)
-    tables = PageTables(pool, num_withheld=withheld, shares_pool=lambda _: True)
+    channel: Any = SimpleNamespace(shares_pool=lambda _: True)
+    tables = PageTables(pool, channel, num_withheld=withheld)
     scheduler = DecodeScheduler(tables, config, lambda: 0.0, num_pages=num_pages, page_size=PAGE_SIZE)
     return pool, tables, scheduler
 

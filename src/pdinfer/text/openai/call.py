@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import clip
+from pdinfer.checks import MAX_TOKENS, clip
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.text.dialects import dialect_of
 from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
@@ -22,7 +22,6 @@ from pdinfer.text.openai.prompts import TooLong, prompts_of
 from pdinfer.text.openai.tools import Tools
 from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
-from pdinfer.tokens import MAX_TOKENS
 from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
 
 __all__ = ["Call", "error_answer", "max_bytes"]
