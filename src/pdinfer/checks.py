@@ -130,7 +130,6 @@ def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
         name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
     rest = [name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL]
-    where = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache
     def kinds() -> dict[str, tuple[Any, Fits]]:
@@ -144,6 +143,8 @@ def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
         in_place = zip(itertools.chain(positional, itertools.cycle(rest)), args, strict=False)
         for name, value in (*in_place, *kwargs.items()):
             if name in wanted and not wanted[name][1](value):
+                is_made = function.__name__ == "__init__"
+                where = type(args[0]).__qualname__ if is_made else function.__qualname__
                 raise ConfigError(_sentence(f"{where}: {name}", wanted[name][0], value))
         return function(*args, **kwargs)
 

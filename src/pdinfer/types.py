@@ -146,17 +146,14 @@ class RequestLimits:
 
 @attrs.frozen
 class PeerAddress:
-    """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
+    """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer.
+    Its hash is of what tells most apart, since tables of ports and links are read for every choice."""
 
     __repr__ = brief
     engine_id: EngineId
-    epoch: Epoch
+    epoch: Epoch = attrs.field(hash=False)
     rank: Index
-    endpoints: Annotated[tuple[Name, ...], FEW] = ()
-
-    def __hash__(self) -> int:
-        """Hash what distinguishes addresses: tables of ports and links are read for every choice."""
-        return hash((self.engine_id, self.rank))
+    endpoints: Annotated[tuple[Name, ...], FEW] = attrs.field(default=(), hash=False)
 
     def __str__(self) -> str:
         """Return the text for messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""

@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     Mutant(
         "followers draft from the newest token only",
-        "draw.output[-MAX_NEWEST:]",
-        "draw.output[-1:]",
+        ".output[-MAX_NEWEST:]",
+        ".output[-1:]",
         "test_leader.py::test_drafts_are_told_by_number_until_they_are_gone",
     ),
     Mutant(

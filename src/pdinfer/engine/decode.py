@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
-from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
@@ -21,14 +19,11 @@ from pdinfer.engine.tracks import show_landed, show_sequence
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
-from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory, make_processor
+from pdinfer.execution.sampling import Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
-from pdinfer.model.model import Model
-from pdinfer.process.modes import own_modes
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.stats import DecodeCost, DecodeLoad
@@ -50,37 +45,27 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     role = "decode"
     _run_empty = staticmethod(empty_decode)
 
-    @typed
-    @own_modes()
-    def __init__(
-        self,
-        model: Model,
-        channel: KVChannel,
-        config: EngineConfig | None = None,
-        *,
-        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        asked = config or EngineConfig()
-        check_drafter(model, asked.num_draft_tokens)
-        num_queries, tp_size = 1 + asked.num_draft_tokens, model.topology.tp_size
-        model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)
-        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+    def _check_steps(self) -> None:
+        num_drafts = self.config.num_draft_tokens
+        check_drafter(self.model, num_drafts)
+        self.model.experts.check_step(
+            *self.config.largest_decode_step, tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
+        )
+
+    def _prepare(self) -> None:
         self._sequences: dict[str, Sequence] = {}
         self._untold: list[tuple[Sequence, Granted]] = []
         self._tables = PageTables(self.pool, self._channel, num_withheld=self._num_withheld)
         self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
             self._tables,
             self.config,
-            clock,
+            self._clock,
             num_pages=self.pool.num_pages,
             page_size=self.pool.layout.page_size,
             has_writers=lambda sequence: all(map(self._channel.connected, sequence.writers)),
         )
-        self.pool.hold(self._held)
-        self._arrivals = 0
         self._drafted = DraftCounts()
-        if model.groups.world.size == 1:
+        if self.model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
         if self.config.graph_batch_sizes is not None:
             self.graphs.asked = frozenset(self.config.graph_batch_sizes)
@@ -139,7 +124,6 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _make_brief_load(self) -> DecodeLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting, granted, running = map(list, self._requests)
-        step_s, sequence_s, token_s = self._scheduler.costs.weights
         return DecodeLoad(
             **self._brief_load(),
             num_waiting_requests=len(waiting) + len(unseen),
@@ -148,17 +132,20 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             num_running_requests=len(running),
             num_running_tokens=sum(sequence.num_tokens for sequence in (*granted, *running)),
             max_running_requests=self.config.max_running_requests,
-            cost=DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s),
+            cost=self._cost,
             **attrs.asdict(self._drafted),
         )
 
     def next_step_s(self) -> float | None:
         """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
         when no sequence runs."""
-        if not (running := self._scheduler.running):
-            return None
+        running = self._scheduler.running
+        return self._cost.seconds(len(running), sum(one.num_tokens for one in running)) if running else None
+
+    @property
+    def _cost(self) -> DecodeCost:
         step_s, sequence_s, token_s = self._scheduler.costs.weights
-        return step_s + len(running) * sequence_s + sum(sequence.num_tokens for sequence in running) * token_s
+        return DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
 
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""

@@ -27,7 +27,7 @@ from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.pool import Held, PagePool
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
@@ -116,6 +116,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     _run_empty: RunEmpty
     _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
+    @typed
+    @own_modes()
     def __init__(
         self,
         model: Model,
@@ -125,6 +127,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.model = model
+        self.channel = channel
+        self.config = config or EngineConfig()
+        self._check_steps()
         refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
@@ -134,9 +140,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
         if channel.pool.layout.model_id != model.config.fingerprint:
             raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
-        self.model = model
-        self.channel = channel
-        self.config = config or EngineConfig()
         begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
@@ -165,10 +168,25 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._prefix_hit_tokens = 0
         self._brief: tuple[int, EngineLoad] | None = None
         self._closed = False
+        self._arrivals = 0
         self._arrived = deque()
         channel.notify(self._inbox.wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers
+        self._prepare()
+        self.pool.hold(self._held)
+
+    @abstractmethod
+    def _check_steps(self) -> None:
+        """Raise ConfigError when a step of this role may be larger than the model can run, before anything is made."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make the scheduler of this role, and what it counts."""
+
+    @abstractmethod
+    def _held(self) -> Held:
+        """Return the pages that requests hold."""
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

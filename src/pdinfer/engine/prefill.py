@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
-from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
@@ -18,13 +16,10 @@ from pdinfer.engine.sequence import Cancel, Prompt, SubmitPrefill
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.engine.tracks import show_prompt, show_sent
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
-from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory, make_processor
+from pdinfer.execution.sampling import Draw, Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
-from pdinfer.model.model import Model
-from pdinfer.process.modes import own_modes
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
@@ -44,27 +39,16 @@ class PrefillEngine(Engine[SubmitPrefill]):
     role = "prefill"
     _run_empty = staticmethod(empty_prefill)
 
-    @typed
-    @own_modes()
-    def __init__(
-        self,
-        model: Model,
-        channel: KVChannel,
-        config: EngineConfig | None = None,
-        *,
-        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        largest = (config or EngineConfig()).largest_prefill_step(model.config.max_position_embeddings)
-        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
-        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
-        channel.window_bytes = self.config.send_window_bytes
+    def _check_steps(self) -> None:
+        largest = self.config.largest_prefill_step(self.model.config.max_position_embeddings)
+        self.model.experts.check_step(*largest, tp_size=self.model.topology.tp_size)
+
+    def _prepare(self) -> None:
+        self.channel.window_bytes = self.config.send_window_bytes
         self._tables = PromptTables(self.pool, self._channel, num_withheld=self._num_withheld)
-        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self._tables, self.config, clock)
+        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self._tables, self.config, self._clock)
         self._sending: list[Prompt] = []
-        self._arrivals = 0
         self._decoding_s: Callable[[], float | None] | None = None
-        self.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:

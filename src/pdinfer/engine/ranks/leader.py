@@ -95,23 +95,13 @@ class RankRunner:
         return draft
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        if self._has_followers:  # sums over ranks go row by row
-            in_order = self._runner.order(rows)
-            drawn = self._decode(
-                [rows[index] for index in in_order],
-                [draws[index] for index in in_order],
-                [drafts[index] for index in in_order],
-            )
-            return [new for _, new in sorted(zip(in_order, drawn, strict=True), key=lambda pair: pair[0])]
-        return self._decode(rows, draws, drafts)
-
-    def _decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         if self._has_followers:
-            order = say.DecodeMessage([say.PackedRow.of(row) for row in rows])
+            in_order = self._runner.order(rows)  # sums over ranks go row by row
+            order = say.DecodeMessage([say.PackedRow.of(rows[index]) for index in in_order])
             if self._runner.drafts:
-                order.drafts = [self._numbers.get(draft) for draft in drafts]
-                order.counts = [draft.num_tokens for draft in drafts]
-                order.newest = [pack_ints(draw.output[-MAX_NEWEST:]) for draw in draws]
+                order.drafts = [self._numbers.get(drafts[index]) for index in in_order]
+                order.counts = [drafts[index].num_tokens for index in in_order]
+                order.newest = [pack_ints(draws[index].output[-MAX_NEWEST:]) for index in in_order]
             self._lockstep.tell(order)
         agreement = self._agree(num_rows=len(rows), num_passes=num_passes(drafts))
         assert agreement is not None
