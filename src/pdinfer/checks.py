@@ -57,54 +57,44 @@ def as_float(value: float) -> float:
     return float(value) if is_int(value) and abs(value) <= 2**53 else value
 
 
-def int_in(low: int, high: int) -> Validator:
-    """Return an attrs validator for an int (not a bool) from `low` to `high`, both included. It raises ConfigError."""
+def _must_be(kind: str, fits: Fits) -> Validator:
+    """Return an attrs validator for values that fit. It raises ConfigError, which says what a value must be."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not is_int(value) or not low <= value <= high:  # type: ignore[operator]
-            raise ConfigError(f"{attribute.name} must be an int from {low} to {high}, got {clip(value)}")
+        if not fits(value):
+            raise ConfigError(f"{attribute.name} must be {kind}, got {clip(value)}")
 
     return check
+
+
+def int_in(low: int, high: int) -> Validator:
+    """Return a validator for an int (not a bool) from `low` to `high`, both included."""
+    return _must_be(f"an int from {low} to {high}", lambda value: is_int(value) and low <= value <= high)
 
 
 def float_in(low: float, high: float, *, low_included: bool = False) -> Validator:
-    """Return an attrs validator for a finite float in (low, high], or [low, high] if `low_included`. It raises
-    ConfigError."""
+    """Return a validator for a finite float in (low, high], or [low, high] if `low_included`."""
 
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    def fits(value: object) -> bool:
         in_range = isinstance(value, float) and math.isfinite(value) and low <= value <= high
-        if in_range and (low_included or value != low):
-            return
-        least = f"at least {low:g}" if low_included else f"greater than {low:g}"
-        raise ConfigError(f"{attribute.name} must be a finite number, {least} and at most {high:g}, got {clip(value)}")
+        return in_range and (low_included or value != low)
 
-    return check
+    least = f"at least {low:g}" if low_included else f"greater than {low:g}"
+    return _must_be(f"a finite number, {least} and at most {high:g}", fits)
 
 
 def one_of(*choices: str) -> Validator:
-    """Return an attrs validator for one of the given strings. It raises ConfigError that lists them."""
-
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, str) or value not in choices:
-            raise ConfigError(f"{attribute.name} must be one of {', '.join(choices)}, got {clip(value)}")
-
-    return check
+    """Return a validator for one of the given strings."""
+    return _must_be(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
 def instance_of(kind: type[object]) -> Validator:
-    """Return an attrs validator for an instance of `kind`. It raises ConfigError."""
-
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, kind):
-            raise ConfigError(f"{attribute.name} must be a {kind.__name__}, got {clip(value)}")
-
-    return check
+    """Return a validator for an instance of `kind`."""
+    return _must_be(f"a {kind.__name__}", lambda value: isinstance(value, kind))
 
 
-def a_bool(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-    """Validate, for attrs, that a value is True or False. Raise ConfigError."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} must be true or false, got {clip(value)}")
+a_bool = _must_be("true or false", lambda value: isinstance(value, bool))
+"""The validator for True or False."""
 
 
 def check_fits(required_bytes: int, available_bytes: int, what: str) -> None:

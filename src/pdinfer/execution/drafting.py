@@ -209,7 +209,7 @@ class HostDraws:
         return torch.tensor(tokens, dtype=torch.int64, device=logits_BV.device)
 
     def draw(self, logits_TV: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Draw the tokens [B, Q], int64, and say which of them may be followed, bool [B, Q]."""
+        """Draw the tokens [B, Q], int64, and return how many of each row count, int64 [B]."""
         places = [row * num_queries + at for row, more in enumerate(self._proposed) for at in range(len(more) + 1)]
         draws = [
             after(draw, more[:at])
@@ -217,19 +217,17 @@ class HostDraws:
             for at in range(len(more) + 1)
         ]
         drawn = iter(self._sampler(_some(logits_TV, places), draws))
-        tokens, are_right = [], []
+        tokens = []
         for more in self._proposed:
             new = [next(drawn) for _ in range(len(more) + 1)]
-            dead = num_queries - len(new)
-            tokens.append([0 if one.error is not None else one.token for one in new] + [0] * dead)
-            are_right.append([one.error is None for one in new[:-1]] + [False] * (dead + 1))
+            tokens.append([0 if one.error is not None else one.token for one in new] + [0] * (num_queries - len(new)))
             right = 0
-            while right < len(more) and are_right[-1][right] and new[right].token == more[right]:
+            while right < len(more) and new[right].error is None and new[right].token == more[right]:
                 right += 1
             self.kept.append(new[: right + 1])
-        shape, device = (len(self._draws), num_queries), logits_TV.device
-        tokens_BQ = torch.tensor(tokens, dtype=torch.int64, device=device).view(shape)
-        return tokens_BQ, torch.tensor(are_right, dtype=torch.bool, device=device).view(shape)
+        device = logits_TV.device
+        tokens_BQ = torch.tensor(tokens, dtype=torch.int64, device=device).view(len(tokens), num_queries)
+        return tokens_BQ, torch.tensor([len(new) for new in self.kept], dtype=torch.int64, device=device)
 
 
 def _some(logits_TV: Tensor, rows: Sequence[int]) -> Tensor:
