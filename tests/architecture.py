@@ -104,7 +104,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables", "snapshot", "tracks"),
+        ("engine", "page_tables", "shown"),
         ("experts", "sequence"),
         ("ranks",),
     ),

@@ -28,6 +28,15 @@ def brief(value: object) -> str:
     return _fields(value, MAX_CHARACTERS)
 
 
+class Value:
+    """Base of attrs classes whose text is `brief`."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = brief  # type: ignore[method-assign]  # attrs looks for it in the class itself
+
+
 def as_table(value: object) -> str:
     """Return the fields that `brief` shows as a table in HTML, all of them. Made to be the `_repr_html_` of a class."""
     return table(((type(value).__name__,), *_seen(value, INNER_CHARACTERS)))

@@ -14,8 +14,7 @@ from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
-from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
-from pdinfer.engine.tracks import show_landed, show_sequence
+from pdinfer.engine.shown import DecodeSnapshot, SequenceSnapshot, show_landed, show_sequence
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
@@ -27,7 +26,7 @@ from pdinfer.model.batch import Row
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.stats import DecodeCost, DecodeLoad
-from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
+from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request, Timeline
 
 _log = logging.getLogger("pdinfer")
 
@@ -282,10 +281,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
         self._looked_up(sequence.num_tokens, found=grant.tokens.start)
-        sequence.waited_s += self._clock() - sequence.waiting_since
-        sequence.granted(self._clock())
+        now = self._clock()
+        sequence.waited_s += now - sequence.waiting_since
+        sequence.timeline = Timeline(queued_s=0.0, granted_s=now - sequence.submitted_at)
         self._channel.expect(grant)
-        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - now)
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._untold.append((sequence, Granted(grant=grant, request=request)))
 

@@ -13,8 +13,7 @@ from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.sequence import Cancel, Prompt, SubmitPrefill
-from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
-from pdinfer.engine.tracks import show_prompt, show_sent
+from pdinfer.engine.shown import PrefillSnapshot, PromptSnapshot, show_prompt, show_sent
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.sampling import Draw, Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep

@@ -148,10 +148,6 @@ class Sequence(ScheduledSequence):
         """Return the tokens of the prompt and of the output so far."""
         return (*self.request.prompt, *self.output)
 
-    def granted(self, now: float) -> None:
-        """Begin an attempt, and with it its part of the timeline."""
-        self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
-
     def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
         """Note when the KV of an attempt came, now that it is complete. Hand-offs count seconds since the grant."""
         granted_s = self.timeline.granted_s or 0.0

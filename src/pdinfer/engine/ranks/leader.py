@@ -161,11 +161,6 @@ class RankChannel:
                 if not sent.waits_for:
                     del self._sent[room]
 
-    @property
-    def rooms(self) -> frozenset[bytes]:
-        """The rooms of which it keeps something for its ranks: hand-offs, reports, stops, or pages that are read."""
-        return frozenset([*self._handoffs, *self._settled, *self._sent, *(room for room, _ in self._stops)])
-
     # -- links ------------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
