@@ -15,7 +15,7 @@ Below it are the tracks of requests, on which a request is a slice with its id a
 on which a room is one. Slices that overlap lie on tracks of their own. An arrow leads from the step of prefill that
 handed a request off to the step of decode that took it over. `join_traces` makes one file of those of many processes.
 
-Times are those of the host. On a CUDA device ops run behind it. A part then lasts as long as the launch of its work,
+Times are those of the host. On a CUDA device ops run after it. A part then lasts as long as the launch of its work,
 and only parts that wait for the device (the counts that experts need, sample) show the rest. With
 CUDA_LAUNCH_BLOCKING=1 in the environment the host waits for every op, and everything is slower.
 
@@ -204,7 +204,7 @@ class Trace:
 
 
 def _lanes(slices: Iterable[tuple[_Event, ...]]) -> list[list[_Event]]:
-    """Divide slices, each with its stages behind it, into as few tracks as they need for not overlapping."""
+    """Divide slices, each followed by its stages, into as few tracks as they need for not overlapping."""
     lanes: list[list[_Event]] = []
     ends: list[int] = []
     for whole, *stages in sorted(slices, key=lambda parts: parts[0].start_ns):

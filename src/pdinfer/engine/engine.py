@@ -304,7 +304,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @typed
     def tell_computing(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call `listener` with `computing`, in the thread that steps, before a step that computes the first rows of a
-        request: whoever is told then knows of them even if the step ends the process."""
+        request: the listener then knows of them even if the step ends the process."""
         self._tell_computing = listener
 
     def _begin(self, request_ids: Iterable[str | None]) -> None:
@@ -372,9 +372,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
                 "or drain it"
             )
         self._begin_call()
-        told = telling(progress, f"warming up {self.role}", "steps", self._clock)
+        line = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
-            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), told as tell:
+            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), line as tell:
                 run = WarmUpRun(self._model_runner, self.pool, self.config, self.limits, self._clock, tell)
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s
@@ -454,7 +454,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Return what there is to do now."""
 
     def _brief_load(self) -> dict[str, Any]:
-        """Return the fields of EngineLoad that are quickly told, and that policies need."""
+        """Return the fields of EngineLoad that policies need, which take little time."""
         return {
             "address": self.address,
             "num_free_pages": self.pool.num_free,

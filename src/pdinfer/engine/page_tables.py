@@ -40,7 +40,7 @@ class PageTables(_Tables):
     """Reserves, adopts, extends and returns the pages of sequences, as the scheduler decides (`SequencePages`).
 
     A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
-    written: only full pages are known, and a sequence writes behind them. The granted pages of a room that was given up
+    written: only full pages are known, and a sequence writes after them. The granted pages of a room that was given up
     are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
     """
 
@@ -120,7 +120,7 @@ class PageTables(_Tables):
         if full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
             kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full], sequence.all_tokens)
-            if [*kept] != sequence.pages[:full]:  # a new list tells the runner that pages behind the newest changed
+            if [*kept] != sequence.pages[:full]:  # a new list shows the runner that pages before the newest changed
                 sequence.pages = [*kept, *sequence.pages[full:]]
 
     def forget(self, sequence: Sequence) -> None:

@@ -237,22 +237,22 @@ def ends_of(
 ) -> list[Event]:
     """Return what to tell a host after a step that stopped at an unknown point: the `events` of that step except for
     grants, whose rooms are gone, and one end for each of `sequences` and for each request that `arrived`, unless its
-    end was told already."""
-    told: list[Event] = [event for event in events if not isinstance(event, Granted)]
-    tokens = [event for event in told if isinstance(event, TokenEvent)]
-    ended = {event.request_id for event in told if isinstance(event, Refused)}
+    end is among the events already."""
+    ends: list[Event] = [event for event in events if not isinstance(event, Granted)]
+    tokens = [event for event in ends if isinstance(event, TokenEvent)]
+    ended = {event.request_id for event in ends if isinstance(event, Refused)}
     ended |= {event.request_id for event in tokens if event.finish_reason is not None}
     for sequence in sequences:
         if sequence.request_id not in ended:
             emitted = [event.index + 1 for event in tokens if event.request_id == sequence.request_id]
             del sequence.output[max([sequence.num_told, *emitted]) :]
-            told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
+            ends.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
             ended.add(sequence.request_id)
     for command in arrived:
         match command:
             case SubmitDecode(Request(request_id=str(request_id))) if request_id not in ended:
-                told.append(Refused(request_id=request_id, error=error))
-    return told
+                ends.append(Refused(request_id=request_id, error=error))
+    return ends
 
 
 class Sending(Protocol):

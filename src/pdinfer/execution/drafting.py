@@ -54,7 +54,7 @@ class Draft:
         return cls() if state_ND is None else cls(state=state_ND, num_newest=len(state_ND))
 
     def newest(self, output: Sequence[int]) -> list[int]:
-        """Return the tokens behind the newest positions, from those of the sequence."""
+        """Return the token after each newest position, from those of the sequence."""
         return [*output[len(output) - self.num_newest :]]
 
 
@@ -129,7 +129,7 @@ class Drafter:
         self, num_rows: int, num_newest: int, num_drafts: int, draw: DrawDrafts, *, num_passes: int, padded: bool
     ) -> Tensor:
         """Return tokens [B, `num_drafts`] after the newest of the first rows, and bring the cache of the layer up to
-        date, where at most `num_newest` entries of a row are due. A row that drafts fewer has tokens behind its own
+        date, where at most `num_newest` entries of a row are due. A row that drafts fewer has tokens after its own
         that mean nothing. The layer runs at least `num_passes` times, as on other ranks, in the end without rows."""
         done = 0
         tokens_BK = self._rows.column("token", num_rows).new_empty(num_rows, 0)
@@ -175,7 +175,7 @@ class Drafter:
 
 
 def accepted(drawn_BQ: Tensor, is_right_BQ: Tensor, drafted_BK: Tensor, num_drafts_B: Tensor) -> Tensor:
-    """Return how many of the drawn tokens of each row count, int64 [B]: those behind drafts that the model drew itself,
+    """Return how many of the drawn tokens of each row count, int64 [B]: those after drafts that the model drew itself,
     and one more. None follows a token that is not `is_right_BQ`."""
     num_drafts = drafted_BK.shape[1]
     steps_K = torch.arange(num_drafts, device=drafted_BK.device, dtype=torch.int64)
@@ -193,7 +193,7 @@ class HostDraws:
         self._counts = counts
         self._proposed: list[list[int]] = [[] for _ in draws]
         self.kept: list[list[Drawn]] = []
-        """The tokens that count of each row, the last one behind drafts that were right. None follows an error."""
+        """The tokens that count of each row, the last one after drafts that were right. None follows an error."""
 
     def draft(self, logits_BV: Tensor, step: int) -> Tensor:
         """Draw the draft number `step` of the rows that have one, int64 [B]. It is drawn as the model's own token will

@@ -20,11 +20,11 @@ from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
-"""Called before what was computed is read from its pool, which is then read behind it. None means that it is there."""
+"""Called before what was computed is read from its pool, and orders the read after it. None means that it is there."""
 
 
 class ModelRunner:
-    """Runs a `Model` in the pages of `memory`. Raises ConfigError when the memory holds no tensors. `trace` is told
+    """Runs a `Model` in the pages of `memory`. Raises ConfigError when the memory holds no tensors. `trace` shows
     which part of a step runs."""
 
     def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
@@ -87,7 +87,7 @@ class ModelRunner:
         return self.sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
-        """Return what decode needs beside the pages to continue these rows of the prefill that was just run."""
+        """Return what decode needs besides the pages to continue these rows of the prefill that was just run."""
         if self._model.mtp is None:
             return [() for _ in rows]
         return [(pack_state(self._last_BD[row]),) for row in rows]

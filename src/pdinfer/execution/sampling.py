@@ -55,7 +55,7 @@ def make_processor(factories: Mapping[str, LogitsProcessorFactory], sampling: Sa
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """What the next token of a row depends on beside its logits: the request's parameters and its tokens so far.
+    """What the next token of a row depends on besides its logits: the request's parameters and its tokens so far.
     `eos_token_ids` are those of the model."""
 
     sampling: SamplingParams
@@ -91,7 +91,7 @@ class Draw:
 @attrs.frozen(kw_only=True)
 class Drawn:
     """A token, and the log-softmax of the raw logits at this token and at the best ones; None for a token that another
-    engine drew and told without it. With an `error` the token is meaningless."""
+    engine drew and sent without it. With an `error` the token is meaningless."""
 
     token: int
     logprob: float | None

@@ -124,7 +124,7 @@ def plan_chunk(remaining: Sequence[int], classes: Sequence[Hashable], *, chunk_s
 
     With a `chunk_size` the step has that many tokens and prompts may be cut. Within a class one half of the step goes
     to prompts in order and the other half to the shortest. Without one (-1) prompts run whole: the first always runs,
-    and beside it the shortest that fit into `max_tokens` together with it.
+    and with it the shortest that fit into `max_tokens` together with it.
     """
     budget = max_tokens if chunk_size == -1 else chunk_size
     counts: list[int] = []

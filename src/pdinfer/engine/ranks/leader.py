@@ -1,4 +1,4 @@
-"""The channel and the runner of a leader: its engine acts through them, and its followers are told to do the same.
+"""The channel and the runner of a leader: its engine acts through them, and its followers do the same.
 
 Only the engine of the leader decides. What it does travels as orders with the next agreement (`lockstep`), and what
 followers report is added to what its own channel says. Page ids in orders are the leader's, whose pool accounts for the
@@ -43,7 +43,7 @@ def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
 
 
 class RankRunner:
-    """Runs every step of a model together with all ranks. It tells followers, if there are any, what to run. Their
+    """Runs every step of a model together with all ranks. Followers, if there are any, are ordered to run it. Their
     reports go to `channel`."""
 
     def __init__(
@@ -230,7 +230,7 @@ class RankChannel:
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
     ) -> None:
-        """Push this rank's share. Followers push theirs, as the order to run these tokens told them to."""
+        """Push this rank's share. Followers push theirs, by the order to run these tokens."""
         for share in even_slices(tokens, self._size)[0]:
             self._channel.push(grant, layers=layers, tokens=share, pages=pages, ready=ready)
 

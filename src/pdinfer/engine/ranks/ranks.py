@@ -100,8 +100,8 @@ class SeveralRanks(Ranks):
         super().__init__(channel, runner, rebalancing)
         compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
-        told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
-        self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
+        encoded = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
+        self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in encoded)
         self._groups = groups
         self._inbox = inbox
         self._own_channel = channel
