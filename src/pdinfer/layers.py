@@ -77,32 +77,28 @@ class Linear(Value):
 
 
 @attrs.frozen
-class RowParallelLinear(Value):
-    """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
-    channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
-
+class _Divided(Value):
     linear: Linear
     group: Group
 
     @property
     def weight(self) -> Weight:
         return self.linear.weight
+
+
+@attrs.frozen
+class RowParallelLinear(_Divided):
+    """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
+    channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
 
     def __call__(self, x_TI: Tensor | FP8Rows) -> Tensor:
         return self.group.all_reduce(self.linear(x_TI))
 
 
 @attrs.frozen
-class GatheredLinear(Value):
+class GatheredLinear(_Divided):
     """A linear map of divided inputs in a format that scales each token over all of its channels, which no rank has.
     The inputs are gathered, each rank computes a part of the outputs, and these are gathered too."""
-
-    linear: Linear
-    group: Group
-
-    @property
-    def weight(self) -> Weight:
-        return self.linear.weight
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.group.all_gather_columns(self.linear(self.group.all_gather_columns(x_TI)))

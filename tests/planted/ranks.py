@@ -380,9 +380,10 @@ MUTANTS = [
     ),
     Mutant(
         "orphans are not counted",
-        "        return len(self._orphans)\n",
+        "        return len(self.orphans)\n",
         "        return 0\n",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
+        where="page_tables.py",
     ),
     Mutant(
         "shared pages count as new ones",
@@ -392,14 +393,14 @@ MUTANTS = [
     ),
     Mutant(
         "an orphan's pages are free at once",
-        "        self._orphans[grant.room] = grant.pages\n",
-        "        self._orphans[grant.room] = ()\n        self._pool.release(grant.pages)\n",
+        "        self.orphans[grant.room] = grant.pages\n",
+        "        self.orphans[grant.room] = ()\n        self._pool.release(grant.pages)\n",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
     ),
     Mutant(
         "settled orphans stay",
-        "self._orphans.pop(room, None)",
-        "self._orphans.get(room)",
+        "self.orphans.pop(room, None)",
+        "self.orphans.get(room)",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
     ),
     Mutant(

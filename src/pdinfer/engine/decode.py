@@ -15,8 +15,8 @@ from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
 from pdinfer.engine.shown import DecodeSnapshot, SequenceSnapshot, show_landed, show_sequence
-from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
-from pdinfer.execution.drafting import DraftCounts, check_drafter
+from pdinfer.errors import ConfigError, PDInferError, RankLost, RequestError, TransferError
+from pdinfer.execution.drafting import DraftCounts
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.sampling import Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
@@ -46,7 +46,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _check_steps(self) -> None:
         num_drafts = self.config.num_draft_tokens
-        check_drafter(self.model, num_drafts)
+        if num_drafts and self.model.mtp is None:
+            raise ConfigError(
+                f"num_draft_tokens is {num_drafts} and the model was loaded without the MTP layer that drafts: load it "
+                "with mtp=True, or leave num_draft_tokens 0"
+            )
         self.model.experts.check_step(
             *self.config.largest_decode_step, tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
         )
@@ -149,7 +153,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
         waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in self._requests)
-        return DecodeSnapshot(waiting=waiting, granted=granted, running=running, orphans=self._tables.orphans)
+        return DecodeSnapshot(
+            waiting=waiting, granted=granted, running=running, orphans=frozenset(self._tables.orphans)
+        )
 
     @typed
     def wait(self, timeout_s: float) -> bool:
@@ -334,7 +340,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
-            sequence.draft.num_tokens = self._scheduler.num_drafts(sequence)
+            sequence.draft.num_tokens = self._scheduler.num_drafts(sequence) if sequence.draft.num_newest else 0
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         draws = [sequence.next_draw for sequence in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])

@@ -50,22 +50,17 @@ class PageTables(_Tables):
 
     def clear(self) -> None:
         """Forget the orphans, whose writers are all gone."""
-        self._orphans: dict[bytes, tuple[int, ...]] = {}
+        self.orphans: dict[bytes, tuple[int, ...]] = {}
+        """Their pages, by room."""
 
     @property
     def num_orphans(self) -> int:
-        """How many rooms were given up and have writers that have not stopped yet."""
-        return len(self._orphans)
-
-    @property
-    def orphans(self) -> frozenset[bytes]:
-        """The rooms that were given up and have writers that have not stopped yet."""
-        return frozenset(self._orphans)
+        return len(self.orphans)
 
     def held(self, sequences: Iterable[Sequence]) -> Held:
         """Return the pages that these sequences and the orphans hold."""
         owned: list[int] = []
-        granted = [page for pages in self._orphans.values() for page in pages]
+        granted = [page for pages in self.orphans.values() for page in pages]
         for sequence in sequences:
             own = len(sequence.pages) - (0 if sequence.grant is None else len(sequence.grant.pages))
             owned += [*sequence.pages[:own], *sequence.spare]
@@ -128,8 +123,6 @@ class PageTables(_Tables):
         self._pool.forget(sequence.pages)
 
     def extend(self, sequence: Sequence, num_drafts: int = 0, /) -> bool:
-        """Make sure that the next token of the sequence and the `num_drafts` tokens after it have slots. Only the last
-        of them may lack one before the call. Return False when the pool has no page for it."""
         if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
             return True
         if sequence.spare:
@@ -164,7 +157,7 @@ class PageTables(_Tables):
         """Give up the room of a sequence, and return the grant to abort. Its pages wait for `settle`."""
         grant = sequence.grant
         assert grant is not None
-        self._orphans[grant.room] = grant.pages
+        self.orphans[grant.room] = grant.pages
         del sequence.pages[len(sequence.pages) - len(grant.pages) :]
         sequence.grant = None
         self.release(sequence)
@@ -172,7 +165,7 @@ class PageTables(_Tables):
 
     def settle(self, room: bytes) -> bool:
         """Note that the writers of a room have stopped. Return True if it was an orphan, whose pages are free now."""
-        pages = self._orphans.pop(room, None)
+        pages = self.orphans.pop(room, None)
         if pages is not None:
             self._pool.release(pages)
         return pages is not None
@@ -185,7 +178,6 @@ class PromptTables(_Tables):
     """Finds, lays out and returns the pages of prompts, as the scheduler decides (`PromptPages`)."""
 
     def is_full(self, prompt: Prompt, /) -> bool:
-        """Return whether too many bytes are on their way to the decode of this prompt."""
         return self._channel.is_full(prompt.grant)
 
     def num_needed(self, prompt: Prompt, /) -> int:

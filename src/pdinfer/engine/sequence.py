@@ -6,14 +6,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import attrs
 
+from pdinfer.engine.ranks.leader import Sent
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessor
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.kv.transports.base import Transfer
 from pdinfer.scheduling.decode import ScheduledSequence
 from pdinfer.scheduling.prefill import ScheduledPrompt
 from pdinfer.scheduling.rules import forecast_tokens
@@ -134,11 +135,6 @@ class Sequence(ScheduledSequence):
         """The number of tokens in the prompt and the output so far."""
         return len(self.request.prompt) + len(self.output)
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether tokens after the next one can be proposed."""
-        return self.draft.num_newest > 0
-
     def extend_chain(self) -> None:
         """Add the keys of the pages that are full by now."""
         if len(self.chain.keys) < self.chain.num_full(self.num_tokens):
@@ -255,13 +251,6 @@ def ends_of(
     return ends
 
 
-class Sending(Protocol):
-    """Bytes on their way out of our pages, such as a Transfer."""
-
-    @property
-    def done(self) -> bool: ...
-
-
 @attrs.define(eq=False, kw_only=True)
 class Prompt(ScheduledPrompt):
     """One accepted grant.
@@ -284,7 +273,7 @@ class Prompt(ScheduledPrompt):
     pushed_at: float | None = None
     num_found: int = 0
     num_cached: int = 0
-    sent: Sending | None = None
+    sent: Transfer | Sent | None = None
     landed: bool = False
 
     @classmethod

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.errors import ConfigError
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.view import DTYPES, KVView, PageMemory
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows
@@ -71,15 +70,6 @@ class DraftCounts:
         """Count the drafts that a step has checked."""
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-
-
-def check_drafter(model: Model, num_draft_tokens: int) -> None:
-    """Raise ConfigError when tokens are to be drafted and the model was loaded without the layer that drafts."""
-    if num_draft_tokens and model.mtp is None:
-        raise ConfigError(
-            f"num_draft_tokens is {num_draft_tokens} and the model was loaded without the MTP layer that drafts: load "
-            "it with mtp=True, or leave num_draft_tokens 0"
-        )
 
 
 class Drafter:

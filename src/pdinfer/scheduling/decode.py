@@ -76,11 +76,6 @@ class ScheduledSequence(Scheduled, ABC):
         """The number of tokens in the prompt and the output so far."""
 
     @property
-    def can_draft(self) -> bool:
-        """Whether tokens after the next one can be proposed."""
-        return True
-
-    @property
     def order(self) -> tuple[int, bool, float, int]:
         """The sort key of waiting sequences. Those come back that had pages before, here or at another decode."""
         is_new = not (self.attempts or self.is_resumed)
@@ -291,8 +286,6 @@ class DecodeScheduler(Generic[S]):
 
     def num_drafts(self, sequence: S) -> int:
         """Return how many tokens may be drafted after the next one: those that could be used and have a slot."""
-        if not sequence.can_draft:
-            return 0
         wanted = min(self._config.num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
         return next((count for count in range(wanted) if not self._pages.extend(sequence, count + 1)), wanted)
 

@@ -165,13 +165,6 @@ def test_a_protected_sequence_drafts_within_its_own_pages() -> None:
     assert sorted(pages) == sorted([*sequence.pages, *sequence.spare])
 
 
-def test_without_a_state_nothing_is_drafted() -> None:
-    pool, _, scheduler = tables_of(8)
-    sequence = running(pool, 3)
-    sequence.draft = Draft()
-    assert scheduler.num_drafts(sequence) == 0
-
-
 def test_with_an_mtp_layer_a_page_is_full_one_token_later() -> None:
     pool, tables, _ = tables_of(8)
     sequence = running(pool, 4)

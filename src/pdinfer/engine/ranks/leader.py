@@ -117,7 +117,7 @@ class RankRunner:
 
 
 @attrs.define
-class _Sent:
+class Sent:
     """A hand-off on its way. It is `done` when neither this rank nor a follower reads its pages any more."""
 
     own: Transfer
@@ -142,7 +142,7 @@ class RankChannel:
         self._handoffs: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
         self._stops: list[tuple[bytes, TransferError]] = []
-        self._sent: dict[bytes, _Sent] = {}
+        self._sent: dict[bytes, Sent] = {}
 
     def hear(self, rank: int, message: say.Message) -> None:
         """Take a follower's report."""
@@ -234,8 +234,8 @@ class RankChannel:
         for share in even_slices(tokens, self._size)[0]:
             self._channel.push(grant, layers=layers, tokens=share, pages=pages, ready=ready)
 
-    def finish(self, grant: PageGrant, handoff: Handoff) -> _Sent:
-        sent = self._sent[grant.room] = _Sent(self._channel.finish(grant, handoff), self._num_followers)
+    def finish(self, grant: PageGrant, handoff: Handoff) -> Sent:
+        sent = self._sent[grant.room] = Sent(self._channel.finish(grant, handoff), self._num_followers)
         self._lockstep.tell(say.FinishMessage(grant.room, handoff.error))
         return sent
 
