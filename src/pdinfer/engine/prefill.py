@@ -205,7 +205,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             # with the tokens that we had and decode lacks; empty when decode has more of them than we
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
-        self.ranks.announce(rows, [prompt.grant for prompt in prompts], spans)
+        self._runner.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
             mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):

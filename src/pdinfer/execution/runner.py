@@ -17,7 +17,7 @@ from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.trace import Trace, mark
-from pdinfer.types import NamedState
+from pdinfer.types import NamedState, PageGrant
 
 Ready = Callable[[], None] | None
 """Called before what was computed is read from its pool, and orders the read after it. None means that it is there."""
@@ -58,6 +58,9 @@ class ModelRunner:
 
     def idle(self) -> None:
         """Do nothing: there are no other ranks."""
+
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        """Do nothing: no other rank runs these rows."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be

@@ -7,7 +7,7 @@ followers do the same. A single rank is the smallest world: it leads, and nobody
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,10 +20,9 @@ from pdinfer.errors import RankLost, RequestError
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.model.batch import Row
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.parallel.groups import Groups
-from pdinfer.types import PageGrant, PeerAddress
+from pdinfer.types import PeerAddress
 
 _log = logging.getLogger("pdinfer")
 
@@ -60,9 +59,6 @@ class Ranks:
         lead()
         if self._rebalancing.has_news:
             self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
-
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """Let followers run `rows` in the next prefill, and push `tokens` of each into its grant by layer."""
 
     def due_in_s(self) -> float:
         """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
@@ -138,9 +134,6 @@ class SeveralRanks(Ranks):
             self.follower.step()
         if self._lockstep.lost is not None:
             raise self._lockstep.lost
-
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        self._runner.announce(rows, grants, tokens)
 
     def due_in_s(self) -> float:
         return self._lockstep.due_in_s()

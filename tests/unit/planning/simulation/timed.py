@@ -62,6 +62,9 @@ class SameToken:
     def idle(self) -> None:
         """Do nothing."""
 
+    def announce(self, *_: Any) -> None:
+        """There are no other ranks."""
+
     def do_while_waiting(self, work: Any) -> None:
         """A step computes nothing that one could wait for."""
 
