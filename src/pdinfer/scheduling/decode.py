@@ -238,6 +238,8 @@ class DecodeScheduler(Generic[S]):
     def next(self) -> S | None:
         """Return the sequence whose turn it is: every OLDEST_EVERY-th time the one that has waited longest. Those
         without their writers are passed over."""
+        if not self.waiting:
+            return None
         able = partial(filter, self._has_writers, self.waiting)
         oldest = by_age(able(), SINCE, num_turns=self._num_turns, now=self._clock())
         return oldest or next(able(), None)

@@ -96,7 +96,7 @@ class PrefillScheduler(Generic[P]):
     def next(self) -> P | None:
         """Return the prompt that may start now. A prompt whose decode is full lets others pass. A prompt that waits for
         pages does not, or a long prompt would wait for ever."""
-        if len(self.active) >= self._config.max_running_requests:
+        if not self.queue or len(self.active) >= self._config.max_running_requests:
             return None
         able = partial(filter, lambda prompt: not self._pages.is_full(prompt), self.queue)
         oldest = by_age(able(), SINCE, num_turns=self._num_starts, now=self._clock())
@@ -119,6 +119,8 @@ class PrefillScheduler(Generic[P]):
         A prompt that cannot meet its deadline at the best speed so far gets what the others leave. Every
         OLDEST_EVERY-th step begins with the oldest prompt if that has waited long.
         """
+        if not self.active:
+            return []
         prompts = share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps)
         now, speed = self._clock(), self.costs.best_tokens_per_s
         classes: dict[P, tuple[bool, float, bool]] = {}
@@ -135,7 +137,7 @@ class PrefillScheduler(Generic[P]):
             chunk_size=self._chunk_size(decoding_s),
             max_tokens=self._config.max_prefill_tokens,
         )
-        self.num_steps += bool(self.active)
+        self.num_steps += 1
         return [(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
 
     def ran(self, num_tokens: int, took_s: float) -> None:
