@@ -29,12 +29,14 @@ def brief(value: object) -> str:
 
 
 class Value:
-    """Base of attrs classes whose text is `brief`."""
+    """Base of attrs values. They are shown by `brief`, unless they say how themselves."""
 
     __slots__ = ()
 
-    def __init_subclass__(cls) -> None:
-        cls.__repr__ = brief  # type: ignore[method-assign]  # attrs looks for it in the class itself
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = brief  # type: ignore[method-assign]  # before attrs looks whether to write one
 
 
 def as_table(value: object) -> str:
