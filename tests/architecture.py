@@ -86,9 +86,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (
-        ("openai",),
+        ("openai", "schema"),
         ("stream", "dialects"),
-        ("detokenizer", "schema"),
+        ("detokenizer",),
         ("tokenizer",),
         ("chat", "files", "markers", "tiktoken"),
         ("sandbox",),

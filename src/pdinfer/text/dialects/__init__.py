@@ -19,6 +19,6 @@ May import: text.chat, text.tokenizer, the ground.
 from __future__ import annotations
 
 from pdinfer.text.dialects.dialect import Dialect, dialect_of, shows_tools
-from pdinfer.text.dialects.parser import CallDelta, Delta, Parser
+from pdinfer.text.dialects.parser import CallDelta, Delta, Parser, new_call_id
 
-__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of", "shows_tools"]
+__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of", "new_call_id", "shows_tools"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 
@@ -18,6 +19,11 @@ MAX_WHITE = 64
 _UNDECIDED = frozenset({Place.OPENING, Place.NAME})
 """Their text is read again, as another place's, when it turns out to be something else."""
 _INSIDE = frozenset({Place.NAME, Place.JSON, Place.PARAMETERS, Place.KEY, Place.VALUE})
+
+
+def new_call_id() -> str:
+    """Return the id of a call to which the model gave none."""
+    return f"call_{os.urandom(12).hex()}"
 
 
 @attrs.frozen

@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pdinfer.text.tiktoken import byte_names
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import TokenEvent
 
 Logprobs = dict[str, Any]
+_BYTES = {name: byte for byte, name in enumerate(byte_names())}
 
 
 class TokenNames:
@@ -74,14 +76,3 @@ class TokenNames:
 
     def _named(self, token: int, logprob: float | None) -> Logprobs:
         return {"token": self.name(token), "logprob": logprob, "bytes": list(self.bytes_of(token))}
-
-
-def _bytes() -> dict[str, int]:
-    """Return the bytes that a byte-level tokenizer means by its characters: printable ones stand for themselves, and
-    the others are counted from U+0100 (Radford et al. 2019, GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
-
-
-_BYTES = _bytes()

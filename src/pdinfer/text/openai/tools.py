@@ -7,7 +7,6 @@ A forced call is an answer by a schema, whatever markup the model has for calls:
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import attrs
 
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
-from pdinfer.text.dialects import CallDelta, Delta
+from pdinfer.text.dialects import CallDelta, Delta, new_call_id
 from pdinfer.text.openai.body import ChatBody
 
 Tool = dict[str, Any]
@@ -135,10 +134,10 @@ class ForcedCall:
 
     _HEAD = re.compile(r'\{"name":("(?:[^"\\]|\\.)*"),"parameters":')
 
-    def __init__(self, named: str | None, make_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, named: str | None, new_id: Callable[[], str] = new_call_id) -> None:
         self._name = named
         self._is_wrapped = named is None
-        self._make_id = make_id or (lambda: f"call_{os.urandom(12).hex()}")
+        self._new_id = new_id
         self._held = ""
         self._written: list[str] = []
         self._has_begun = False
@@ -163,7 +162,7 @@ class ForcedCall:
 
     def _delta(self, length: int) -> Delta:
         ready, self._held = self._held[:length], self._held[length:]
-        first = {} if self._has_begun else {"call_id": self._make_id(), "name": self._name}
+        first = {} if self._has_begun else {"call_id": self._new_id(), "name": self._name}
         self._has_begun = True
         self._written.append(ready)
         return Delta(call=CallDelta(index=0, arguments=ready, **first))
