@@ -33,7 +33,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
+from pdinfer.process.forked import OfOneProcess, begin_to_compute
 from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.process.modes import own_modes
@@ -63,7 +63,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    _computing: frozenset[str] = frozenset()
+    _computing: frozenset[str]
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -125,7 +125,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
         if channel.engine is not None:
@@ -165,6 +164,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._brief: tuple[int, EngineLoad] | None = None
         self._closed = False
         self._arrived = deque()
+        self._computing = frozenset()
         channel.notify(self._inbox.wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers
