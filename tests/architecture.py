@@ -205,7 +205,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "huge_pages", "locks", "malloc", "memory", "openmp", "recording", "scratch", "silence", "streams"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams"),
     ),
 }
 

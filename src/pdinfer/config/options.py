@@ -115,7 +115,7 @@ class EngineConfig:
 
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; afterwards the thread
     that steps has its own number again. None leaves the number to the host. With `keep_freed_memory` the process's
-    malloc keeps the memory that steps on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the
+    malloc keeps the memory that steps on a CPU free, see `pdinfer.process.memory`. `trace` names a folder: when the
     engine is closed, a timeline of its newest steps is written there, see `pdinfer.trace`.
 
     With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of

@@ -35,7 +35,7 @@ from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute
 from pdinfer.process.locks import HeldBack, let_go
-from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
 from pdinfer.scheduling.decode import DecodeScheduler
