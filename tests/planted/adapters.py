@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pool full of kept prompts waits for their leases",
-        "            if orders.lacks_blocks:\n",
-        "            if orders.lacks_blocks and not orders.is_idle:\n",
+        "            if self.orders.lacks_blocks:\n",
+        "            if self.orders.lacks_blocks and not self.orders.is_idle:\n",
         f"{ORDER}test_a_prompt_with_a_grant_gets_the_blocks_of_one_that_nobody_has_asked_for",
     ),
     Mutant(
@@ -232,8 +232,8 @@ MUTANTS = [
     ),
     Mutant(
         "overrides of a checkpoint's config are no part of the model's id",
-        "return attrs.evolve(layout, model_id=folded(layout.model_id, changes))",
-        "return layout",
+        "model_id=folded(layout.model_id, changes))",
+        "model_id=layout.model_id)",
         f"{TOLD}test_overrides_at_one_end_are_refused_by_name_and_at_both_served",
     ),
     Mutant(

@@ -42,7 +42,6 @@ class SchedulerHalf:
         self._loading: set[str] = set()
         self._sent: dict[str, Sent] = {}
         self._next = Orders()
-        self._waits = False
         self._unallocated: set[str] = set()  # of those that somebody waits for, since the last step
 
     # -- what vLLM asks ---------------------------------------------------------------------------------------------
@@ -76,25 +75,20 @@ class SchedulerHalf:
             blocks = tuple(block_ids[0][start // size : -(-stop // size)])
             proof = "" if ask.problem else proof_of(request.prompt_token_ids[:stop])
             load = VLLMLoad(req_id, ask.room, ask.prefill, proof, (start, stop), blocks, ask.problem)
-            self._next = attrs.evolve(self._next, loads=(*self._next.loads, load))
+            self._next.loads.append(load)
             self._loaded.add(req_id)
             self._loading.add(req_id)
 
     def orders(self, output: Any) -> Orders:
         """Return what a step means for the worker, from vLLM's SchedulerOutput."""
-        preempted = tuple(sorted(set(output.preempted_req_ids or ()) & self._sent.keys()))
-        for req_id in preempted:
+        orders, self._next = self._next, Orders()
+        orders.preempted += sorted(set(output.preempted_req_ids or ()) & self._sent.keys())
+        for req_id in orders.preempted:
             self._sent[req_id].is_whole = False
-        is_idle = not output.total_num_scheduled_tokens
-        orders = attrs.evolve(
-            self._next,
-            saves=tuple(self._saves(output)),
-            preempted=preempted,
-            is_idle=is_idle,
-            waits=self._waits,
-            lacks_blocks=is_idle and bool(self._unallocated),
-        )
-        self._next, self._waits, self._unallocated = Orders(), False, set()
+        orders.saves += self._saves(output)
+        orders.is_idle = not output.total_num_scheduled_tokens
+        orders.lacks_blocks = orders.is_idle and bool(self._unallocated)
+        self._unallocated.clear()
         return orders
 
     def arrived(self, arrivals: Arrivals | None, received: Any) -> None:
@@ -114,21 +108,18 @@ class SchedulerHalf:
         self._loaded.discard(req_id)
         if req_id in self._loading:  # vLLM holds these blocks itself
             self._loading.discard(req_id)
-            self._next = attrs.evolve(self._next, cancelled=(*self._next.cancelled, req_id))
+            self._next.cancelled.append(req_id)
         if ask is None or ask.loads:
             return False
         self._grants.pop(ask.room, None)
         sent = self._sent.pop(req_id, None)
         if not ask.problem and (sent is None or not sent.is_whole):
-            self._next = attrs.evolve(self._next, unwanted=(*self._next.unwanted, ask.room))
+            self._next.unwanted.append(ask.room)
         if sent is None:
             return False
-        drawn = tuple(map(int, request.output_token_ids[:1])) if sent.first_token else ()
-        self._next = attrs.evolve(
-            self._next,
-            ended=(*self._next.ended, req_id),
-            drawn=(*self._next.drawn, *((req_id, token) for token in drawn)),
-        )
+        self._next.ended.append(req_id)
+        if sent.first_token:
+            self._next.drawn += [(req_id, int(token)) for token in request.output_token_ids[:1]]
         return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -140,7 +131,7 @@ class SchedulerHalf:
         waited_s = now - self._since.setdefault(req_id, now)
         if waited_s >= 2 * hold_s or (waited_s >= hold_s and not self._has_granted(now - hold_s)):
             return 0, False
-        self._waits = True
+        self._next.waits = True
         return None, False
 
     def _has_granted(self, since: float) -> bool:
