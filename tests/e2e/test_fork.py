@@ -74,7 +74,7 @@ def calls_of(thing: OfOneProcess) -> list[Callable[[], object]]:
         return value() if callable(value) else value
 
     names = {name for base in type(thing).__mro__ for name in vars(base)}
-    kept = ("close", "ends", "role", "loopback", "local", "run_empty")
+    kept = ("close", "ends", "role", "loopback", "local")
     return [lambda name=name: call(name) for name in names if not name.startswith("_") and name not in kept]
 
 

@@ -380,7 +380,7 @@ class CellRunner(ModelRunner):
 class CellPrefill(PrefillEngine):
     """A prefill engine on the fake model. On a pool shared with decode it computes into granted pages."""
 
-    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+    def _make_runner(self, model: Any, memory: Any) -> CellRunner:
         return CellRunner(
             memory,
             lambda: (PageState.OWNED, PageState.GRANTED) if self.shared else (PageState.OWNED,),
@@ -413,7 +413,7 @@ class CellPrefill(PrefillEngine):
 class CellDecode(DecodeEngine):
     """A decode engine on the fake model."""
 
-    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+    def _make_runner(self, model: Any, memory: Any) -> CellRunner:
         return CellRunner(
             memory,
             lambda: (PageState.OWNED,),

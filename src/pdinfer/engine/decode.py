@@ -50,7 +50,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """
 
     role = "decode"
-    run_empty = staticmethod(empty_decode)
+    _run_empty = staticmethod(empty_decode)
 
     @typed
     @own_modes()

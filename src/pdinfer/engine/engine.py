@@ -152,7 +152,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
         self.experts = EngineExperts(self._rebalancing)
-        self._model_runner = self.make_runner(model, self.pool.memory)
+        self._model_runner = self._make_runner(model, self.pool.memory)
         self.ranks = self._join_ranks()
         # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
         self._runner, self._channel = self.ranks.runner, self.ranks.channel
@@ -186,7 +186,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self.channel,
             self._model_runner,
             rebalancing=self._rebalancing,
-            run_empty=self.run_empty,
+            run_empty=self._run_empty,
             limits=self._shared_limits(),
             inbox=self._inbox,
             clock=self._clock,
@@ -206,7 +206,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     @staticmethod
     @abstractmethod
-    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
+    def _run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
         """Run this role's step of the model without rows, while other ranks run it with some."""
 
     @property
@@ -214,7 +214,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Whether the engine was closed, here or on another of its ranks."""
         return self._closed
 
-    def make_runner(self, model: Model, memory: Memory) -> Runner:
+    def _make_runner(self, model: Model, memory: Memory) -> Runner:
         """Make what runs this engine's steps. A simulator overrides it and puts arithmetic in its place."""
         return ModelRunner(model, memory, self._trace)
 

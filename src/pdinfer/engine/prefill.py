@@ -43,7 +43,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     """
 
     role = "prefill"
-    run_empty = staticmethod(empty_prefill)
+    _run_empty = staticmethod(empty_prefill)
 
     @typed
     @own_modes()

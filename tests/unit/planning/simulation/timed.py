@@ -190,7 +190,7 @@ class Timed:
         kind: Any = pd.PrefillEngine if name[0] == "P" else pd.DecodeEngine
 
         class Engine(kind):  # type: ignore[misc]
-            def make_runner(self, model: Any, memory: Any) -> Any:
+            def _make_runner(self, model: Any, memory: Any) -> Any:
                 return runner
 
         return TimedPort(Engine(model, channel, side.engine, clock=self.simulation.clock), runner)
