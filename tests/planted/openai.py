@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "tools that may not be called are told to the model",
-        'if chosen == "none" or not tools:',
+        'if body.tool_choice == "none" or not tools:',
         "if not tools:",
         _TOOLS + "test_tools_are_told_unless_none_may_be_called",
     ),
