@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "log-probabilities of a prompt that was loaded are what memory held",
-        'ask.loads and getattr(request, "skip_reading_prefix_cache", False):',
-        "False:",
+        'elif loads and getattr(request, "skip_reading_prefix_cache", False):',
+        "elif False:",
         f"{VLLM}test_a_prompt_that_vllm_must_compute_itself_is_not_loaded",
     ),
 ]

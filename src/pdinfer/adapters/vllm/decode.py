@@ -40,14 +40,6 @@ MAX_STREAMS = 256
 ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-@attrs.frozen
-class RoomPiece:
-    """A part of vLLM's answer for a room."""
-
-    room: bytes
-    piece: Piece
-
-
 @attrs.define(eq=False)
 class Streamed:
     """A request that vLLM has, to be loaded from `engine`. Its `tokens` have come so far. A `grant` comes when vLLM
@@ -107,7 +99,7 @@ class Streamed:
         )
 
 
-class VLLMDecode(VLLMPort[PrefillEngine, RoomPiece | str, Streamed]):
+class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
     """A vLLM that goes on from prompts of prefill engines of this process: a `DecodePort`, made by `connect_decode`.
 
     A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says.
@@ -176,8 +168,9 @@ class VLLMDecode(VLLMPort[PrefillEngine, RoomPiece | str, Streamed]):
         to vLLM any more."""
         for item in self._inbox.take():
             match item:
-                case RoomPiece(room, piece) if room in self._open:
-                    self._hear(room, piece)
+                case (room, piece):
+                    if room in self._open:
+                        self._hear(room, piece)
                 case Answer(room, error):
                     if room in self._open:
                         lost = TransferError("vLLM ended a request without a last token")
@@ -245,7 +238,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, RoomPiece | str, Streamed]):
         for piece in self._stream(body):
             if room not in self._open:
                 break
-            self._inbox.put(RoomPiece(room, piece))
+            self._inbox.put((room, piece))
 
     def _grant(self, grant: PageGrant) -> None:
         """Have a grant written, or turned away when its request has ended meanwhile."""

@@ -142,13 +142,7 @@ class SchedulerHalf:
     def _ask(self, request: Any) -> Ask | None:
         req_id = str(request.request_id)
         if req_id not in self._asks:
-            ask = asked(request.kv_transfer_params, self._settings)
-            if ask is not None and (request.prompt_token_ids is None or getattr(request, "mm_features", None)):
-                ask = attrs.evolve(ask, problem="two ends cannot compare prompts of embeddings or images")
-            if ask is not None and ask.loads and getattr(request, "skip_reading_prefix_cache", False):
-                problem = "it asks for what every token of a prompt is computed for, as prompt_logprobs; leave that out"
-                ask = attrs.evolve(ask, problem=problem)
-            self._asks[req_id] = ask
+            ask = self._asks[req_id] = asked(request, self._settings)
             if ask is not None and ask.problem and not ask.loads:
                 _log.warning("request %s is not handed over: %s", req_id, ask.problem)
         return self._asks[req_id]

@@ -143,10 +143,11 @@ class Ask:
     problem: str = ""
 
 
-def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
-    """Return what a request's `kv_transfer_params` ask for, None when it is nothing of ours."""
-    loads, sends = (bool((params or {}).get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
-    if params is None or not (loads or sends):
+def asked(request: Any, settings: Settings) -> Ask | None:
+    """Return what the `kv_transfer_params` of a request of vLLM ask for, None when it is nothing of ours."""
+    params: Mapping[str, Any] = request.kv_transfer_params or {}
+    loads, sends = (bool(params.get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
+    if not (loads or sends):
         return None
     room, prefill, problem = params.get("room", ""), params.get("prefill", ""), ""
     try:
@@ -169,6 +170,10 @@ def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
             f"a request names the prefill {clip(prefill)}, which this decode does not dial: "
             "set prefills to all that it may, or a key_file at all ends"
         )
+    elif loads and getattr(request, "skip_reading_prefix_cache", False):
+        problem = "it asks for what every token of a prompt is computed for, as prompt_logprobs; leave that out"
+    elif request.prompt_token_ids is None or getattr(request, "mm_features", None):
+        problem = "two ends cannot compare prompts of embeddings or images"
     first_token = params.get("first_token") is True
     return Ask(loads=loads, room=str(room), prefill=str(prefill), first_token=first_token, problem=problem)
 
