@@ -142,13 +142,13 @@ MUTANTS = [
     ),
     Mutant(
         "a server goes on with a prompt that nobody wants",
-        "            call = self._calls.get(room)\n",
-        "            call = None\n",
+        "if (call := self._calls.get(room)) is not None:",
+        "if (call := None) is not None:",
         f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
     ),
     Mutant(
         "a server that was left before it answered is heard to its end",
-        "                is_left = self._is_left\n",
+        "                is_left = self.is_left\n",
         "                is_left = False\n",
         f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
     ),
