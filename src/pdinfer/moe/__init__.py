@@ -16,21 +16,18 @@ from __future__ import annotations
 
 from pdinfer.config import ExpertConfig
 from pdinfer.moe.balance.solver import solve_placement
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked, Returned, TokenDispatcher
 from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
 from pdinfer.moe.placement.placement import DispatchRule
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 
 __all__ = [
-    "AllToAllDispatcher",
     "Contiguous",
     "DispatchRule",
     "Dispatched",
     "ExpertConfig",
     "ExpertLoadRecorder",
     "ExpertLocation",
-    "LocalDispatcher",
     "Masked",
     "Returned",
     "TokenDispatcher",
