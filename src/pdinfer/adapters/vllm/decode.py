@@ -54,6 +54,11 @@ class Streamed:
     first_token_s: float | None = None
 
     @property
+    def ends_at(self) -> float:
+        """Its deadline, by the clock of `since`."""
+        return float("inf") if self.request.deadline_s is None else self.since + self.request.deadline_s
+
+    @property
     def num_tokens(self) -> int:
         """The tokens of its context."""
         return len(self.request.tokens) + len(self.tokens)
@@ -179,7 +184,9 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
                 case str(request_id):
                     for room in [room for room, known in self._open.items() if known.request_id == request_id]:
                         self._end(room, FinishReason.CANCELLED)
-        self._expire()
+        now = self._clock()
+        for room in [room for room, known in self._open.items() if known.ends_at <= now]:
+            self._end(room, FinishReason.DEADLINE)
         for engine in self._engines.values():
             for grant in engine.channel.poll_offers(self._open.keys() | self._left.keys()):
                 self._grant(grant)
@@ -191,8 +198,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
 
     @typed
     def wait(self, timeout_s: float) -> bool:
-        ends = [each.since + each.request.deadline_s for each in list(self._open.values()) if each.request.deadline_s]
-        left_s = min(ends, default=float("inf")) - self._clock()
+        left_s = min((each.ends_at for each in list(self._open.values())), default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def load(self) -> DecodeLoad:
@@ -278,12 +284,6 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
         self._events.append(known.event(self._clock(), reason=reason, error=error))
         if known.grant is not None and not known.tokens:
             known.engine.cancel(known.request_id)
-
-    def _expire(self) -> None:
-        now = self._clock()
-        for room, known in list(self._open.items()):
-            if known.request.deadline_s is not None and now - known.since >= known.request.deadline_s:
-                self._end(room, FinishReason.DEADLINE)
 
 
 @typed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
 from pdinfer.adapters.vllm.probe import Probe
@@ -77,8 +79,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
         self._num_tokens = 0
         self._prompts = self._begin()
         self._missing_since: float | None = None
-        self._returning: threading.Thread | None = None
-        self._returned: PeerAddress | PDInferError | None = None
+        self._returning: Future[PeerAddress] | None = None
         self._closed = threading.Event()
 
     def __repr__(self) -> str:
@@ -127,18 +128,14 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
         """Return whether vLLM is back. Raises LayoutMismatch when the one that is back has another model, or does not
         compute as it should."""
         if self._returning is None:
-            self._returned = None
-            self._returning = threading.Thread(target=self._reach_again, name="pdinfer-vllm-return", daemon=True)
-            self._returning.start()
-        match self._returned:
-            case None:
-                return False
-            case PDInferError() as error:
-                raise error
-            case peer:
-                self.address, self._missing_since, self._returning = peer, None, None
-                self._prompts = self._begin()
-                return True
+            self._returning = Future()
+            reach = partial(self._reach_again, self._returning)
+            threading.Thread(target=reach, name="pdinfer-vllm-return", daemon=True).start()
+        if not self._returning.done():
+            return False
+        self.address, self._missing_since, self._returning = self._returning.result(), None, None
+        self._prompts = self._begin()
+        return True
 
     # -- for the two ports ------------------------------------------------------------------------------------------
 
@@ -179,12 +176,12 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
 
     # -- a vLLM that was lost ---------------------------------------------------------------------------------------
 
-    def _reach_again(self) -> None:
+    def _reach_again(self, returning: Future[PeerAddress]) -> None:
         while not self._closed.is_set():
             try:
-                self._returned = self._reach()
+                returning.set_result(self._reach())
             except LayoutMismatch as error:
-                self._returned = error
+                returning.set_exception(error)
             except PDInferError:
                 self._closed.wait(AGAIN_S)
                 continue
