@@ -3,7 +3,6 @@ character, so that a text alone does not say which token is meant."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +21,7 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._library = tokenizer.library
-        decoder = json.loads(self._library.decoder.__getstate__()) if self._library.decoder else {}
-        self._is_byte_level = "ByteLevel" in json.dumps(decoder)
+        self._is_byte_level = self._library.decoder is not None and b"ByteLevel" in self._library.decoder.__getstate__()
         self._added = frozenset(self._library.get_added_tokens_decoder())
 
     def bytes_of(self, token: int) -> bytes:
