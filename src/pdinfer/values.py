@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from types import FunctionType
 from typing import Any
@@ -43,6 +44,8 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
     """Return `repr(value)` cut to `limit` characters, at least 20. It shows the beginning of what is long, and the
     dtype, shape and device of what is a tensor. Safe for ints of any size."""
     match value:
+        case partial():  # which may have tensors
+            return shown(value.func, limit)
         case enum.Enum():
             text = f"{type(value).__name__}.{value.name}"
         case bool() | None:
