@@ -67,27 +67,22 @@ def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> di
     """Load those of the libraries that were kept, and build the others, side by side, for a CPU with these flags ->
     each by its name, or the reason why there is none."""
     folder, openmp = _cache_folder(), loaded_openmp()
-    stems = {library.name: stem_of(library, openmp) for library in libraries}
-    cc = _compiler_or_reason(folder)
-    if isinstance(cc, str):
-        found: dict[str, ctypes.CDLL | str] = dict.fromkeys(stems, cc)
-    else:
-        found = _by_compiler(libraries, cc, openmp, folder)
+    reason = (
+        "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
+        f"built for this CPU (python -m pdinfer build-kernels) is in {folder or 'a cache folder'} or next to pdinfer"
+    )
+    try:
+        cc = Compiler.here()
+    except CompilationError as error:
+        cc, reason = None, str(error)
+    found: dict[str, ctypes.CDLL | str] = {library.name: reason for library in libraries}
+    if cc is not None:
+        found |= _by_compiler(libraries, cc, openmp, folder)
     for library in libraries:
         if isinstance(found[library.name], str):
-            fitting = _fitting(library, stems[library.name], folder, cpu)
+            fitting = _fitting(library, stem_of(library, openmp), folder, cpu)
             found[library.name] = _first_loaded(library, fitting, folder) or found[library.name]
     return found
-
-
-def _compiler_or_reason(folder: Path | None) -> Compiler | str:
-    try:
-        return Compiler.here() or (
-            "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
-            f"built for this CPU (python -m pdinfer build-kernels) is in {folder or 'a cache folder'} or beside pdinfer"
-        )
-    except CompilationError as error:
-        return str(error)
 
 
 def _by_compiler(
