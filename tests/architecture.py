@@ -94,7 +94,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sandbox",),
     ),
     "text.openai": (("call",), ("prompts", "choice", "options"), ("messages", "tools", "logprobs"), ("body",)),
-    "text.dialects": (("dialect",), ("families", "parser"), ("grammar", "arguments")),
+    "text.dialects": (("dialect",), ("families", "parser"), ("grammar",)),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),

@@ -6,10 +6,9 @@
         ...
 
     dialect.py     which dialect a checkpoint speaks
-    parser.py      one answer, as its text comes: reasoning, content and calls
+    parser.py      one answer, as its text comes: reasoning, content and calls, whose arguments may have to become JSON
     families.py    the dialects as data: how each is recognised, and its markers
     grammar.py     the form of that data: places in an answer, and what leads from one to another
-    arguments.py   arguments that the markup leaves as text: what the tools' schemas say about them
 
 A new dialect is a row in families.py. Where each comes from: docs/decisions/0059-what-models-say.md.
 
