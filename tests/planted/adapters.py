@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant(
         "a prefill that vLLM never asked about turns no grant away",
         "        ask = self._ask(request)  # vLLM may never have asked about it\n        del self._asks[req_id]\n",
-        "        ask = self._asks.pop(req_id, None)\n",
+        "        ask = self._asks.pop(req_id, Ask())\n",
         f"{VLLM}test_a_grant_that_comes_behind_its_request_is_answered_at_once",
     ),
     Mutant(

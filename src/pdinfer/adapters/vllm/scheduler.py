@@ -36,7 +36,7 @@ class SchedulerHalf:
         self._settings = settings
         self._clock = clock
         self._grants: dict[str, float] = {}
-        self._asks: dict[str, Ask | None] = {}
+        self._asks: dict[str, Ask] = {}
         self._since: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._loading: set[str] = set()
@@ -50,10 +50,10 @@ class SchedulerHalf:
         """Return how many tokens come from a peer, and whether they do so between steps: all but the last for a load
         that was not tried before. (None, False) means that a request waits for its grant."""
         ask, req_id = self._ask(request), str(request.request_id)
-        if ask is not None and not (ask.loads or ask.problem or ask.room in self._grants):
+        if ask.sends and not ask.problem and ask.room not in self._grants:
             return self._held(req_id)
         self._unallocated.add(req_id)
-        if ask is not None and ask.loads and req_id not in self._loaded:
+        if ask.loads and req_id not in self._loaded:
             missing = int(request.num_prompt_tokens) - 1 - num_computed
             return (missing, True) if missing > 0 else (0, False)
         return 0, False
@@ -62,14 +62,11 @@ class SchedulerHalf:
         """Note the blocks of a request that is scheduled, or will be when its load has ended."""
         ask, req_id = self._ask(request), str(request.request_id)
         self._unallocated.discard(req_id)
-        if ask is None:
-            return
-        if not ask.loads:
-            if not ask.problem and req_id not in self._sent:
-                tokens = request.prompt_token_ids
-                proofs = proof_of(tokens), proof_of(tokens[:-1])
-                self._sent[req_id] = Sent(ask.room, proofs, len(tokens), ask.first_token)
-        elif num_external and req_id not in self._loaded:
+        if ask.sends and not ask.problem and req_id not in self._sent:
+            tokens = request.prompt_token_ids
+            proofs = proof_of(tokens), proof_of(tokens[:-1])
+            self._sent[req_id] = Sent(ask.room, proofs, len(tokens), ask.first_token)
+        elif ask.loads and num_external and req_id not in self._loaded:
             stop = int(request.num_prompt_tokens) - 1
             start, size = stop - num_external, self._block_size
             blocks = tuple(block_ids[0][start // size : -(-stop // size)])
@@ -109,7 +106,7 @@ class SchedulerHalf:
         if req_id in self._loading:  # vLLM holds these blocks itself
             self._loading.discard(req_id)
             self._next.cancelled.append(req_id)
-        if ask is None or ask.loads:
+        if not ask.sends:
             return False
         self._grants.pop(ask.room, None)
         sent = self._sent.pop(req_id, None)
@@ -139,11 +136,11 @@ class SchedulerHalf:
         started = {sent.room for sent in self._sent.values()}
         return any(came > since and room not in started for room, came in self._grants.items())
 
-    def _ask(self, request: Any) -> Ask | None:
+    def _ask(self, request: Any) -> Ask:
         req_id = str(request.request_id)
         if req_id not in self._asks:
             ask = self._asks[req_id] = asked(request, self._settings)
-            if ask is not None and ask.problem and not ask.loads:
+            if ask.sends and ask.problem:
                 _log.warning("request %s is not handed over: %s", req_id, ask.problem)
         return self._asks[req_id]
 
