@@ -29,6 +29,17 @@ def brief(value: object) -> str:
     return _fields(value, MAX_CHARACTERS)
 
 
+class Value:
+    """Base of attrs values. They are shown by `brief`, unless they say how themselves."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = brief  # type: ignore[method-assign]  # before attrs looks whether to write one
+
+
 def as_table(value: object) -> str:
     """Return the fields that `brief` shows as a table in HTML, all of them. Made to be the `_repr_html_` of a class."""
     return table(((type(value).__name__,), *_seen(value, INNER_CHARACTERS)))

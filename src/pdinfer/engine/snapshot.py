@@ -6,14 +6,12 @@ import attrs
 
 from pdinfer.engine.sequence import Prompt, Sequence
 from pdinfer.types import PeerAddress, Request
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(kw_only=True)
-class PromptSnapshot:
+class PromptSnapshot(Value):
     """A request at prefill. `room` is where its hand-off goes. `pages` is its page table, empty before it starts."""
-
-    __repr__ = brief
 
     request: Request
     room: bytes
@@ -25,11 +23,9 @@ class PromptSnapshot:
 
 
 @attrs.frozen(kw_only=True)
-class PrefillSnapshot:
+class PrefillSnapshot(Value):
     """The prompts of a prefill engine: those that have not started, those under way, and those that were handed off and
     have bytes that have not left."""
-
-    __repr__ = brief
 
     queued: tuple[PromptSnapshot, ...]
     active: tuple[PromptSnapshot, ...]
@@ -37,11 +33,9 @@ class PrefillSnapshot:
 
 
 @attrs.frozen(kw_only=True)
-class SequenceSnapshot:
+class SequenceSnapshot(Value):
     """A request at decode. `room` is that of its grant, while it has one. `pages` is its page table, and `spare` are
     the pages kept for its growth. `attempts` counts its grants."""
-
-    __repr__ = brief
 
     request_id: str
     request: Request
@@ -65,11 +59,9 @@ class SequenceSnapshot:
 
 
 @attrs.frozen(kw_only=True)
-class DecodeSnapshot:
+class DecodeSnapshot(Value):
     """The requests of a decode engine, by what they have: no page, granted pages, or pages with their whole context.
     `orphans` are the rooms that were given up and have writers that have not stopped yet."""
-
-    __repr__ = brief
 
     waiting: tuple[SequenceSnapshot, ...]
     granted: tuple[SequenceSnapshot, ...]

@@ -20,7 +20,7 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
 from pdinfer.progress import Tell, nobody
 from pdinfer.types import NamedState, RequestLimits, SamplingParams
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
@@ -34,11 +34,9 @@ _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
 
 
 @attrs.frozen(kw_only=True)
-class WarmUpStep:
+class WarmUpStep(Value):
     """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences), "draft" (`size`
     sequences with drafts) or "capture" (of steps of `size` sequences). `seconds` is how long this first time took."""
-
-    __repr__ = brief
 
     kind: str
     size: int
@@ -46,10 +44,8 @@ class WarmUpStep:
 
 
 @attrs.frozen(kw_only=True)
-class WarmUp:
+class WarmUp(Value):
     """The steps that a warm-up ran, in order."""
-
-    __repr__ = brief
 
     steps: tuple[WarmUpStep, ...]
 
