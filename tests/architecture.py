@@ -86,15 +86,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (
-        ("openai",),
+        ("openai", "schema"),
         ("stream", "dialects"),
-        ("detokenizer", "schema"),
+        ("detokenizer",),
         ("tokenizer",),
         ("chat", "files", "markers", "tiktoken"),
         ("sandbox",),
     ),
     "text.openai": (("call",), ("prompts", "choice", "options"), ("messages", "tools", "logprobs"), ("body",)),
-    "text.dialects": (("dialect",), ("families", "parser"), ("grammar", "arguments")),
+    "text.dialects": (("dialect",), ("families", "parser"), ("grammar",)),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),
@@ -205,7 +205,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "huge_pages", "locks", "malloc", "memory", "openmp", "recording", "scratch", "silence", "streams"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams"),
     ),
 }
 

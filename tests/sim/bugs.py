@@ -28,7 +28,8 @@ from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.scheduling import rules
 from pdinfer.scheduling.decode import DecodeScheduler
-from pdinfer.testing import Placement, SimNetwork, SimTransport
+from pdinfer.testing import Placement, SimNetwork
+from pdinfer.testing.network import SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
 

@@ -32,9 +32,9 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
+from pdinfer.process.forked import OfOneProcess, begin_to_compute
 from pdinfer.process.locks import HeldBack, let_go
-from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
 from pdinfer.scheduling.decode import DecodeScheduler
@@ -62,7 +62,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    _computing: frozenset[str] = frozenset()
+    _computing: frozenset[str]
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -131,7 +131,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self.channel = channel
         self.config = config or EngineConfig()
         self._check_steps()
-        refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
         if channel.engine is not None:
@@ -170,6 +169,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._closed = False
         self._arrivals = 0
         self._arrived = deque()
+        self._computing = frozenset()
         channel.notify(self._inbox.wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers

@@ -40,7 +40,7 @@ from pdinfer.kernels.fused import (
     NormRotateStore,
     SortRows,
 )
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 class RMSNorm(Protocol):
@@ -386,11 +386,9 @@ def _by_format(op: F | ByFormat[F]) -> ByFormat[F]:
 
 
 @attrs.frozen(kw_only=True)
-class Ops:
+class Ops(Value):
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too. What
     takes the place of a `ByFormat` serves every format."""
-
-    __repr__ = brief
 
     rms_norm: RMSNorm
     layer_norm: LayerNorm

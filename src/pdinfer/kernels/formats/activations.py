@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.formats.fp8 import BLOCK
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 ScaleLayout = Literal["row", "mn-major-tma"]
 """Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
@@ -17,14 +17,12 @@ of channels together, from a 16-byte border on, at a pitch of a multiple of 16 b
 
 
 @attrs.frozen(eq=False)
-class FP8Rows:
+class FP8Rows(Value):
     """Rows [..., I] that were rounded to e4m3, with a scale per row and 128 channels. `numbers * scale` is their value.
 
     `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. `dtype` is that of the floats which were
     rounded, and so of what is computed from them. Axes before the last are those of the floats.
     """
-
-    __repr__ = brief
 
     numbers_TI: Tensor
     scales_TN: Tensor
@@ -71,11 +69,9 @@ class FP8Rows:
 
 
 @attrs.frozen(eq=False)
-class Rounded:
+class Rounded(Value):
     """The same activations twice: as floats, and as the `rows` that FP8 products read. Readers of both kinds follow a
     norm, and share one rounding."""
-
-    __repr__ = brief
 
     floats_TI: Tensor
     rows: FP8Rows

@@ -9,14 +9,12 @@ from torch import Tensor
 from pdinfer.kernels.formats.format import Format, Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks, new_scales
 from pdinfer.kernels.formats.strips import from_strips, into_strips, new_strips, part_of, shape_of
-from pdinfer.values import brief
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class FP8Strips(Format):
     """The numbers of `FP8Blocks` in the order of `Strips`, with the same scales: a permutation, in as many bytes."""
 
-    __repr__ = brief
     name = "fp8_strips"
     strips_of = FP8Blocks
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pdinfer.kernels.exact import exact
 from pdinfer.kernels.formats.format import Format, Shape, Shard
-from pdinfer.values import brief
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -21,7 +20,6 @@ class Int8Static(Format):
     quant_bias.
     """
 
-    __repr__ = brief
     name = "w8a8"
     has_experts = False
 

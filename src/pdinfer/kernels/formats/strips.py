@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Shape
-from pdinfer.values import brief
 
 STRIP = 32
 """The rows of a strip of weights, and the columns of one of its steps."""
@@ -65,7 +64,6 @@ def _pairs(numbers: Tensor) -> Tensor:
 class Strips(Format):
     """Matrices of bfloat16 in the order in which CPU kernels multiply them, in as many bytes."""
 
-    __repr__ = brief
     name = "strips"
     strips_of = Plain
     holds_floats = True

@@ -20,7 +20,7 @@ from pdinfer.text.openai.logprobs import TokenNames
 from pdinfer.text.openai.options import most_tokens, sampling_of
 from pdinfer.text.openai.prompts import TooLong, prompts_of
 from pdinfer.text.openai.tools import Tools
-from pdinfer.text.stream import StopStrings, TextStream
+from pdinfer.text.stream import StopStrings
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
 
@@ -106,8 +106,8 @@ class Call:
                     speech = Speech(tokenizer, request, dialect_of(tokenizer), tools)
                     choices.append(Turn(len(choices), names, speech))
                 else:
-                    text = TextStream(tokenizer, request)
-                    choices.append(Completion(len(choices), names, text, prompt.text if body.echo else ""))
+                    speech = Speech(tokenizer, request, None, tools)
+                    choices.append(Completion(len(choices), names, speech, prompt.echoed))
         return cls(requests, choices, body, model)
 
     @classmethod
