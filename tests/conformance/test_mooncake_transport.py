@@ -28,10 +28,11 @@ from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.one_sided import writer
 from pdinfer.testing.simulation import VirtualClock
 from tests.backends import ROOT, child_environment, need_mooncake
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished
 from tests.conformance.transport_suite import TransportSuite
 from tests.forks import check_ended, fork
 from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
+from tests.waiting import TIMEOUT_S, wait_until
 
 SLOT_BYTES = 1 << 20
 MEMORY_BYTES = 16 << 20

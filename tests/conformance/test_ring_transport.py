@@ -33,8 +33,9 @@ from pdinfer.kv.transports.one_sided.ring import (
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished
 from tests.conformance.transport_suite import TransportSuite
+from tests.waiting import TIMEOUT_S, check_ends, wait_until
 
 SLOT_BYTES = 1 << 12
 NAME = "ring"
@@ -403,8 +404,7 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     (stuck,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
     assert stuck.daemon
     network.unblock.set()
-    stuck.join(TIMEOUT_S)
-    assert not stuck.is_alive()
+    check_ends(stuck)
     network.engines["host:0"].memory.clear()  # this engine is gone
 
 

@@ -28,8 +28,9 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished
 from tests.forks import check_ended, fork
+from tests.waiting import TIMEOUT_S, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

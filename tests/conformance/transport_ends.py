@@ -14,9 +14,8 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
-from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, wait_until
 
-TIMEOUT_S = FAR_S
 STAGED_BYTES = 1000
 """A block of a memory that behaves like a device. Odd, so that spans are cut."""
 
@@ -178,13 +177,6 @@ class End:
             except TransferError:
                 count += 1
         return count
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.0005)
 
 
 def finished(transfer: Transfer) -> Transfer:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, Call, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, Call, End, Recorder, finished
+from tests.waiting import check_ends, started, wait_until
 
 
 def scattered(lengths: Sequence[int], chance: random.Random, num_bytes: int) -> Spans:
@@ -167,12 +168,7 @@ class TransportSuite:
                 end.transport.send(link, b"%d" % n)
                 end.transport.write(link, b"%d" % n, [(0, n)])
 
-        threads = [threading.Thread(target=talk, args=side) for side in sides]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive(), "the two ends wait for each other"
+        check_ends(*[started(talk, *side) for side in sides])
         for end, _ in sides:
             end.receiver.wait("placed", 300)
             assert [int(c.frame) for c in end.receiver.of("received")] == list(range(300))
@@ -326,8 +322,7 @@ class TransportSuite:
                     while not stop.is_set():
                         finished(left.transport.write(link, b"w", [(0, 8 << 20)]))
 
-                thread = threading.Thread(target=push)
-                thread.start()
+                thread = started(push)
                 time.sleep(delay)
                 right.transport.fence(theirs)
                 calls, data = len(right.receiver.calls), bytes(right.memory.data)
@@ -338,7 +333,7 @@ class TransportSuite:
                 assert len(right.receiver.calls) == calls
                 assert right.memory.data == data
                 stop.set()
-                thread.join(TIMEOUT_S)
+                check_ends(thread)
 
     @pytest.mark.parametrize("name", ["opened", "received", "place", "placed"])
     def test_fence_from_inside_a_callback(self, pair: tuple[End, End], name: str) -> None:
@@ -400,9 +395,7 @@ class TransportSuite:
         threads += [threading.Thread(target=right.transport.fence, args=(theirs,)) for _ in range(8)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+        check_ends(*threads)
         assert len(left.receiver.of("closed")) == len(right.receiver.of("closed")) == 1
 
     def test_a_closed_link_swallows_frames_and_fails_writes(self, pair: tuple[End, End]) -> None:

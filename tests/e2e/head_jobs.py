@@ -13,8 +13,9 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.shapes import AxisOrder
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PeerAddress
-from tests.unit.kv.channel.channels import TIMEOUT_S, handoff, settled
+from tests.unit.kv.channel.channels import handoff, settled
 from tests.unit.kv.channel.heads import NUM_HEADS, check_landed, compute, grant_to, pool_of
+from tests.waiting import TIMEOUT_S
 
 TOKENS = range(8, 27)
 

@@ -19,7 +19,7 @@ from pdinfer.moe.balance import SolverProcess
 from pdinfer.moe.migration import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
-from tests.e2e.setups import TIMEOUT_S
+from tests.waiting import TIMEOUT_S
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
 TWO = {"dp_size": 2, "ep_size": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -16,17 +15,14 @@ import attrs
 
 import pdinfer as pd
 from pdinfer.testing import random_model, tiny_config
-from tests.forks import FAR_S
 from tests.plain_sampling import plain_draw
+from tests.waiting import TIMEOUT_S
 
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
 
 PEERS = {"tcp": pd.kv.SocketTransport, "shm": pd.kv.ShmTransport, "mooncake": pd.kv.MooncakeTransport}
 """Transports of `join` that need no more than themselves."""
-
-TIMEOUT_S = FAR_S
-"""No test waits longer than this for anything."""
 
 NEAR_TIE = 1e-4
 """Two best logits closer than this may change places by rounding."""
@@ -190,27 +186,6 @@ def recover(engine: Any) -> None:
     """Undoes `hang`."""
     del engine.step
     vars(engine).pop("wait", None)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls; fails when it does not come true."""
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, f"it did not happen in {TIMEOUT_S} s"
-        time.sleep(0.005)
-
-
-def check_ends(thread: threading.Thread) -> None:
-    """It ends by itself."""
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive(), f"a thread did not end in {TIMEOUT_S} s"
-
-
-def check_returns(call: Callable[[], object]) -> None:
-    """It waits for nothing that does not happen here: no call may take for ever."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    check_ends(thread)
 
 
 def check_wakes_in(pairing: pd.Pairing, seconds: float) -> None:

@@ -21,7 +21,6 @@ from pdinfer import aio
 from pdinfer.pairing.health import Health, HealthState
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     Setup,
     by_request,
     join,
@@ -32,9 +31,9 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
-    wait_until,
 )
 from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 SOON_S = FAR_S
 FINAL = pd.FinishReason

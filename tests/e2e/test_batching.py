@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import TIMEOUT_S, Setup, by_request, join, model_of, pool_of, tokens_of, watch
+from tests.e2e.setups import Setup, by_request, join, model_of, pool_of, tokens_of, watch
+from tests.waiting import TIMEOUT_S
 
 CHUNK = pd.EngineConfig(chunked_prefill_size=16)
 

@@ -18,8 +18,9 @@ import pdinfer as pd
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 from tests.backends import need_mooncake
-from tests.e2e.setups import TIMEOUT_S, by_request, greedy, judged, prompt_of, tokens_of
+from tests.e2e.setups import by_request, greedy, judged, prompt_of, tokens_of
 from tests.e2e.worker import TRANSPORTS, Worker, Workers
+from tests.waiting import TIMEOUT_S
 
 PAUSE_S = 0.5
 """A pause that is none: much shorter than the silence of the dead."""

@@ -19,7 +19,7 @@ from pdinfer.kv.transports.stream.endpoints import dial
 from pdinfer.process.silence import LINKS
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
-from tests.e2e.setups import TIMEOUT_S
+from tests.waiting import TIMEOUT_S
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 NUM_TOKENS = 10

@@ -20,21 +20,11 @@ import pytest
 import pdinfer as pd
 from pdinfer.config.options import HUNG_S, hung_after_s
 from pdinfer.remote import messages
-from tests.e2e.setups import (
-    TIMEOUT_S,
-    by_request,
-    check_ends,
-    collect,
-    hang,
-    local,
-    recover,
-    request,
-    several,
-    wait_until,
-)
+from tests.e2e.setups import by_request, collect, hang, local, recover, request, several
 from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
 from tests.e2e.worker import Order, Workers, work
 from tests.forks import context
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 LENGTH = 60
 QUICK = pd.remote.RemoteConfig(silent_s=1.0)
@@ -108,14 +98,14 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
         events = processes.step_until(2)
         while {event.request_id for event in events} != {"a", "b"}:
             events += processes.step_until(1)
-        started = time.monotonic()
+        began = time.monotonic()
         with worker.frozen():
             events += step_until_lost(processes)
             (lost,) = processes.pairing.stats.ports_lost
             port = processes.ports[role == "decode"]
             assert (lost.address, lost.role, lost.is_back) == (port.address, role, False)
             assert "was silent for 1 s" in lost.reason
-            assert 0.0 <= lost.age_s < time.monotonic() - started
+            assert 0.0 <= lost.age_s < time.monotonic() - began
         events += step_until_back(processes)
         for name in ("after", "a2"):
             processes.pairing.submit(request(name))
@@ -135,8 +125,7 @@ def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
     with local() as setup:
         decode = setup.decodes[0]
         ours, theirs = Pipe()
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs), kwargs={"config": config})
-        thread.start()
+        thread = started(pd.remote.serve, decode, theirs, config=config)
         ours.send_bytes(messages.encode(messages.BeatMessage()))
         thread.join(2.0)
         ours.send_bytes(messages.encode(messages.CancelMessage("a")))
@@ -154,8 +143,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
     key = b"the same for all of them"
     with local() as setup, Listener(authkey=key) as listener:
         decode = setup.decodes[0]
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, listener))
-        thread.start()
+        thread = started(pd.remote.serve, decode, listener)
         with pytest.raises(AuthenticationError):
             Client(listener.address, authkey=b"another")
         connections: list[Connection] = []
@@ -197,10 +185,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
 def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
     config = pd.remote.RemoteConfig(return_s=0.5)
     with local() as setup, Listener() as listener:
-        thread = threading.Thread(
-            target=pd.remote.serve, args=(setup.decodes[0], listener), kwargs={"config": config}, daemon=True
-        )
-        thread.start()
+        thread = started(pd.remote.serve, setup.decodes[0], listener, config=config)
         connection = Client(listener.address)
         connections = [connection]
         client = pd.remote.DecodeClient(connections.pop, config=config)
@@ -257,8 +242,7 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
                 if hung.load().num_tokens:
                     break
             assert hung.load().num_tokens > 0
-        for thread in threads:
-            check_ends(thread)
+        check_ends(*threads)
 
 
 def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
@@ -269,8 +253,7 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         assert decode.longest_warm_up_s == longest_s > 0
         decode.longest_warm_up_s = 4.0
         ours, theirs = Pipe()
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
-        thread.start()
+        thread = started(pd.remote.serve, decode, theirs)
         client = pd.remote.DecodeClient(ours)
         assert client.hung_s == 80.0
         client.close()

@@ -34,9 +34,9 @@ from tests.e2e.setups import (
     several,
     step_until,
     tokens_of,
-    wait_until,
     watch,
 )
+from tests.waiting import wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 

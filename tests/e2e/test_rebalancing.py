@@ -14,8 +14,9 @@ import torch
 import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import serving
-from tests.e2e.setups import TIMEOUT_S, Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
+from tests.e2e.setups import Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
 from tests.ranks import Ranks
+from tests.waiting import TIMEOUT_S
 
 JOBS = "tests.e2e.rebalance_jobs:"
 

@@ -17,19 +17,8 @@ import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
 from pdinfer.remote.client import EngineClient
-from tests.e2e.setups import (
-    TIMEOUT_S,
-    check_ends,
-    check_returns,
-    hang,
-    local,
-    model_of,
-    pool_of,
-    recover,
-    request,
-    wait_until,
-    watch,
-)
+from tests.e2e.setups import hang, local, model_of, pool_of, recover, request, watch
+from tests.waiting import TIMEOUT_S, check_ends, check_returns, started, wait_until
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
 
@@ -53,8 +42,7 @@ def ready_of(engine: Engine) -> messages.Ready:
 
 def serving(engine: Engine, config: pd.remote.RemoteConfig | None = None) -> tuple[Connection, threading.Thread]:
     ours, theirs = Pipe()
-    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": config}, daemon=True)
-    thread.start()
+    thread = started(pd.remote.serve, engine, theirs, config=config)
     return ours, thread
 
 
@@ -127,9 +115,7 @@ def test_whatever_a_connection_raises_means_gone() -> None:
     with pytest.raises(pd.TransferError, match="is gone"):
         pd.remote.DecodeClient(Strange(), timeout_s=TIMEOUT_S)
     with local() as setup:
-        thread = threading.Thread(target=pd.remote.serve, args=(setup.prefills[0], Strange()), daemon=True)
-        thread.start()
-        check_ends(thread)
+        check_ends(started(pd.remote.serve, setup.prefills[0], Strange()))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80" * 100, b"\x81\xa4type\xa6cancel"])
@@ -155,10 +141,10 @@ def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return()
         ours, thread = serving(setup.prefills[0], pd.remote.RemoteConfig(silent_s=1.0, return_s=0.0))
         thread.join(1.5)
         assert thread.is_alive()
-        started = time.monotonic()
+        began = time.monotonic()
         ours.send_bytes(messages.encode(messages.BeatMessage()))
         check_ends(thread)
-        assert time.monotonic() - started > 0.99
+        assert time.monotonic() - began > 0.99
         ours.close()
 
 
@@ -176,8 +162,7 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
                 client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=TIMEOUT_S)
             answers.append(caught.value)
 
-        asking = threading.Thread(target=connect)
-        asking.start()
+        asking = started(connect)
         client.submit(request(None), writers=[])
         events: list[pd.types.Event] = []
         wait_until(lambda: bool(events.extend(client.step()) or events))
@@ -223,8 +208,7 @@ def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
         decode.connect = never  # type: ignore[method-assign]
         ours, thread = serving(decode)
         client = pd.remote.DecodeClient(ours)
-        closer = threading.Thread(target=lambda: (asked.wait(TIMEOUT_S), client.close()))
-        closer.start()
+        closer = started(lambda: (asked.wait(TIMEOUT_S), client.close()))
         with pytest.raises(pd.TransferError, match="closed here"):
             client.connect(setup.prefills[0].address, timeout_s=2 * TIMEOUT_S)
         over.set()

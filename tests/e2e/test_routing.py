@@ -13,8 +13,9 @@ import pytest
 import pdinfer as pd
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestShape
-from tests.e2e.setups import TIMEOUT_S, Setup, collect, greedy, join, model_of, pool_of, prompt_of, several, wait_until
+from tests.e2e.setups import Setup, collect, greedy, join, model_of, pool_of, prompt_of, several
 from tests.e2e.worker import Workers
+from tests.waiting import TIMEOUT_S, wait_until
 
 PAGE = 4
 

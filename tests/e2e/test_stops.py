@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
-    check_ends,
     collect,
     hang,
     local,
@@ -33,6 +31,7 @@ from tests.e2e.setups import (
     tokens_of,
     watch,
 )
+from tests.waiting import check_ends, started
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "tiny"
 COUNT = 12
@@ -78,16 +77,10 @@ def served() -> Iterator[pd.Pairing]:
     ends = pd.KVChannel.loopback(*pools)
     engines = pd.PrefillEngine(model_of(), ends[0]), pd.DecodeEngine(model_of(), ends[1])
     pipes = [multiprocessing.Pipe() for _ in engines]
-    threads = [
-        threading.Thread(target=pd.remote.serve, args=(engine, theirs))
-        for engine, (_, theirs) in zip(engines, pipes, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [started(pd.remote.serve, engine, theirs) for engine, (_, theirs) in zip(engines, pipes, strict=True)]
     with pd.Pairing(pd.remote.PrefillClient(pipes[0][0]), pd.remote.DecodeClient(pipes[1][0])) as pairing:
         yield pairing
-    for thread in threads:
-        check_ends(thread)
+    check_ends(*threads)
 
 
 def check_stopped(stream: Sequence[pd.TokenEvent], count: int = 7) -> pd.types.Usage:

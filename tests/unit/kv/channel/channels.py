@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 
 import attrs
@@ -22,12 +21,11 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
-from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
 NUM_PAGES = 24
-TIMEOUT_S = FAR_S
 rooms = itertools.count(1)
 
 
@@ -54,13 +52,6 @@ class SmallModel:
 
 def pool_of(page_size: int = 4, **model: object) -> PagePool:
     return PagePool(SmallModel(**model), CacheConfig(page_size=page_size))  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
 
 
 def refusal(connect: Callable[..., object]) -> str:
@@ -194,6 +185,6 @@ def say(end: KVChannel, peer: KVChannel, message: wire.Message, source: Spans | 
 
 def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
     handoffs: list[Handoff] = []
-    until(lambda: handoffs.extend(decode.poll()) or len(handoffs) >= count)
+    wait_until(lambda: handoffs.extend(decode.poll()) or len(handoffs) >= count)
     assert len(handoffs) == count
     return handoffs
