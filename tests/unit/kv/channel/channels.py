@@ -65,6 +65,31 @@ def refusal(connect: Callable[..., object]) -> str:
     raise AssertionError("it is not refused")
 
 
+def granted(
+    decode: KVChannel,
+    *writers: PeerAddress,
+    tokens: range,
+    room: bytes | None = None,
+    pages: tuple[int, ...] | None = None,
+    request_id: str = "r",
+) -> PageGrant:
+    """Return a grant that decode expects, of new pages in no particular order or of `pages`."""
+    pool = decode.pool
+    pages = pages or pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
+    grant = PageGrant(
+        room=room or next(rooms).to_bytes(16, "big"),
+        request_id=request_id,
+        writers=writers,
+        destinations=(decode.address,),
+        tokens=tokens,
+        pages=pages,
+        generations=pool.generations(pages),
+        layout_id=pool.layout.layout_id,
+    )
+    decode.expect(grant)
+    return grant
+
+
 @attrs.define
 class Case:
     """Ends that can reach each other: makes them, fills their pages, and knows which bytes must arrive where."""
@@ -91,21 +116,8 @@ class Case:
 
     def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
         """Make a grant that decode expects, with its pages in no particular order."""
-        pool = decode.pool
-        pool.release(pool.own(3))
-        pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
-        grant = PageGrant(
-            room=next(rooms).to_bytes(16, "big"),
-            request_id="r",
-            writers=tuple(writer.address for writer in writers),
-            destinations=(decode.address,),
-            tokens=tokens,
-            pages=pages,
-            generations=pool.generations(pages),
-            layout_id=pool.layout.layout_id,
-        )
-        decode.expect(grant)
-        return grant
+        decode.pool.release(decode.pool.own(3))
+        return granted(decode, *(writer.address for writer in writers), tokens=tokens)
 
     def room(
         self, prefill_pages: int = 4, decode_pages: int = 4, tokens: range = range(4, 14)
