@@ -15,7 +15,7 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import io_thread
-from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder
+from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory
 from tests.conformance.transport_suite import ProcessTransportSuite, TransportSuite
 from tests.waiting import check_ends, started
 
@@ -44,9 +44,7 @@ class TestLoopback(TransportSuite):
                 raise AssertionError("copied")
 
         hub, memory = LoopbackHub(), Uncopied(8)
-        left, right = (End(LoopbackTransport(hub), memory, Recorder()) for _ in "12")
-        for end in (left, right):
-            end.endpoints = end.transport.register(memory, end.receiver)
+        left, right = (End(LoopbackTransport(hub), memory) for _ in "12")
         right.receiver.hooks["place"] = lambda *_: [(2, 4)]
         link, _ = left.connect(right)
         assert left.transport.write(link, b"w", [(2, 4)]).error is None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -153,8 +154,11 @@ class End:
 
     transport: Transport
     memory: BytesMemory
-    receiver: Recorder
-    endpoints: tuple[str, ...] = ()
+    receiver: Recorder = attrs.field(factory=Recorder)
+    endpoints: tuple[str, ...] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.endpoints = self.transport.register(self.memory, self.receiver)
 
     def connect(self, other: End, *, trusted: bool = True) -> tuple[Link, Link]:
         """Open a link to `other`. Return (our side, theirs)."""
@@ -177,6 +181,23 @@ class End:
             except TransferError:
                 count += 1
         return count
+
+
+@contextlib.contextmanager
+def closing() -> Iterator[list[End]]:
+    """Close the ends that a test makes; none may have broken a rule."""
+    ends: list[End] = []
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.transport.close()
+    assert not [broken for end in ends for broken in end.receiver.broken]
+
+
+def anywhere(_: Link, __: bytes, num_bytes: int) -> Spans:
+    """A hook that places a write at the start of the memory."""
+    return [(0, num_bytes)]
 
 
 def finished(transfer: Transfer) -> Transfer:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
-from tests.conformance.transport_ends import BytesMemory, Call, End, Recorder, finished
+from tests.conformance.transport_ends import BytesMemory, Call, End, Recorder, anywhere, closing, finished
 from tests.waiting import check_ends, started, wait_until
 
 
@@ -60,17 +60,12 @@ class TransportSuite:
 
     @contextlib.contextmanager
     def ends(self, num_bytes: int = 1 << 18, *, trusts: bool = True, staged: bool = False) -> Iterator[tuple[End, End]]:
-        left, right = (End(t, self.make_memory(num_bytes, staged=staged), Recorder()) for t in self.make_pair())
-        right.receiver = Recorder(trusts=trusts)
-        left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
-        try:
-            for end in (left, right):
-                end.endpoints = end.transport.register(end.memory, end.receiver)
+        with closing() as ends:
+            for transport, trusting in zip(self.make_pair(), (True, trusts), strict=True):
+                ends.append(End(transport, self.make_memory(num_bytes, staged=staged), Recorder(trusts=trusting)))
+            left, right = ends
+            left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
             yield left, right
-        finally:
-            left.transport.close()
-            right.transport.close()
-        assert not left.receiver.broken + right.receiver.broken
 
     @pytest.fixture
     def pair(self) -> Iterator[tuple[End, End]]:
@@ -251,7 +246,7 @@ class TransportSuite:
     def test_ready_is_called_before_the_payload_is_read(self, pair: tuple[End, End]) -> None:
         left, right = pair
         link, _ = left.connect(right)
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
 
         def ready() -> None:
             left.memory.data[:4] = b"late"
@@ -286,7 +281,7 @@ class TransportSuite:
         def fail(*_: object) -> None:
             raise error
 
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         right.receiver.hooks[name] = fail
         link, theirs = left.connect(right)
         left.transport.send(link, b"f")
@@ -313,7 +308,7 @@ class TransportSuite:
 
     def test_nothing_happens_after_a_fence(self) -> None:
         with self.ends(8 << 20) as (left, right):
-            right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+            right.receiver.hooks["place"] = anywhere
             for delay in (0.0, 0.001, 0.005, 0.02):
                 link, theirs = left.connect(right)
                 stop = threading.Event()
@@ -360,7 +355,7 @@ class TransportSuite:
 
     def test_fence_from_inside_ready(self, pair: tuple[End, End]) -> None:
         left, right = pair
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         link, theirs = left.connect(right)
         transfer = left.transport.write(link, b"w", [(0, 4)], ready=lambda: left.transport.fence(link))
         assert finished(transfer).error is not None
@@ -438,7 +433,7 @@ class TransportSuite:
 
         def live() -> None:
             with self.ends() as (left, right):
-                right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+                right.receiver.hooks["place"] = anywhere
                 links = [left.connect(right) for _ in range(5)]
                 for link, _ in links:
                     left.transport.write(link, b"w", [(0, 1000)])
@@ -460,7 +455,7 @@ class TransportSuite:
 
     def test_connecting_without_waiting(self, pair: tuple[End, End]) -> None:
         left, right = pair
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         link = left.transport.connect(right.endpoints, timeout_s=0)
         link.trusted = True
         for n in range(50):
