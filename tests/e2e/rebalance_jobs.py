@@ -140,7 +140,6 @@ def addresses_of(engine: Engine) -> list[int]:
 
 
 def placement_of(engine: Engine) -> Any:
-    """Return the placement that this rank uses, as lists."""
     placement = engine.model.experts.placement
     return None if placement is None else placement.physical_to_logical_map.tolist()
 

@@ -46,7 +46,6 @@ def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 97) -> tuple[int,
 
 
 def greedy(max_new_tokens: int, **more: Any) -> pd.SamplingParams:
-    """Always the best token."""
     return pd.SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, **more)
 
 
@@ -74,7 +73,6 @@ class Setup:
         return pd.Pairing(self.prefills, self.decodes, **more)
 
     def check_pools(self) -> None:
-        """Every page is accounted for."""
         for pool in self.pools:
             pool.check()
 
@@ -236,7 +234,6 @@ def by_request(events: Iterable[pd.TokenEvent]) -> dict[str, list[pd.TokenEvent]
 
 
 def tokens_of(stream: Iterable[pd.TokenEvent]) -> list[int]:
-    """What a stream of events says."""
     return [event.token for event in stream if event.token is not None]
 
 

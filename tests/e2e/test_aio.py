@@ -40,7 +40,6 @@ FINAL = pd.FinishReason
 
 
 def check_threads_ended() -> None:
-    """No thread of ours is left."""
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("pdinfer-step", "pdinfer-submit"))])
 
 

@@ -16,7 +16,6 @@ CHUNK = pd.EngineConfig(chunked_prefill_size=16)
 
 
 def make_request(number: int, rng: random.Random) -> pd.Request:
-    """Any length, any sampling."""
     sampling = pd.SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0]),
         top_k=rng.choice([0, 5]),

@@ -33,7 +33,6 @@ CONFIG = pd.EngineConfig(chunked_prefill_size=8, max_running_requests=2)
 
 
 def in_turn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
-    """Every pair in turn."""
     if not prefills or not decodes:
         return None
     turn = shape.ordinal
@@ -44,7 +43,6 @@ def in_turn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Seque
 
 
 def request(number: int) -> pd.Request:
-    """One of several different ones."""
     sampling = greedy(NUM_TOKENS, ignore_eos=True)
     return pd.Request(request_id=str(number), prompt=prompt_of(PROMPT_TOKENS, seed=number % 8), sampling=sampling)
 

@@ -80,7 +80,6 @@ class Bench:
     rng: random.Random
 
     def clean(self) -> tuple[Handoff, int]:
-        """A transfer that nothing happened to."""
         for _ in range(ATTEMPTS):
             word, num_sent = self.transfer({})
             if word.status is LANDED:

@@ -60,7 +60,6 @@ def check_streams(events: Sequence[pd.TokenEvent], *names: str, count: int = 5) 
 
 
 def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
-    """Check that those requests ended FAILED with a TransferError."""
     streams = by_request(events)
     for name in names:
         last = streams[name][-1]

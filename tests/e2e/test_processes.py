@@ -64,11 +64,9 @@ class Fleet:
                 assert worker.stopped() == (0, 0)
 
     def step_until(self, num_events: int) -> list[pd.TokenEvent]:
-        """Steps until there are that many events."""
         return step_until(self.pairing, lambda events: len(events) >= num_events)
 
     def step_until_ended(self, name: str) -> list[pd.TokenEvent]:
-        """Steps until that request has ended."""
         return step_until(
             self.pairing, lambda events: any(event.request_id == name and event.finish_reason for event in events)
         )

@@ -333,5 +333,4 @@ KINDS: dict[str, Case] = {each.__name__: each for each in (models, engines, ops,
 
 
 def run_case(kind: str, number: int, host: Host) -> None:
-    """Run the case of this number."""
     KINDS[kind](random.Random(f"{kind}/{number}"), host)
