@@ -6,7 +6,9 @@ import functools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +18,7 @@ import attrs
 import pdinfer as pd
 from pdinfer.testing import random_model, tiny_config
 from tests.plain_sampling import plain_draw
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, check_ends, started
 
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
@@ -152,6 +154,16 @@ def local(*, num_pages: int = 64, model: pd.Model | None = None, **more: Any) ->
     """One prefill and one decode over one pool of 4-token pages; `more` as for `join`."""
     model = model or model_of()
     return join(model, "shared", decode_pools=[pool_of(model, num_pages=num_pages)], **more)
+
+
+@contextmanager
+def remote(engine: Any, config: pd.remote.RemoteConfig | None = None) -> Iterator[Any]:
+    """A client of the engine, which a thread serves. Both end with the block."""
+    ours, theirs = Pipe()
+    thread = started(pd.remote.serve, engine, theirs, config=config)
+    with (pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours) as client:
+        yield client
+    check_ends(thread)
 
 
 def watch(port: Any) -> list[pd.types.Event]:

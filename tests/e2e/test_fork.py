@@ -25,6 +25,7 @@ from tests.e2e.setups import (
     model_of,
     pool_of,
     reference,
+    remote,
     request,
     tokens_of,
 )
@@ -166,17 +167,11 @@ def test_threads_that_would_never_come_are_not_waited_for() -> None:
 
 def test_clients_refuse_and_their_engines_stay() -> None:
     with local() as setup:
-        ends = [Pipe(), Pipe()]
-        threads = [
-            started(pd.remote.serve, engine, theirs) for engine, (_, theirs) in zip(setup.engines, ends, strict=True)
-        ]
-        prefill, decode = pd.remote.PrefillClient(ends[0][0]), pd.remote.DecodeClient(ends[1][0])
-        pairing = pd.Pairing(prefill, decode)
-        check_serves(pairing, "before")
-        check_ended(fork(lambda: refuses_all([pairing, prefill, decode])))
-        check_serves(pairing, "after")
-        pairing.close()
-        check_ends(*threads)
+        clients = map(remote, setup.engines)
+        with next(clients) as prefill, next(clients) as decode, pd.Pairing(prefill, decode) as pairing:
+            check_serves(pairing, "before")
+            check_ended(fork(lambda: refuses_all([pairing, prefill, decode])))
+            check_serves(pairing, "after")
 
 
 def test_a_solver_stays_its_parents() -> None:

@@ -28,11 +28,12 @@ from tests.e2e.setups import (
     prompt_of,
     recover,
     reference,
+    remote,
     request,
     step_until,
     tokens_of,
 )
-from tests.waiting import check_ends, started, wait_until
+from tests.waiting import started, wait_until
 
 POISON = prompt_of(7, seed=3)
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
@@ -286,28 +287,25 @@ def test_a_last_attempt_has_failed_once_the_writer_turns_out_to_live(comes: str)
 def test_a_client_knows_what_is_computed_before_the_step_that_may_end_its_process(role: str) -> None:
     with several(1, 1, "tcp") as setup:
         served: Any = setup.prefills[0] if role == "prefill" else setup.decodes[0]
-        ours, theirs = Pipe()
-        serving = started(pd.remote.serve, served, theirs)
-        client: Any = (pd.remote.PrefillClient if role == "prefill" else pd.remote.DecodeClient)(ours)
-        ports = ([client], setup.decodes) if role == "prefill" else (setup.prefills, [client])
-        setup.pairing.remove(served, drain_s=0.0)
-        seen: list[frozenset[str]] = []
-        compute = getattr(served._runner, role)
+        with remote(served) as client:
+            ports = ([client], setup.decodes) if role == "prefill" else (setup.prefills, [client])
+            setup.pairing.remove(served, drain_s=0.0)
+            seen: list[frozenset[str]] = []
+            compute = getattr(served._runner, role)
 
-        def watched(*arguments: Any, **named: Any) -> Any:
-            wait_until(lambda: client.computing)
-            seen.append(client.computing)
-            return compute(*arguments, **named)
+            def watched(*arguments: Any, **named: Any) -> Any:
+                wait_until(lambda: client.computing)
+                seen.append(client.computing)
+                return compute(*arguments, **named)
 
-        setattr(served._runner, role, watched)
-        for port in setup.engines:
-            if port is not served:
-                setup.pairing.remove(port, drain_s=0.0)
-        with pd.Pairing(*ports) as pairing:
-            pairing.submit(request("a"))
-            assert tokens_of(step_until(pairing, lambda events: not pairing.num_unfinished)) == EXPECTED
-        assert seen[0] == {"a"}
-        check_ends(serving)
+            setattr(served._runner, role, watched)
+            for port in setup.engines:
+                if port is not served:
+                    setup.pairing.remove(port, drain_s=0.0)
+            with pd.Pairing(*ports) as pairing:
+                pairing.submit(request("a"))
+                assert tokens_of(step_until(pairing, lambda events: not pairing.num_unfinished)) == EXPECTED
+            assert seen[0] == {"a"}
 
 
 def test_requests_wait_for_a_process_that_is_lost_and_not_for_an_engine_that_is_here() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.config.options import HUNG_S, hung_after_s
 from pdinfer.remote import messages
-from tests.e2e.setups import by_request, collect, hang, local, recover, request, several
+from tests.e2e.setups import by_request, collect, hang, local, recover, remote, request, several
 from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
 from tests.e2e.worker import Order, Workers, work
 from tests.forks import context
@@ -208,14 +209,9 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
 def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
     """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
     free for it since decode closes its link to the one that hangs."""
-    with several(2, 1, "tcp") as setup:
-        threads, ports = [], []
-        for engine in setup.engines:
-            ours, theirs = Pipe()
-            limits = pd.remote.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
-            threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
-            threads[-1].start()
-            ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
+    with several(2, 1, "tcp") as setup, ExitStack() as stack:
+        limits = [pd.remote.RemoteConfig(hung_s=seconds) for seconds in (2.0, 3600.0, 3600.0)]
+        ports = [stack.enter_context(one) for one in map(remote, setup.engines, limits)]
         hung, decode = setup.prefills[0], setup.decodes[0]
         with pd.Pairing(ports[:2], ports[2], policy=pd.policy.round_robin) as pairing:
             goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
@@ -242,7 +238,6 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
                 if hung.load().num_tokens:
                     break
             assert hung.load().num_tokens > 0
-        check_ends(*threads)
 
 
 def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
@@ -252,12 +247,8 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         longest_s = max(step.seconds for step in decode.warm_up().steps)
         assert decode.longest_warm_up_s == longest_s > 0
         decode.longest_warm_up_s = 4.0
-        ours, theirs = Pipe()
-        thread = started(pd.remote.serve, decode, theirs)
-        client = pd.remote.DecodeClient(ours)
-        assert client.hung_s == 80.0
-        client.close()
-        check_ends(thread)
+        with remote(decode) as client:
+            assert client.hung_s == 80.0
 
 
 @pytest.mark.parametrize("end", ["dies", "closes"])

@@ -17,7 +17,7 @@ import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
 from pdinfer.remote.client import EngineClient
-from tests.e2e.setups import hang, local, model_of, pool_of, recover, request, watch
+from tests.e2e.setups import hang, local, model_of, pool_of, recover, remote, request, watch
 from tests.waiting import TIMEOUT_S, check_ends, check_returns, started, wait_until
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
@@ -89,8 +89,8 @@ def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alo
     with local() as setup:
         for engine in setup.engines:
             setup.pairing.remove(engine, drain_s=0.0)
-        (to_prefill, prefill), (to_decode, decode) = map(serving, setup.engines)
-        with pd.Pairing(pd.remote.PrefillClient(to_prefill), pd.remote.DecodeClient(to_decode)) as pairing:
+        prefill, decode = map(remote, setup.engines)
+        with prefill as to_prefill, decode as to_decode, pd.Pairing(to_prefill, to_decode) as pairing:
             send = EngineClient._send_submit
 
             def newer(port: EngineClient, message: Any, num_tokens: int) -> None:
@@ -106,8 +106,6 @@ def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alo
             assert "the request sets colour, which this engine does not know" in str(event.error)
             assert len(list(pairing.generate([request()]))) == request().sampling.max_new_tokens
             assert pairing.stats.num_retries == 0
-        check_ends(prefill)
-        check_ends(decode)
         setup.check_pools()
 
 
@@ -152,27 +150,24 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
     model = model_of()
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         engine = pd.DecodeEngine(model, pd.KVChannel(pool_of(model), pd.kv.SocketTransport()))
-        ours, thread = serving(engine)
-        client = pd.remote.DecodeClient(ours)
-        endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        answers: list[pd.PDInferError] = []
+        with remote(engine) as client:
+            endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+            answers: list[pd.PDInferError] = []
 
-        def connect() -> None:
-            with pytest.raises(pd.TransferError) as caught:
-                client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=TIMEOUT_S)
-            answers.append(caught.value)
+            def connect() -> None:
+                with pytest.raises(pd.TransferError) as caught:
+                    client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=TIMEOUT_S)
+                answers.append(caught.value)
 
-        asking = started(connect)
-        client.submit(request(None), writers=[])
-        events: list[pd.types.Event] = []
-        wait_until(lambda: bool(events.extend(client.step()) or events))
-        assert isinstance(events[0], pd.Refused)
-        assert answers == []
-        nobody.close()  # which refuses those that wait
-        check_ends(asking)
-        assert len(answers) == 1
-        client.close()
-        check_ends(thread)
+            asking = started(connect)
+            client.submit(request(None), writers=[])
+            events: list[pd.types.Event] = []
+            wait_until(lambda: bool(events.extend(client.step()) or events))
+            assert isinstance(events[0], pd.Refused)
+            assert answers == []
+            nobody.close()  # which refuses those that wait
+            check_ends(asking)
+            assert len(answers) == 1
 
 
 def test_of_loads_a_client_keeps_the_newest() -> None:
@@ -206,14 +201,12 @@ def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
             over.wait(TIMEOUT_S)
 
         decode.connect = never  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        closer = started(lambda: (asked.wait(TIMEOUT_S), client.close()))
-        with pytest.raises(pd.TransferError, match="closed here"):
-            client.connect(setup.prefills[0].address, timeout_s=2 * TIMEOUT_S)
-        over.set()
-        check_ends(closer)
-        check_ends(thread)
+        with remote(decode) as client:
+            closer = started(lambda: (asked.wait(TIMEOUT_S), client.close()))
+            with pytest.raises(pd.TransferError, match="closed here"):
+                client.connect(setup.prefills[0].address, timeout_s=2 * TIMEOUT_S)
+            over.set()
+            check_ends(closer)
 
 
 def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order() -> None:
@@ -229,8 +222,7 @@ def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order(
 
         decode.connect = connect  # type: ignore[method-assign]
         decode.disconnect = lambda peer: done.append("disconnect")  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        with pd.remote.DecodeClient(ours) as client:
+        with remote(decode) as client:
             client.connect(peer, timeout_s=0)
             assert begun.wait(TIMEOUT_S)
             client.disconnect(peer)
@@ -239,7 +231,6 @@ def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order(
             go.set()
             wait_until(lambda: len(done) == 3)
             assert done[1:] == ["connect", "disconnect"]
-        check_ends(thread)
 
 
 def test_a_connect_that_breaks_is_answered() -> None:
@@ -250,12 +241,8 @@ def test_a_connect_that_breaks_is_answered() -> None:
             raise RuntimeError("a driver's secret")
 
         decode.connect = broken  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        with pytest.raises(pd.TransferError, match="connecting failed: RuntimeError"):
+        with remote(decode) as client, pytest.raises(pd.TransferError, match="connecting failed: RuntimeError"):
             client.connect(setup.prefills[0].address, timeout_s=TIMEOUT_S)
-        client.close()
-        check_ends(thread)
 
 
 def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None:
@@ -267,17 +254,14 @@ def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None
             stuck.wait(TIMEOUT_S)
             return step()
 
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        assert client.load().step_age_s is not None
-        decode.step = slow  # type: ignore[method-assign]
-        wait_until(lambda: (client.load().step_age_s or 0.0) > SESSIONS.silent_s)
-        assert client.step() == []  # not lost
-        stuck.set()
-        wait_until(lambda: (client.load().step_age_s or 0.0) < SESSIONS.silent_s)
-        assert decode.load().step_age_s is None
-        client.close()
-        check_ends(thread)
+        with remote(decode) as client:
+            assert client.load().step_age_s is not None
+            decode.step = slow  # type: ignore[method-assign]
+            wait_until(lambda: (client.load().step_age_s or 0.0) > SESSIONS.silent_s)
+            assert client.step() == []  # not lost
+            stuck.set()
+            wait_until(lambda: (client.load().step_age_s or 0.0) < SESSIONS.silent_s)
+            assert decode.load().step_age_s is None
 
 
 @pytest.mark.parametrize("silent_s", [1.0, 3600.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +25,12 @@ from tests.e2e.setups import (
     model_of,
     pool_of,
     reference,
+    remote,
     request,
     step_until,
     tokens_of,
     watch,
 )
-from tests.waiting import check_ends, started
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "tiny"
 COUNT = 12
@@ -76,11 +75,9 @@ def served() -> Iterator[pd.Pairing]:
     pools = [pool_of(model_of(), num_pages=64) for _ in range(2)]
     ends = pd.KVChannel.loopback(*pools)
     engines = pd.PrefillEngine(model_of(), ends[0]), pd.DecodeEngine(model_of(), ends[1])
-    pipes = [multiprocessing.Pipe() for _ in engines]
-    threads = [started(pd.remote.serve, engine, theirs) for engine, (_, theirs) in zip(engines, pipes, strict=True)]
-    with pd.Pairing(pd.remote.PrefillClient(pipes[0][0]), pd.remote.DecodeClient(pipes[1][0])) as pairing:
+    prefill, decode = map(remote, engines)
+    with prefill as to_prefill, decode as to_decode, pd.Pairing(to_prefill, to_decode) as pairing:
         yield pairing
-    check_ends(*threads)
 
 
 def check_stopped(stream: Sequence[pd.TokenEvent], count: int = 7) -> pd.types.Usage:
