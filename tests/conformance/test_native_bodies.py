@@ -70,15 +70,18 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
     return x, gate_up, (draw(len(counts), width, inner, seed=2) * inner**-0.5).bfloat16()
 
 
+def assert_experts(got: Tensor, counts: tuple[int, ...], *inputs: Tensor) -> None:
+    x, gate_up, down = (each.double() for each in inputs)
+    rows = torch.split(x, list(counts))
+    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
+    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+
+
 @pytest.mark.parametrize("counts", [(17,), (16, 0, 1, 19), (3, 1, 2), (20,) * 9], ids=str)
 @pytest.mark.parametrize("sizes", [(33, 7), (1, 1), (300, 48)], ids=str)
 def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
-    got = native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down)
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    rows = torch.split(x, list(counts))
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+    assert_experts(native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down), counts, x, gate_up, down)
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
@@ -103,10 +106,7 @@ def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> 
 def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.products.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    rows = torch.split(x, list(counts))
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+    assert_experts(got, counts, x, gate_up, down)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16])

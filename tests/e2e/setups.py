@@ -6,7 +6,7 @@ import functools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -234,6 +234,17 @@ def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.Tok
     return events + pairing.step()
 
 
+def arrive(setup: Setup, requests: Iterable[pd.Request], chance: random.Random, share: float) -> list[pd.TokenEvent]:
+    """Requests arrive one after another, at this share of the steps; in the end nothing is left of them."""
+    waiting, events = list(requests), list[pd.TokenEvent]()
+    while waiting or setup.pairing.num_unfinished:
+        if waiting and chance.random() < share:
+            setup.pairing.submit(waiting.pop(0))
+        events += setup.pairing.step()
+    setup.check_idle()
+    return events
+
+
 def by_request(events: Iterable[pd.TokenEvent]) -> dict[str, list[pd.TokenEvent]]:
     """The events of each request in order; checks that nothing follows an end and that indices are contiguous."""
     streams: dict[str, list[pd.TokenEvent]] = {}
@@ -329,6 +340,15 @@ class Tally:
             assert event.logprob is not None
             assert abs(event.logprob - expected.logprobs[position]) < 1e-4, f"{name}: logprob {position}"
         assert len(events) == len(expected.tokens), f"{name}: {len(events)} tokens, not {len(expected.tokens)}"
+
+    def compare_all(
+        self, model: pd.Model, requests: Iterable[pd.Request], streams: Mapping[str, Sequence[pd.TokenEvent]]
+    ) -> None:
+        """Requests that ran to their length, with the model in one piece."""
+        for request in requests:
+            stream = streams[request.request_id or ""]
+            assert stream[-1].finish_reason is pd.FinishReason.LENGTH, stream[-1]
+            self.compare(str(request.request_id), stream, plain_reference(model, request, tokens_of(stream)))
 
     def check(self) -> None:
         """At most one excuse in 10,000 tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import attrs
@@ -165,7 +166,25 @@ def strike(victim: Worker, signal: str) -> None:
         victim.thaw()
 
 
-def check(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with closing(Workers(5)) as made:
+        yield made
+
+
+FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
+SLICE = [
+    (tuple(TRANSPORTS)[turn % len(TRANSPORTS)], ROLES[(turn % 5 + turn // 5) % 2], PHASES[turn % 5], SIGNALS[turn % 3])
+    for turn in range(6)
+]
+"""Both roles in every phase; transports and signals in turn."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "role", "phase", "signal"),
+    [pytest.param(*row, marks=() if row in SLICE else pytest.mark.full) for row in itertools.product(*FACTORS)],
+)
+def test_a_slice(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
     if transport == "mooncake":
         need_mooncake()
     fleet = Fleet.of(workers, transport)
@@ -201,31 +220,3 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
     fleet.serve_more(range(8, 12))
     fleet.check_whole()
     fleet.close()
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    made = Workers(5)
-    yield made
-    made.close()
-
-
-FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
-SLICE = [
-    (tuple(TRANSPORTS)[turn % len(TRANSPORTS)], ROLES[(turn % 5 + turn // 5) % 2], PHASES[turn % 5], SIGNALS[turn % 3])
-    for turn in range(6)
-]
-"""Both roles in every phase; transports and signals in turn."""
-
-
-@pytest.mark.parametrize(("transport", "role", "phase", "signal"), SLICE)
-def test_a_slice(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
-    check(workers, transport, role, phase, signal)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("transport", "role", "phase", "signal"), [row for row in itertools.product(*FACTORS) if row not in SLICE]
-)
-def test_everything_else(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
-    check(workers, transport, role, phase, signal)

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -34,9 +34,8 @@ QUICK = pd.remote.RemoteConfig(silent_s=1.0)
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(2)
-    yield pool
-    pool.close()
+    with closing(Workers(2)) as pool:
+        yield pool
 
 
 def hold_the_interpreter(seconds: float) -> None:

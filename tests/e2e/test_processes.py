@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ PATIENT = pd.remote.RemoteConfig(silent_s=3600.0)
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(4)
-    yield pool
-    pool.close()
+    with closing(Workers(4)) as pool:
+        yield pool
 
 
 @attrs.frozen

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -22,9 +23,8 @@ PAGE = 4
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(3)
-    yield pool
-    pool.close()
+    with closing(Workers(3)) as pool:
+        yield pool
 
 
 class Watching:

@@ -25,7 +25,7 @@ from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
-from tests.e2e.setups import Tally, by_request, join, plain_reference, pool_of, tokens_of
+from tests.e2e.setups import Tally, arrive, by_request, join, plain_reference, pool_of, tokens_of
 from tests.e2e.test_recorded_steps import SIZES
 from tests.rounding import (
     assert_within,
@@ -152,14 +152,8 @@ def served(
         if transport == "shared"
         else {"prefill_pools": pools[1:], "decode_pools": pools[:1]}
     )
-    waiting, events = list(requests), []
     with join(model, transport, engine=config, **some, **joined) as setup:
-        while waiting or setup.pairing.num_unfinished:
-            if waiting and chance.random() < 0.4:
-                setup.pairing.submit(waiting.pop(0))
-            events += setup.pairing.step()
-        setup.check_idle()
-    return by_request(events)
+        return by_request(arrive(setup, requests, chance, 0.4))
 
 
 def engines(chance: random.Random, host: Host) -> None:
