@@ -332,26 +332,18 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
         ({"version": 8}, "it speaks version 8, this end speaks 7"),
         ({"required": ("colour", "taste")}, "it requires features this end does not have: colour, taste"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
+        (None, "another engine than the one it said it is"),
     ],
+    ids=["older", "newer", "features", "two ways", "a step instead"],
 )
 def test_an_engine_that_is_not_ready_for_this_client_is_refused(
-    setup: Setup, values: dict[str, Any], said: str
+    setup: Setup, values: dict[str, Any] | None, said: str
 ) -> None:
     made = Other(setup)
     made.client.close()
     ours, theirs = Pipe()
-    theirs.send_bytes(messages.encode(made.ready(**values)))
+    theirs.send_bytes(messages.encode(made.step() if values is None else made.ready(**values)))
     with pytest.raises(pd.TransferError, match=said):
-        pd.remote.DecodeClient(ours)
-    theirs.close()
-
-
-def test_a_step_before_ready_is_refused(setup: Setup) -> None:
-    made = Other(setup)
-    made.client.close()
-    ours, theirs = Pipe()
-    theirs.send_bytes(messages.encode(made.step()))
-    with pytest.raises(pd.TransferError, match="another engine than the one it said it is"):
         pd.remote.DecodeClient(ours)
     theirs.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 
 import attrs
@@ -25,9 +26,8 @@ KEY = b"k" * 32
 @pytest.fixture
 def tcp() -> Iterator[Case]:
     """Make ends on sockets, whose hosts have several names."""
-    case = Case("tcp")
-    yield case
-    case.close()
+    with closing(Case("tcp")) as case:
+        yield case
 
 
 def other_name(end: KVChannel) -> str:
