@@ -116,7 +116,7 @@ def test_attention(body: Kernels, name: str, heads: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(native.attention, "PART_TOKENS", 64)
     case = Attention(torch.bfloat16, heads, 16, (150, 33, 64, 97), (150, 20, 1, 60), (64, 32, 34, 64), num_queries=2)
     run = case.prefill if name == "mla_prefill" else case.decode
-    assert_within(run(getattr(native, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
+    assert_within(run(getattr(native.attention, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("heads", "page_size"), [(5, 3), (16, 16)])

@@ -225,7 +225,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
         return Output(torch.zeros(3, num_rows, dtype=torch.int32, device=DEVICE), logits_BV)
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        DecodeGraphs(DEVICE, run).capture(4, 0)
+        DecodeGraphs(DEVICE, run, lambda _: logits_BV).capture(4, 0)
 
 
 def test_words_on_their_way_are_not_written_over() -> None:
