@@ -4,7 +4,6 @@ What a thread keeps from call to call it gives back when it ends."""
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,6 +17,7 @@ from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, HEADERS, Shared, as_native, built_with
 from tests.conformance.op_suite import draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
+from tests.waiting import check_ends, started
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])
@@ -30,7 +30,7 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
     latent, rope = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16)
     pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(PDInferError, match=rf"attention over \[{tokens}\] tokens lacks \d+ bytes"):
-        native.mla_decode(latent, rope, pages, table, torch.tensor([tokens]), scale=1.0)
+        native.attention.mla_decode(latent, rope, pages, table, torch.tensor([tokens]), scale=1.0)
 
 
 class Allocations:
@@ -60,9 +60,7 @@ def in_a_new_thread(run: Callable[[], Tensor], threads: int) -> Tensor | PDInfer
         except PDInferError as error:
             got.append(error)
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    check_ends(started(call))
     return got[0]
 
 
@@ -92,7 +90,7 @@ def experts_of_int8() -> Tensor:
 def decode() -> Tensor:
     pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
     latent, rope = draw(1, 1, 3, 64).bfloat16(), draw(1, 1, 3, 32).bfloat16()
-    return native.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
+    return native.attention.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
 
 
 WORK: dict[str, Callable[[], Tensor]] = {
