@@ -2,7 +2,7 @@
 
     topology.py   how ranks are divided into groups, in plain ints until `connect`
     groups.py     the collectives that pdinfer uses
-    slices.py     which tokens of a grant each of several writers sends
+    slices.py     which tokens each of several ranks computes or sends
 
 Tested by tests/e2e/test_rank_groups.py too.
 
@@ -12,7 +12,7 @@ May import: process, the ground.
 from __future__ import annotations
 
 from pdinfer.parallel.groups import ALONE, Begun, Group, Groups, InTouch
-from pdinfer.parallel.slices import context_parallel_slices, even_slices, plan_writers
+from pdinfer.parallel.slices import context_parallel_slices, even_slices
 from pdinfer.parallel.topology import Topology
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "Topology",
     "context_parallel_slices",
     "even_slices",
-    "plan_writers",
 ]

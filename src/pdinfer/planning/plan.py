@@ -20,7 +20,7 @@ from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.parallel import check_step_fits, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
-from pdinfer.parallel import Topology, even_slices, plan_writers
+from pdinfer.parallel import Topology
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.values import Value
 
@@ -196,8 +196,6 @@ class ClusterPlan(Value):
                     f"a page has {ours.layout.page_bytes} bytes in {ours.name} and {other.layout.page_bytes} in "
                     f"{other.name} (page_size {ours.cache.page_size} and {other.cache.page_size}); give both the same"
                 )
-        for _ in self.pairs():
-            pass
 
     @property
     def engines(self) -> tuple[EnginePlan, ...]:
@@ -208,13 +206,8 @@ class ClusterPlan(Value):
         return sum(engine.topology.world_size for engine in self.engines)
 
     def pairs(self) -> Iterator[tuple[EnginePlan, range, EnginePlan, range]]:
-        """Yield every way that a request can take: prefill, its writing ranks, decode, its receiving ranks.
-
-        Each way is proven to bring each receiving rank every token of every layer once.
-        """
+        """Yield every way that a request can take: prefill, its writing ranks, decode, its receiving ranks."""
         for prefill in self.prefill:
-            tokens = range(prefill.config.max_position_embeddings)
-            plan_writers(prefill.layout.layers, tokens, even_slices(tokens, prefill.topology.attention_size))
             for decode in self.decode:
                 for writers in prefill.attention_groups:
                     for written in decode.attention_groups:
