@@ -21,7 +21,6 @@ from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.model import Model, op_spec_of
-from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.testing import tiny_config_dict
 
@@ -128,7 +127,7 @@ def drawn_model(
 ) -> Model:
     """Return a model of random weights. Equal arguments give equal models on one kind of device. `providers` names one
     for all ops, and `without` names some that are passed over. With `mtp` it has the layer that drafts."""
-    topology = Topology.single()
+    topology = Topology()
     sum_in_float32(device)
     spec = op_spec_of(config, topology, device, dtype, {"fp8"} if fp8 else ())
     return Model.build(
@@ -138,7 +137,7 @@ def drawn_model(
         device=device,
         dtype=dtype,
         topology=topology,
-        groups=Groups.single(),
+        groups=Topology().apart(),
         weights_id=bytes(32),
         mtp=mtp,
     )

@@ -17,7 +17,6 @@ from pdinfer.kernels.formats import cache_rows
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
-from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.testing import tiny_config
 from pdinfer.testing.models import RandomWeights
@@ -53,8 +52,8 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = 
         resolved,
         device=CPU,
         dtype=dtype,
-        topology=Topology.single(),
-        groups=Groups.single(),
+        topology=Topology(),
+        groups=Topology().apart(),
         weights_id=b"w",
     )
 

@@ -645,8 +645,8 @@ MUTANTS = [
     ),
     Mutant(
         "only collectives of the world are watched",
-        "alone = attrs.evolve(self._alone(name, size, stride=stride), lookout=lookout)",
-        "alone = self._alone(name, size, stride=stride)",
+        "self._connected(attrs.evolve(getattr(apart, name), lookout=lookout), kind)",
+        "self._connected(getattr(apart, name), kind)",
         "test_ranks.py::test_no_group_waits_longer_than_the_world",
     ),
     Mutant(

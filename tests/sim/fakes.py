@@ -125,8 +125,8 @@ class FakeModel:
     resolved = NoChoices()
     mtp = "drafts with cells of DRAFT_LAYER"
     device = torch.device("cpu")
-    groups = Groups.single()
-    topology = Topology.single()
+    groups = Topology().apart()
+    topology = Topology()
     experts = NoExperts()
 
     @property

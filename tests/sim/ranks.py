@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdinfer.errors import RankLost
 from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import Simulation
 from tests.forks import FAR_S
 from tests.sim.fakes import Violation
@@ -174,7 +175,7 @@ class Team:
     def _groups(self, rank: int) -> Groups:
         every = tuple(range(len(self.nodes)))
         world, attention = (SimGroup(name, every, rank, team=self) for name in ("world", "attention"))
-        return attrs.evolve(Groups.single(), world=world, attention=attention)
+        return attrs.evolve(Topology().apart(), world=world, attention=attention)
 
     def _wake_all(self) -> None:
         for rank, (number, _) in sorted(self._waiting.items()):

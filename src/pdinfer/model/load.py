@@ -84,7 +84,7 @@ def load_model(
     BackendUnavailable, all before large allocations except for bad values.
     """
     begin_to_compute(torch.get_num_threads())
-    topology, experts = topology or Topology.single(), experts or ExpertConfig()
+    topology, experts = topology or Topology(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
     device, dtype = _checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)

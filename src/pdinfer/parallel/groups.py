@@ -266,18 +266,6 @@ class Groups(OfOneProcess):
         """True if a forked child would share connections."""
         return self.world._is_shared_by_fork  # noqa: SLF001
 
-    @classmethod
-    def single(cls) -> Groups:
-        """Return the groups of a rank that is alone."""
-        return cls(
-            world=Group("world"),
-            attention=Group("attention"),
-            tp=Group("tp"),
-            cp=Group("cp"),
-            dense_tp=Group("dense_tp"),
-            ep=Group("ep"),
-        )
-
     def close(self) -> None:
         """End the connections if `Topology.connect` began them."""
         if self.owns_backend and dist.is_initialized():

@@ -10,7 +10,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from pdinfer.checks import clip, typed
+from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.parallel.groups import Group, Groups, Lookout
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size", "moe_dense_tp_size")
-
-
-def _check_size(instance: Topology, attribute: attrs.Attribute[Any], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
-        raise ConfigError(f"topology {attribute.name} must be an int from 1 to 65536, got {clip(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -36,15 +31,15 @@ class Topology:
     """
 
     rank: int = 0
-    world_size: int = attrs.field(default=1, validator=_check_size)
-    tp_size: int = attrs.field(default=1, validator=_check_size)
-    dp_size: int = attrs.field(default=1, validator=_check_size)
-    cp_size: int = attrs.field(default=1, validator=_check_size)
-    ep_size: int = attrs.field(default=1, validator=_check_size)
-    moe_dense_tp_size: int = attrs.field(default=1, validator=_check_size)
+    world_size: int = attrs.field(default=1, validator=int_in(1, 65536))
+    tp_size: int = attrs.field(default=1, validator=int_in(1, 65536))
+    dp_size: int = attrs.field(default=1, validator=int_in(1, 65536))
+    cp_size: int = attrs.field(default=1, validator=int_in(1, 65536))
+    ep_size: int = attrs.field(default=1, validator=int_in(1, 65536))
+    moe_dense_tp_size: int = attrs.field(default=1, validator=int_in(1, 65536))
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
+        if not is_int(self.rank) or not 0 <= self.rank < self.world_size:
             size = self.world_size
             raise ConfigError(f"rank {clip(self.rank)} is outside 0..{size - 1} (world_size={size})")
         if self.dp_size * self.cp_size * self.tp_size != self.world_size:
@@ -56,11 +51,6 @@ class Topology:
             raise ConfigError(f"ep_size {self.ep_size} does not divide world_size {self.world_size}")
         if self.tp_size % self.moe_dense_tp_size:
             raise ConfigError(f"moe_dense_tp_size {self.moe_dense_tp_size} does not divide tp_size {self.tp_size}")
-
-    @classmethod
-    def single(cls) -> Self:
-        """Return the topology of one rank that holds everything."""
-        return cls()
 
     @classmethod
     @typed
@@ -78,17 +68,14 @@ class Topology:
             if not text.isascii() or not text.isdecimal() or len(text) > 9:
                 raise ConfigError(f"environment variable {name} must be a plain number, got {clip(text)}")
             values[field] = int(text)
-        size = values["world_size"]
-        for field, value in (("tp_size", tp_size), ("cp_size", cp_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"topology {field} must be an int from 1 to 65536, got {clip(value)}")
-        if size % (tp_size * cp_size):
+        size, of_attention = values["world_size"], max(1, tp_size * cp_size)  # the class refuses sizes below 1
+        if size % of_attention:
             raise ConfigError(f"cp_size * tp_size = {cp_size} * {tp_size} does not divide WORLD_SIZE {size}")
         return cls(
             rank=values["rank"],
             world_size=size,
             tp_size=tp_size,
-            dp_size=size // (tp_size * cp_size),
+            dp_size=size // of_attention,
             cp_size=cp_size,
             ep_size=size if ep_size is None else ep_size,
             moe_dense_tp_size=moe_dense_tp_size,
@@ -102,18 +89,6 @@ class Topology:
     @property
     def dp_rank(self) -> int:
         return self.rank // self.attention_size
-
-    @property
-    def cp_rank(self) -> int:
-        return self.rank // self.tp_size % self.cp_size
-
-    @property
-    def tp_rank(self) -> int:
-        return self.rank % self.tp_size
-
-    @property
-    def ep_rank(self) -> int:
-        return self.rank % self.ep_size
 
     @property
     def is_leader(self) -> bool:
@@ -147,7 +122,7 @@ class Topology:
         initialized without it; RankLost when a rank does not come.
         """
         if self.world_size == 1:
-            return Groups.single()
+            return self.apart()
         try:
             return self._connect(torch.device(device).type, timeout_s, store)
         except ValueError as error:
@@ -174,34 +149,30 @@ class Topology:
                 f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was initialized as rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
-        lookout = Lookout()
-        world = Group("world", tuple(range(self.world_size)), self.rank, dist.group.WORLD, lookout=lookout)
+        apart, lookout = self.apart(), Lookout()
+        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout)
         self._compare(world)
-        return Groups(
-            world=world,
-            attention=self._group("attention", kind, lookout, self.attention_size),
-            tp=self._group("tp", kind, lookout, self.tp_size),
-            cp=self._group("cp", kind, lookout, self.cp_size, stride=self.tp_size),
-            dense_tp=self._group("dense_tp", kind, lookout, self.moe_dense_tp_size),
-            ep=self._group("ep", kind, lookout, self.ep_size),
-            owns_backend=owns_backend,
-        )
+        others = {
+            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout), kind)
+            for name in ("attention", "tp", "cp", "dense_tp", "ep")
+        }
+        return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)
 
     def _alone(self, name: str, size: int, *, stride: int = 1) -> Group:
-        """Return this rank's group of `size` ranks that are `stride` apart, not connected."""
+        """Return this rank's group of `size` ranks that are `stride` apart, without connections."""
         at = self.rank // stride % size
         first = self.rank - at * stride
         return Group(name, tuple(range(first, first + size * stride, stride)), at)
 
-    def _group(self, name: str, kind: str, lookout: Lookout, size: int, *, stride: int = 1) -> Group:
-        """Return the same group, connected."""
-        alone = attrs.evolve(self._alone(name, size, stride=stride), lookout=lookout)
-        if size == 1:
+    def _connected(self, alone: Group, kind: str) -> Group:
+        """Return one of this rank's groups with connections to its other ranks."""
+        if alone.size == 1:
             return alone
         # the world has connections already
-        if size == self.world_size:
+        if alone.size == self.world_size:
             return attrs.evolve(alone, process_group=dist.group.WORLD)
-        block = size * stride
+        stride = alone.ranks[1] - alone.ranks[0]
+        block = alone.size * stride
         # every rank names the groups of all ranks: making groups is a collective of the world
         every = [
             [*range(at, at + block, stride)]

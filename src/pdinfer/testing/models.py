@@ -28,7 +28,6 @@ from pdinfer.model.load import named_device
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.modes import own_modes
 from pdinfer.values import Value
@@ -199,7 +198,7 @@ def random_model(
     """Return a model of random weights. Equal arguments give equal models, and `mtp` adds a layer and changes no other.
     With a `topology` of several ranks, each rank calls this and gets its part of the same weights. `experts` and
     `placement` are as for `load_model`."""
-    topology = topology or Topology.single()
+    topology = topology or Topology()
     config = config or tiny_config()
     options = experts or ExpertConfig()
     placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
@@ -249,11 +248,11 @@ def write_checkpoint(
     Model.build(
         parsed,
         source,
-        resolve_ops(op_spec_of(parsed, Topology.single(), cpu, source.dtype)),
+        resolve_ops(op_spec_of(parsed, Topology(), cpu, source.dtype)),
         device=cpu,
         dtype=source.dtype,
-        topology=Topology.single(),
-        groups=Groups.single(),
+        topology=Topology(),
+        groups=Topology().apart(),
         mtp=mtp,
     )
     names = sorted(source.tensors)

@@ -24,7 +24,6 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import DTYPES, load_model
 from pdinfer.model.model import Model
-from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models
@@ -297,8 +296,8 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
         resolve_ops(OpSpec(device=CPU, dtype=DTYPES[dtype])),
         device=CPU,
         dtype=DTYPES[dtype],
-        topology=Topology.single(),
-        groups=Groups.single(),
+        topology=Topology(),
+        groups=Topology().apart(),
         weights_id=b"",
     )
     named = source.num_bytes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import RankLost
-from pdinfer.parallel import Group, Groups
+from pdinfer.parallel import Group, Groups, Topology
 from tests.forks import FAR_S
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def groups_of(*, dp_size: int = 1, tp_size: int = 1) -> list[Groups]:
     every = tuple(range(size))
     return [
         attrs.evolve(
-            Groups.single(),
+            Topology().apart(),
             world=ThreadGroup("world", every, rank, meeting=world),
             attention=ThreadGroup(
                 "attention",

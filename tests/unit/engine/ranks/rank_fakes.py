@@ -17,6 +17,7 @@ from pdinfer.execution.drafting import Draft
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.model.batch import Row
 from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
@@ -65,7 +66,7 @@ class FakeLockstep:
     @classmethod
     def of(cls, rank: int) -> FakeLockstep:
         """Make the lockstep of one rank of the group."""
-        return cls(attrs.evolve(Groups.single(), attention=Group("attention", tuple(range(SIZE)), rank)))
+        return cls(attrs.evolve(Topology().apart(), attention=Group("attention", tuple(range(SIZE)), rank)))
 
     def tell(self, message: say.Message) -> None:
         self.told.append(message)

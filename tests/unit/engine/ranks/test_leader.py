@@ -14,8 +14,8 @@ from pdinfer.execution.drafting import MAX_NEWEST, Draft
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.model.batch import Row
-from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.slices import even_slices
+from pdinfer.parallel.topology import Topology
 from pdinfer.types import NamedState, SamplingParams
 from tests.unit.engine.ranks.rank_fakes import (
     ABORTED,
@@ -293,7 +293,7 @@ def test_a_prefill_is_agreed_upon_before_its_first_layer() -> None:
 
 
 def test_a_rank_that_leads_nobody_tells_nothing() -> None:
-    lockstep, channel, runner = FakeLockstep(Groups.single()), FakeChannel(), FakeRunner(drafts=True)
+    lockstep, channel, runner = FakeLockstep(Topology().apart()), FakeChannel(), FakeRunner(drafts=True)
     own: Any = channel
     given: Any = (runner, lockstep)
     runs = RankRunner(*given, empty_decode, RankChannel(own, given[1]))

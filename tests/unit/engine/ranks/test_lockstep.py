@@ -19,6 +19,7 @@ from pdinfer.errors import ConfigError, RankLost
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
@@ -154,7 +155,7 @@ def test_who_is_idle_agrees_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_experts_that_move_and_news_of_them_wait_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
     rebalancing: Any = SimpleNamespace(has_news=False, status=ExpertStatus, agreed=lambda *_, runs: False)
-    lockstep = Lockstep(Groups.single(), rebalancing, lambda: None)
+    lockstep = Lockstep(Topology().apart(), rebalancing, lambda: None)
     try:
         lockstep.agree()
         assert lockstep.due_in_s() > 1000
