@@ -97,14 +97,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows are read before they have arrived",
-        "x_SD, _, weights_S, handle, event = pending.received\n        event.current_stream_wait()",
-        "x_SD, _, weights_S, handle, event = pending.received",
+        "rows, *rest, event = self.received\n        event.current_stream_wait()",
+        "rows, *rest, event = self.received",
         DISPATCH,
     ),
     Mutant(
         "rows in FP8 lose their scales on the way",
-        "numbers_TI=x_SD[0], scales_TN=x_SD[1]",
-        "numbers_TI=x_SD[0], scales_TN=torch.ones_like(x_SD[1])",
+        "numbers_TI=rows[0], scales_TN=rows[1]",
+        "numbers_TI=rows[0], scales_TN=torch.ones_like(rows[1])",
         DISPATCH,
     ),
     Mutant(

@@ -18,7 +18,7 @@ from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
-from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic, check_elastic
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.parallel import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance.dispatch_suite import OPS
@@ -35,15 +35,14 @@ NORMAL = [
     *BOTH,
 ]
 LOW_LATENCY = [
-    ({"num_ranks": 1}, {}, "needs 2 to 8 ranks or a multiple of 8, ep_size is 1"),
-    ({"num_ranks": 12}, {}, "ep_size is 12"),
-    ({"hidden_size": 7000}, {}, "hidden sizes 2048, .* 8192, hidden_size is 7000"),
-    ({"top_k": 12}, {}, "at most 11 experts, num_experts_per_tok is 12"),
-    ({}, {"num_max_tokens": 0}, "num_max_dispatch_tokens_per_rank must be from 1 to 511, got 0"),
-    ({}, {"num_max_tokens": 512}, "got 512: .*NVSHMEM_QP_DEPTH = 1024"),
-    ({}, {"num_max_tokens": 1025, "qp_depth": 1 << 14}, "from 1 to 1024, got 1025"),
-    ({"num_ranks": 2}, {"num_max_tokens": 3}, "multiple of 4, got 3 \\* 2"),
-    *((changes, {}, match) for changes, match in BOTH),
+    ({"num_ranks": 1}, 128, "needs 2 to 8 ranks or a multiple of 8, ep_size is 1"),
+    ({"num_ranks": 12}, 128, "ep_size is 12"),
+    ({"hidden_size": 7000}, 128, "hidden sizes 2048, .* 8192, hidden_size is 7000"),
+    ({"top_k": 12}, 128, "at most 11 experts, num_experts_per_tok is 12"),
+    ({}, 0, "num_max_dispatch_tokens_per_rank must be from 1 to 511, got 0"),
+    ({}, 512, "got 512: .*NVSHMEM_QP_DEPTH = 1024"),
+    ({"num_ranks": 2}, 3, "multiple of 4, got 3 \\* 2"),
+    *((changes, 128, match) for changes, match in BOTH),
 ]
 ELASTIC = [
     ({"num_ranks": 1}, "elastic kernels are for 2 to 2048 ranks, ep_size is 1"),
@@ -56,40 +55,39 @@ ELASTIC = [
 
 def test_the_sizes_of_the_deployments_are_accepted() -> None:
     V3.check_normal()
-    attrs.evolve(V3, num_ranks=72).check_low_latency(256, 1024)
-    attrs.evolve(V3, num_ranks=144).check_low_latency(128, 1024)
+    attrs.evolve(V3, num_ranks=72).check_low_latency(256)
+    attrs.evolve(V3, num_ranks=144).check_low_latency(128)
     for num_ranks in (32, 72, 144):
-        check_elastic(attrs.evolve(V3, num_ranks=num_ranks))
+        attrs.evolve(V3, num_ranks=num_ranks).check_elastic()
 
 
 @pytest.mark.parametrize(("changes", "match"), NORMAL)
 def test_limits_of_the_normal_kernels(changes: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        DeepEPNormal.connect(Group("ep"), attrs.evolve(V3, **changes), OPS)
+        attrs.evolve(V3, **changes).check_normal()
 
 
-@pytest.mark.parametrize(("changes", "arguments", "match"), LOW_LATENCY)
-def test_limits_of_the_low_latency_kernels(changes: dict[str, object], arguments: dict[str, int], match: str) -> None:
-    arguments = {"num_max_tokens": 128, **arguments}
+@pytest.mark.parametrize(("changes", "num_max_tokens", "match"), LOW_LATENCY)
+def test_limits_of_the_low_latency_kernels(changes: dict[str, object], num_max_tokens: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        DeepEPLowLatency.connect(Group("ep"), attrs.evolve(V3, **changes), device=torch.device("cpu"), **arguments)
+        attrs.evolve(V3, **changes).check_low_latency(num_max_tokens)
 
 
 @pytest.mark.parametrize(("changes", "match"), ELASTIC)
 def test_limits_of_the_elastic_kernels(changes: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        DeepEPElastic.connect(Group("ep"), attrs.evolve(V3, **changes), 4096, device=torch.device("cpu"))
+        attrs.evolve(V3, **changes).check_elastic()
 
 
 def test_a_step_with_more_tokens_than_a_rank_may_bring_is_refused() -> None:
-    dispatcher = DeepEPElastic(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    dispatcher = DeepEPElastic(buffer=None, sizes=V3, max_tokens=4, index_dtype=torch.int64)
     assert (dispatcher.max_tokens, dispatcher.max_live, dispatcher.graph_safe) == (4, None, True)
     with pytest.raises(ConfigError, match="5 tokens on this rank and num_max_dispatch_tokens_per_rank is 4"):
         dispatcher.dispatch_begin(torch.zeros(5, 7168), torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8))
 
 
 def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
-    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, max_tokens=4, index_dtype=torch.int64)
     five = torch.zeros(5, 7168, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="5 tokens on this rank and num_max_dispatch_tokens_per_rank is 4"):
         dispatcher.dispatch_begin(five, torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8))
@@ -109,7 +107,7 @@ def test_rows_for_experts_in_fp8_are_rounded_by_the_kernel(ue8m0: bool) -> None:
         return (numbers_END, scales_EGN.mT), torch.zeros(9, dtype=torch.int32), None, None, lambda: None
 
     buffer = SimpleNamespace(low_latency_dispatch=kernel)
-    dispatcher = DeepEPLowLatency(buffer=buffer, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    dispatcher = DeepEPLowLatency(buffer=buffer, sizes=V3, max_tokens=4, index_dtype=torch.int64)
     x_TD = torch.zeros(2, 7168, dtype=torch.bfloat16)
     both = Rounded(x_TD, OPS.quantize_fp8(x_TD, ue8m0=ue8m0))
     room = dispatcher.dispatch_end(dispatcher.dispatch_begin(both, torch.zeros(2, 8).long(), torch.ones(2, 8)))
@@ -120,7 +118,7 @@ def test_rows_for_experts_in_fp8_are_rounded_by_the_kernel(ue8m0: bool) -> None:
 
 
 def test_a_batch_that_came_back_makes_room() -> None:
-    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64, live=2)
+    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, max_tokens=4, index_dtype=torch.int64, live=2)
     dispatcher.combine_end(SimpleNamespace(hook=lambda: None, result=torch.zeros(1, 8)))
     assert dispatcher.live == 1
 
@@ -144,7 +142,7 @@ def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.Monkey
 def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
     """Make an engine whose model dispatches at most 4 tokens per rank. `changes` concern its topology and experts."""
     model = random_model(tiny_config(num_nextn_predict_layers=1), mtp=True)
-    model.experts.dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    model.experts.dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, max_tokens=4, index_dtype=torch.int64)
     model.experts.two_batch_overlap = bool(changes.get("two_batch_overlap", False))
     tp_size = changes.get("tp_size", 1)
     model = attrs.evolve(model, topology=pd.Topology(world_size=tp_size, tp_size=tp_size))

@@ -9,9 +9,9 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
-from pdinfer.moe.dispatchers.deep_ep import DEFAULT_QP_DEPTH, DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic, check_elastic
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.parallel import Group
 
 
@@ -31,9 +31,9 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
             f'moe_a2a_backend "deep_ep" carries rows between GPUs, the device is {device}; use "all_to_all"'
         )
     if backend == "deep_ep" and options.deepep_mode == "low_latency":
-        sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank, DEFAULT_QP_DEPTH)
+        sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank)
     elif backend == "deep_ep" and options.deepep_mode == "elastic":
-        check_elastic(sizes)
+        sizes.check_elastic()
     elif backend == "deep_ep":
         sizes.check_normal()
 

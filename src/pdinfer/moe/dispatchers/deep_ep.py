@@ -25,9 +25,12 @@ from pdinfer.parallel import Group
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_MAX_TOP_K = 11
-LOW_LATENCY_MAX_TOKENS = 1024
+QP_DEPTH = 1024
+"""NVSHMEM_QP_DEPTH by default."""
+LOW_LATENCY_MAX_TOKENS = QP_DEPTH // 2 - 1
 LOW_LATENCY_LIVE = 2
-DEFAULT_QP_DEPTH = 1024
+ELASTIC_MAX_RANKS = 2048
+ELASTIC_MAX_TOP_K = 32
 BUFFER_ALIGNMENT_BYTES = 128
 
 
@@ -52,14 +55,9 @@ class ExpertSizes:
                 f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
                 f"{self.num_ranks}"
             )
-        if self.hidden_size % 8:
-            raise ConfigError(
-                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
-                f"{2 * self.hidden_size}"
-            )
-        self.check_any()
+        self._check_any()
 
-    def check_low_latency(self, num_max_tokens: int, qp_depth: int) -> None:
+    def check_low_latency(self, num_max_tokens: int) -> None:
         """Raise ConfigError, with the value, for sizes that the kernels for decode cannot serve."""
         if self.num_ranks < 2 or (self.num_ranks > 8 and self.num_ranks % 8):
             raise ConfigError(f"DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is {self.num_ranks}")
@@ -73,21 +71,37 @@ class ExpertSizes:
                 f"DeepEP's low-latency kernels send a token to at most {LOW_LATENCY_MAX_TOP_K} experts, "
                 f"num_experts_per_tok is {self.top_k}"
             )
-        most = min(LOW_LATENCY_MAX_TOKENS, qp_depth // 2 - 1)
-        if not 1 <= num_max_tokens <= most:
+        if not 1 <= num_max_tokens <= LOW_LATENCY_MAX_TOKENS:
             raise ConfigError(
-                f"num_max_dispatch_tokens_per_rank must be from 1 to {most}, got {num_max_tokens}: it is at most "
-                f"{LOW_LATENCY_MAX_TOKENS}, and 2 * (it + 1) at most NVSHMEM_QP_DEPTH = {qp_depth}"
+                f"num_max_dispatch_tokens_per_rank must be from 1 to {LOW_LATENCY_MAX_TOKENS}, got {num_max_tokens}: "
+                f"2 * (it + 1) is at most NVSHMEM_QP_DEPTH = {QP_DEPTH}"
             )
         if num_max_tokens * self.num_ranks % 4:
             raise ConfigError(
                 f"num_max_dispatch_tokens_per_rank * ep_size must be a multiple of 4, got {num_max_tokens} * "
                 f"{self.num_ranks}"
             )
-        self.check_any()
+        self._check_any()
 
-    def check_any(self) -> None:
-        """Raise ConfigError, with the value, for sizes that no kernels of DeepEP can serve."""
+    def check_elastic(self) -> None:
+        """Raise ConfigError, with the value, for sizes that the kernels of `ElasticBuffer` cannot serve."""
+        if not 2 <= self.num_ranks <= ELASTIC_MAX_RANKS:
+            raise ConfigError(
+                f"DeepEP's elastic kernels are for 2 to {ELASTIC_MAX_RANKS} ranks, ep_size is {self.num_ranks}"
+            )
+        if self.top_k > ELASTIC_MAX_TOP_K:
+            raise ConfigError(
+                f"DeepEP's elastic kernels send a token to at most {ELASTIC_MAX_TOP_K} experts, num_experts_per_tok is "
+                f"{self.top_k}"
+            )
+        self._check_any()
+
+    def _check_any(self) -> None:
+        if self.hidden_size % 8:
+            raise ConfigError(
+                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
+                f"{2 * self.hidden_size}"
+            )
         if self.num_experts % self.num_ranks:
             raise ConfigError(
                 f"{self.num_experts} physical experts cannot be divided evenly over {self.num_ranks} ranks"
@@ -97,12 +111,34 @@ class ExpertSizes:
 
 
 @attrs.frozen(kw_only=True)
-class _Sent:
+class Sent:
     """Rows in transit, in the form of `sent`. `kept` must stay alive until what is `received` has arrived."""
 
     received: tuple[Any, ...]
     sent: Tensor | FP8Rows
     kept: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Any, ...]:
+        """Return what has arrived, the rows first, in the form in which they were sent. The stream waits for them."""
+        rows, *rest, event = self.received
+        event.current_stream_wait()
+        if isinstance(self.sent, FP8Rows):
+            rows = attrs.evolve(self.sent, numbers_TI=rows[0], scales_TN=rows[1], layout="row")
+        return rows, *rest
+
+
+@attrs.frozen(kw_only=True)
+class Returning:
+    """Results in transit. `kept` must stay alive until they have arrived."""
+
+    y_TD: Tensor
+    event: Any
+    kept: Tensor
+
+    def wait(self) -> Returned:
+        """Return the results. The stream waits for them."""
+        self.event.current_stream_wait()
+        return Returned(self.y_TD)
 
 
 @attrs.frozen(kw_only=True)
@@ -112,13 +148,6 @@ class _Received(Contiguous):
     row_NK: Tensor
     weights_NK: Tensor
     handle: Any
-
-
-@attrs.frozen(kw_only=True)
-class _Returning:
-    y_TD: Tensor
-    event: Any
-    kept: Tensor
 
 
 @attrs.frozen(kw_only=True)
@@ -143,11 +172,8 @@ class DeepEPNormal:
 
     @classmethod
     def connect(cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None) -> DeepEPNormal:
-        """Make the buffers of this rank. A collective. Without `config`, DeepEP's own tables say how traffic is cut.
-
-        Raises BackendUnavailable without deep_ep, ConfigError beyond its limits.
-        """
-        sizes.check_normal()
+        """Make the buffers of this rank, for sizes that were checked. A collective. Without `config`, DeepEP's own
+        tables say how traffic is cut. Raises BackendUnavailable without deep_ep."""
         library = import_deep_ep("Buffer", "dispatch")
         if config is None:
             chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
@@ -168,16 +194,12 @@ class DeepEPNormal:
             combine_chunks=chunks[1],
         )
 
-    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sent:
-        sent: Tensor | FP8Rows
-        if isinstance(x_TD, Rounded):  # scales travel one per 128 channels, without a smaller last block
-            sent = x_TD.floats_TI if self.sizes.hidden_size % BLOCK else x_TD.rows
-        else:
-            sent = x_TD
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
+        sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)
         per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.sizes.num_experts)
         received = self.buffer.dispatch(
-            sent if isinstance(sent, Tensor) else (sent.numbers_TI, sent.scales_TN),
+            as_argument(sent),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=is_in_rank,
@@ -187,13 +209,10 @@ class DeepEPNormal:
             config=self.dispatch_chunks,
             async_finish=True,
         )
-        return _Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
+        return Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
 
-    def dispatch_end(self, pending: _Sent) -> _Received:
-        x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
-        event.current_stream_wait()
-        if isinstance(pending.sent, FP8Rows):
-            x_ND = attrs.evolve(pending.sent, numbers_TI=x_ND[0], scales_TN=x_ND[1], layout="row")
+    def dispatch_end(self, pending: Sent) -> _Received:
+        x_ND, ids_NK, weights_NK, counts, handle = pending.wait()
         # an expert of another rank is -1
         counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK.to(torch.int64), self.sizes.experts_per_rank)
         return _Received(
@@ -204,14 +223,13 @@ class DeepEPNormal:
             handle=handle,
         )
 
-    def combine_begin(self, y: Tensor, dispatched: _Received) -> _Returning:
+    def combine_begin(self, y: Tensor, dispatched: _Received) -> Returning:
         sum_ND = self.ops.combine_rows(y, dispatched.row_NK, dispatched.weights_NK).to(y.dtype)
         y_TD, _, event = self.buffer.combine(sum_ND, dispatched.handle, config=self.combine_chunks, async_finish=True)
-        return _Returning(y_TD=y_TD, event=event, kept=sum_ND)
+        return Returning(y_TD=y_TD, event=event, kept=sum_ND)
 
-    def combine_end(self, pending: _Returning) -> Returned:
-        pending.event.current_stream_wait()
-        return Returned(pending.y_TD)
+    def combine_end(self, pending: Returning) -> Returned:
+        return pending.wait()
 
 
 @attrs.frozen(kw_only=True)
@@ -232,7 +250,7 @@ class _Hooked:
 
 @attrs.define(kw_only=True)
 class DeepEPLowLatency:
-    """The dispatcher for few tokens: at most `num_max_tokens` per rank and step.
+    """The dispatcher for few tokens: at most `max_tokens` per rank and step.
 
     Every (token, expert) pair travels as a row, into memory reserved for it; for experts in FP8 the kernel rounds it
     on the way. Its result returns in bfloat16 and is weighted on the token's rank.
@@ -240,36 +258,22 @@ class DeepEPLowLatency:
 
     buffer: Any
     sizes: ExpertSizes
-    num_max_tokens: int
+    max_tokens: int
     index_dtype: torch.dtype
     live: int = 0
     max_live: ClassVar[int | None] = LOW_LATENCY_LIVE
     graph_safe: ClassVar[bool] = True
 
-    @property
-    def max_tokens(self) -> int | None:
-        return self.num_max_tokens
-
     @classmethod
-    def connect(
-        cls,
-        group: Group,
-        sizes: ExpertSizes,
-        num_max_tokens: int,
-        *,
-        device: torch.device,
-        qp_depth: int = DEFAULT_QP_DEPTH,
-    ) -> DeepEPLowLatency:
-        """Make the buffer of this rank. A collective. `qp_depth` is the value of NVSHMEM_QP_DEPTH.
+    def connect(cls, group: Group, sizes: ExpertSizes, max_tokens: int, *, device: torch.device) -> DeepEPLowLatency:
+        """Make the buffer of this rank, for sizes that were checked. A collective.
 
-        Raises BackendUnavailable without deep_ep, ConfigError beyond its limits and where ranks differ in
-        `num_max_tokens`.
+        Raises BackendUnavailable without deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
-        sizes.check_low_latency(num_max_tokens, qp_depth)
         library = import_deep_ep("Buffer", "low_latency_dispatch")
-        check_same_room(group, num_max_tokens, device)
+        check_same_room(group, max_tokens, device)
         num_bytes = library.Buffer.get_low_latency_rdma_size_hint(
-            num_max_tokens, sizes.hidden_size, group.size, sizes.num_experts
+            max_tokens, sizes.hidden_size, group.size, sizes.num_experts
         )
         buffer = library.Buffer(
             group.process_group,
@@ -278,14 +282,10 @@ class DeepEPLowLatency:
             low_latency_mode=True,
             num_qps_per_rank=sizes.experts_per_rank,
         )
-        return cls(buffer=buffer, sizes=sizes, num_max_tokens=num_max_tokens, index_dtype=library.topk_idx_t)
+        return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
-        if len(x_TD) > self.num_max_tokens:
-            raise ConfigError(
-                f"a step has {len(x_TD)} tokens on this rank and num_max_dispatch_tokens_per_rank is "
-                f"{self.num_max_tokens}: lower max_running_requests (and num_draft_tokens), or raise it"
-            )
+        check_room(len(x_TD), self.max_tokens)
         if self.live == LOW_LATENCY_LIVE:
             raise ConfigError(
                 f"DeepEP's low-latency buffer holds {LOW_LATENCY_LIVE} batches at once, a third was begun"
@@ -297,7 +297,7 @@ class DeepEPLowLatency:
         x_END, counts_E, handle, _, hook = self.buffer.low_latency_dispatch(
             x_TD,
             ids_TK,
-            self.num_max_tokens,
+            self.max_tokens,
             self.sizes.num_experts,
             use_fp8=rounded is not None,
             round_scale=rounded is not None and rounded.ue8m0,
@@ -326,10 +326,32 @@ class DeepEPLowLatency:
         return Returned(pending.result)
 
 
-def check_same_room(group: Group, num_max_tokens: int, device: torch.device) -> None:
+def travelling_form(x_TD: Tensor | Rounded) -> Tensor | FP8Rows:
+    """Return the form in which rows travel: FP8 where they have it, as scales travel one per 128 channels, without a
+    smaller last block."""
+    if isinstance(x_TD, Rounded):
+        return x_TD.floats_TI if x_TD.floats_TI.shape[1] % BLOCK else x_TD.rows
+    return x_TD
+
+
+def as_argument(rows: Tensor | FP8Rows) -> Tensor | tuple[Tensor, Tensor]:
+    """Return rows as the kernels take them."""
+    return rows if isinstance(rows, Tensor) else (rows.numbers_TI, rows.scales_TN)
+
+
+def check_room(num_tokens: int, max_tokens: int) -> None:
+    """Raise ConfigError for a step with more tokens than memory was reserved for."""
+    if num_tokens > max_tokens:
+        raise ConfigError(
+            f"a step has {num_tokens} tokens on this rank and num_max_dispatch_tokens_per_rank is {max_tokens}: run "
+            "smaller steps (max_running_requests, num_draft_tokens, chunked_prefill_size), or raise it"
+        )
+
+
+def check_same_room(group: Group, max_tokens: int, device: torch.device) -> None:
     """Raise ConfigError where ranks would reserve memory for different numbers of tokens. A collective."""
-    theirs = group.all_gather(torch.tensor([num_max_tokens], device=device, dtype=torch.int64)).tolist()
-    if any(other != num_max_tokens for other in theirs):
+    theirs = group.all_gather(torch.tensor([max_tokens], device=device, dtype=torch.int64)).tolist()
+    if any(other != max_tokens for other in theirs):
         raise ConfigError(f"num_max_dispatch_tokens_per_rank must be the same on all ranks; by rank it is {theirs}")
 
 
