@@ -7,11 +7,13 @@ import sys
 
 import torch
 
-from pdinfer.moe.dispatchers import AllToAllDispatcher, LocalDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.parallel import Group, Topology
+from pdinfer.parallel.groups import Group
+from pdinfer.parallel.topology import Topology
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma

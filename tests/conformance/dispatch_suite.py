@@ -17,8 +17,8 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
-from pdinfer.parallel import Group
+from pdinfer.moe.dispatchers.base import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
+from pdinfer.parallel.groups import Group
 from tests.rounding import gamma
 
 OPS = resolve_ops(OpSpec(device="cpu", dtype=torch.float32)).ops

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.moe.dispatchers import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from pdinfer.parallel import Group
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
+from pdinfer.parallel.groups import Group
 from tests.conformance.dispatch_kinds import KINDS
 from tests.conformance.dispatch_suite import OPS, SUITE, summed
 from tests.ranks import Ranks

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import pdinfer as pd
-from pdinfer.moe.balance import SolverProcess
-from pdinfer.moe.migration import Rebalancing
+from pdinfer.moe.balance.process import SolverProcess
+from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
 from tests.waiting import TIMEOUT_S

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdinfer.moe.migration import Rebalancing
-from pdinfer.moe.placement import ExpertPlacement, Ints
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.placement.placement import ExpertPlacement, Ints
 from pdinfer.process.forked import OfOneProcess
 
 

@@ -17,9 +17,9 @@ from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.formats.weights import expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, WeightSource, fp8_scales_of
-from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers.base import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement import LayerReplicas
+from pdinfer.moe.placement.replicas import LayerReplicas
 from pdinfer.trace import Trace, mark
 from pdinfer.values import Value
 

@@ -13,9 +13,13 @@ from torch import Tensor
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.dispatchers import ExpertSizes, LocalDispatcher, TokenDispatcher, check_dispatcher, choose_dispatcher
-from pdinfer.moe.placement import DispatchRule, ExpertLoadRecorder, ExpertPlacement, LayerReplicas, ReplicaTables
-from pdinfer.parallel import Group
+from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
+from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
+from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+from pdinfer.moe.placement.replicas import LayerReplicas, ReplicaTables
+from pdinfer.parallel.groups import Group
 from pdinfer.values import Value
 
 

@@ -8,20 +8,3 @@ Tested by tests/e2e/test_rank_groups.py too.
 
 May import: process, the ground.
 """
-
-from __future__ import annotations
-
-from pdinfer.parallel.groups import ALONE, Begun, Group, Groups, InTouch
-from pdinfer.parallel.slices import context_parallel_slices, even_slices
-from pdinfer.parallel.topology import Topology
-
-__all__ = [
-    "ALONE",
-    "Begun",
-    "Group",
-    "Groups",
-    "InTouch",
-    "Topology",
-    "context_parallel_slices",
-    "even_slices",
-]

@@ -19,8 +19,8 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.parallel import check_step_fits, checked_placement
-from pdinfer.moe.placement import ExpertPlacement
-from pdinfer.parallel import Topology
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.parallel.topology import Topology
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.values import Value
 

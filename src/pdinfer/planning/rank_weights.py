@@ -17,8 +17,8 @@ from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement import ExpertPlacement
-from pdinfer.parallel import Topology
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.parallel.topology import Topology
 from pdinfer.values import Value
 
 STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}

@@ -30,7 +30,7 @@ from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
-from pdinfer.moe.dispatchers import LocalDispatcher
+from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 # No size is a multiple of 128, and several are larger, so blocks are cut at every edge.

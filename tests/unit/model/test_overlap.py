@@ -16,7 +16,7 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import DecodeRows
 from pdinfer.model.model import Model
 from pdinfer.moe.layer import MoE
-from pdinfer.parallel import Group
+from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.rounding import difference_of_models
 

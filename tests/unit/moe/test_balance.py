@@ -15,7 +15,7 @@ import pdinfer as pd
 from pdinfer.moe import solve_placement
 from pdinfer.moe.balance.assignment import Assignment
 from pdinfer.moe.balance.exchange import Homes, part_twins
-from pdinfer.moe.placement import count_arrivals
+from pdinfer.moe.placement.difference import count_arrivals
 from pdinfer.moe.placement.placement import Floats, Ints
 
 # The example of https://github.com/deepseek-ai/EPLB: 12 experts, 16 replicas, 4 groups, 2 nodes, 8 GPUs.

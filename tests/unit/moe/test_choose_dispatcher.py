@@ -9,8 +9,11 @@ import torch
 
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.moe.dispatchers import AllToAllDispatcher, ExpertSizes, LocalDispatcher, TokenDispatcher, choose_dispatcher
-from pdinfer.parallel import Group
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
+from pdinfer.moe.dispatchers.choose import choose_dispatcher
+from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.parallel.groups import Group
 from tests.conformance.dispatch_suite import OPS
 
 ONE, TWO = Group("ep"), Group("ep", (0, 1), 1)

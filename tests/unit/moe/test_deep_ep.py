@@ -15,11 +15,11 @@ import torch
 import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
-from pdinfer.moe.dispatchers import choose_dispatcher
+from pdinfer.moe.dispatchers.choose import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.parallel import Group
+from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance.dispatch_suite import OPS
 

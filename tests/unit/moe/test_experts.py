@@ -22,10 +22,11 @@ from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.model.load import load_model
 from pdinfer.model.step import Step
-from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Masked
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.layer import Experts, MoE
-from pdinfer.moe.placement import ExpertLoadRecorder
-from pdinfer.parallel import Group
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models
 

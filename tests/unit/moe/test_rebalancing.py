@@ -20,8 +20,8 @@ from torch import Tensor
 import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.moe.balance.process import PackedPlacement, unpack_placement
-from pdinfer.moe.migration import Rebalancing
-from pdinfer.moe.placement import ExpertLoadRecorder
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.testing import random_model
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of

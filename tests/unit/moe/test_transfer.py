@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.moe.migration.transfer import ExpertTransfer, cut_into_parts
-from pdinfer.moe.placement import ExpertMove
+from pdinfer.moe.placement.difference import ExpertMove
 
 RANKS = 3
 ENDS = ("source_rank", "destination_rank")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError
-from pdinfer.parallel import Topology
+from pdinfer.parallel.topology import Topology
 
 SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size")
 

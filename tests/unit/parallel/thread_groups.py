@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import RankLost
-from pdinfer.parallel import Group, Groups, Topology
+from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.topology import Topology
 from tests.forks import FAR_S
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import attrs
 import pytest
 
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
-from pdinfer.parallel import Topology
+from pdinfer.parallel.topology import Topology
 from pdinfer.planning import EnginePlan, profile
 from tests.unit.config import published_configs
 

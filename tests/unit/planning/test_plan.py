@@ -16,7 +16,7 @@ from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
 from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
-from pdinfer.parallel import Topology
+from pdinfer.parallel.topology import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, profile
 from pdinfer.planning import plan as plan_module
 from pdinfer.planning.profiles.profile import engine_nodes

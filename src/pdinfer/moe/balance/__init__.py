@@ -8,16 +8,3 @@
 
 May import: moe.placement, process, the ground.
 """
-
-from __future__ import annotations
-
-from pdinfer.moe.balance.deepseek import rebalance_experts
-from pdinfer.moe.balance.process import SolverProcess, unpack_placement
-from pdinfer.moe.balance.solver import solve_placement
-
-__all__ = [
-    "SolverProcess",
-    "rebalance_experts",
-    "solve_placement",
-    "unpack_placement",
-]

@@ -13,23 +13,3 @@ Tested by tests/conformance/test_dispatch.py.
 
 May import: config, kernels, parallel, the ground.
 """
-
-from __future__ import annotations
-
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
-from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
-
-__all__ = [
-    "AllToAllDispatcher",
-    "Contiguous",
-    "Dispatched",
-    "ExpertSizes",
-    "LocalDispatcher",
-    "Masked",
-    "Returned",
-    "TokenDispatcher",
-    "check_dispatcher",
-    "choose_dispatcher",
-]

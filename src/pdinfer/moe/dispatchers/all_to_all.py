@@ -11,7 +11,7 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
-from pdinfer.parallel import Begun, Group
+from pdinfer.parallel.groups import Begun, Group
 from pdinfer.values import Value
 
 

@@ -12,7 +12,7 @@ from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.parallel import Group
+from pdinfer.parallel.groups import Group
 
 
 def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.parallel import Group
+from pdinfer.parallel.groups import Group
 
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)

@@ -23,7 +23,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
     import_deep_ep,
     travelling_form,
 )
-from pdinfer.parallel import Group
+from pdinfer.parallel.groups import Group
 
 
 @attrs.frozen(kw_only=True)

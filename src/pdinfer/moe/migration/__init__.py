@@ -9,13 +9,3 @@ Tested by tests/e2e/test_rebalancing.py too.
 
 May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
 """
-
-from __future__ import annotations
-
-from pdinfer.moe.migration.rebalancing import Rebalancing
-from pdinfer.moe.migration.status import ExpertStatus
-
-__all__ = [
-    "ExpertStatus",
-    "Rebalancing",
-]

@@ -30,7 +30,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement import ExpertPlacement
+from pdinfer.moe.placement.placement import ExpertPlacement
 
 _log = logging.getLogger("pdinfer")
 

@@ -20,14 +20,15 @@ import torch
 
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance import SolverProcess, unpack_placement
+from pdinfer.moe.balance.process import SolverProcess, unpack_placement
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.migration.migration import Migration, MigrationState, Verdict, checked_epoch, digest_of
 from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement import ExpertLoadRecorder, ExpertPlacement, Ints
-from pdinfer.parallel import Group, Groups
+from pdinfer.moe.placement.placement import ExpertPlacement, Ints
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+from pdinfer.parallel.groups import Group, Groups
 from pdinfer.process.locks import new_lock
 
 _log = logging.getLogger("pdinfer")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement import ExpertMove, ExpertPlacement, plan_migration
+from pdinfer.moe.placement.difference import ExpertMove, plan_migration
+from pdinfer.moe.placement.placement import ExpertPlacement
 
 
 class ExpertTransfer:

@@ -8,30 +8,3 @@
 
 May import: checkpoint, the ground.
 """
-
-from __future__ import annotations
-
-from pdinfer.moe.placement.difference import ExpertMove, MigrationPlan, count_arrivals, plan_migration
-from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
-from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, ExpertPlacement, Ints, dispatch_table
-from pdinfer.moe.placement.recorder import ExpertLoadRecorder
-from pdinfer.moe.placement.replicas import LayerReplicas, ReplicaTables
-
-__all__ = [
-    "DispatchRule",
-    "DispatchTable",
-    "ExpertLoadRecorder",
-    "ExpertLocation",
-    "ExpertMove",
-    "ExpertPlacement",
-    "Ints",
-    "LayerReplicas",
-    "MigrationPlan",
-    "ReplicaTables",
-    "count_arrivals",
-    "dispatch_table",
-    "plan_migration",
-    "read_expert_location",
-    "write_counts",
-    "write_placement",
-]

@@ -15,7 +15,7 @@ import msgspec
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.errors import ConfigError
-from pdinfer.parallel import Topology
+from pdinfer.parallel.topology import Topology
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
 
 SettingValue = bool | int | float | str | list[int | str]
