@@ -57,6 +57,13 @@ def as_float(value: float) -> float:
     return float(value) if is_int(value) and abs(value) <= 2**53 else value
 
 
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise ConfigError for anything but an int (not a bool) of at least `low`, and of at most `high`."""
+    if not is_int(value) or not low <= value <= (value if high is None else high):  # type: ignore[operator]
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be an int {limits}, got {clip(value)}")
+
+
 def _must_be(kind: str, fits: Fits) -> Validator:
     """Return an attrs validator for values that fit. It raises ConfigError, which says what a value must be."""
 

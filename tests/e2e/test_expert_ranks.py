@@ -137,9 +137,9 @@ def test_ranks_that_place_experts_differently_are_refused(
 @pytest.mark.parametrize(
     ("placement", "experts", "sizes", "told"),
     [
-        (scattered(2, 10, layers=3), {}, 2, r"num_layers = 3, the model 2 mixture-of-experts layers"),
-        ([[0, 1, 2, 3]] * 2, {}, 2, r"num_logical_experts = 4, the model 8 n_routed_experts"),
-        (scattered(4, 12), {}, 2, r"num_ranks = 4, the model 2 ep_size"),
+        (scattered(2, 10, layers=3), {}, 2, r"num_layers = 3, the model .* 2"),
+        ([[0, 1, 2, 3]] * 2, {}, 2, r"num_logical_experts = 4, the model .* 8"),
+        (scattered(4, 12), {}, 2, r"num_ranks = 4, the model .* 2"),
         (scattered(2, 10), {"num_redundant_experts": 4}, 2, "num_redundant_experts is 4 and the placement has 2"),
         (None, {"num_redundant_experts": 1}, 2, r"ep_size 2 does not divide .* = 8 \+ 1 = 9"),
     ],

@@ -196,8 +196,8 @@ MUTANTS = [
     ),
     Mutant(
         "a plan does not ask DeepEP",
-        "        check_dispatcher(_sizes(config, group, placement, dtype), options, device)\n",
-        "",
+        "        check_dispatcher(expert_sizes(config, groups.ep, placement, dtype), experts, torch.device(device.type))\n",
+        "        pass\n",
         CLUSTER + "test_a_cluster_without_kernels_for_its_size_is_refused",
     ),
     Mutant(

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checks import IntArray, check_fits, clip, ints_of, is_int, typed
+from pdinfer.checks import IntArray, check_fits, check_int, ints_of, typed
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.identity import TensorDigests, WeightsIdentity
@@ -90,7 +90,7 @@ class Model:
         """Ask `source` for every tensor of the main model, and with `mtp` for those of its MTP layer (see `MTP.build`).
         Without `experts` this rank has all experts."""
         ops = resolved.ops
-        parallel = experts or ExpertParallel.alone(config, ops, mtp=mtp)
+        parallel = experts or ExpertParallel.apart(config, ops, mtp=mtp)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         lm_head_VD = embed_VD
         if not config.tie_word_embeddings:
@@ -190,8 +190,7 @@ class Model:
 
         Raises what `logits` raises, and ConfigError for layers that the model does not have or a chunk of no tokens.
         """
-        if not is_int(chunk_size) or chunk_size < 1:
-            raise ConfigError(f"chunk_size must be an int of at least 1, got {clip(chunk_size)}")
+        check_int("chunk_size", chunk_size, 1)
         ints = self._checked(tokens)
         like_TD = self.embed_VD.new_empty(1, 1, dtype=self.dtype).expand(len(ints), self.config.hidden_size)
         observer = Observer(self.blocks, layers, like_TD, routing=routing)

@@ -14,12 +14,12 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
-from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
+from pdinfer.moe.dispatchers.choose import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
-from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement, PlacementSizes, check_sizes
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.moe.placement.replicas import LayerReplicas, ReplicaTables
-from pdinfer.parallel.groups import Group
+from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.values import Value
 
 
@@ -36,43 +36,29 @@ class ExpertParallel(Value):
     group: Group
     layers: Sequence[int]
     placement: ExpertPlacement | None
-    replicas: ReplicaTables | None
     dispatcher: TokenDispatcher
+    replicas: ReplicaTables | None = None
     recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
     epoch: int = 0
-
-    @classmethod
-    def alone(cls, config: ModelConfig, ops: Ops, *, mtp: bool) -> ExpertParallel:
-        """Put all experts on one rank."""
-        layers = _moe_layers(config, mtp)
-        placement = ExpertPlacement.trivial(len(layers), config.n_routed_experts, 1) if layers else None
-        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
-        return cls(group=Group("ep"), layers=layers, placement=placement, replicas=None, dispatcher=dispatcher)
 
     @classmethod
     def apart(
         cls,
         config: ModelConfig,
         ops: Ops,
-        group: Group,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
         mtp: bool,
-        options: ExpertConfig,
-        placement: ExpertPlacement | None,
+        group: Group = ALONE,
+        placement: ExpertPlacement | None = None,
     ) -> ExpertParallel:
-        """Return what `connect` would, without meeting the other ranks: enough to plan a model, not to run it.
-
-        Raises what `check_dispatcher` raises.
-        """
-        if placement is None:
-            return cls.alone(config, ops, mtp=mtp)
-        check_dispatcher(_sizes(config, group, placement, dtype), options, device)
-        dispatcher = LocalDispatcher(placement.num_slots, ops)
+        """Return the experts of a rank that has all of them. With a `group` and its `placement`, return what `connect`
+        would, without meeting the other ranks: enough to plan a model, not to run it."""
         layers = _moe_layers(config, mtp)
-        return cls(group=group, layers=layers, placement=placement, replicas=None, dispatcher=dispatcher)
+        if placement is None and layers:
+            placement = ExpertPlacement.trivial(len(layers), config.n_routed_experts, 1)
+        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
+        return cls(group=group, layers=layers, placement=placement, dispatcher=dispatcher)
 
     @classmethod
     def connect(
@@ -93,9 +79,8 @@ class ExpertParallel(Value):
         raises.
         """
         if placement is None:
-            return cls.alone(config, ops, mtp=mtp)
+            return cls.apart(config, ops, mtp=mtp)
         _check_same(group, placement, options, device)
-        dispatcher = choose_dispatcher(group, _sizes(config, group, placement, dtype), options, ops, device)
         replicas = recorder = None
         if options.expert_distribution_recorder_mode != "off":
             recorder = ExpertLoadRecorder(
@@ -113,12 +98,13 @@ class ExpertParallel(Value):
                 ranks_per_node=options.ranks_per_node,
                 device=device,
             )
+        sizes = expert_sizes(config, group, placement, dtype)
         return cls(
             group=group,
             layers=_moe_layers(config, mtp),
             placement=placement,
             replicas=replicas,
-            dispatcher=dispatcher,
+            dispatcher=choose_dispatcher(group, sizes, options, ops, device),
             recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
         )
@@ -174,7 +160,8 @@ def check_step_fits(max_tokens: int, overlap: int | None, num_tokens: int, told:
         )
 
 
-def _sizes(config: ModelConfig, group: Group, placement: ExpertPlacement, dtype: torch.dtype) -> ExpertSizes:
+def expert_sizes(config: ModelConfig, group: Group, placement: ExpertPlacement, dtype: torch.dtype) -> ExpertSizes:
+    """Return what a dispatcher between the ranks of `group` has to carry."""
     return ExpertSizes(
         num_ranks=group.size,
         num_experts=placement.num_slots if group.size > 1 else placement.num_logical_experts,
@@ -209,13 +196,10 @@ def checked_placement(
                 f"{redundant} = {num_experts + redundant}; choose num_redundant_experts so that it does"
             )
         return ExpertPlacement.trivial(num_layers, num_experts, num_ranks, redundant)
-    for name, said, wanted, what in (
-        ("num_layers", placement.num_layers, num_layers, "mixture-of-experts layers (that of MTP included)"),
-        ("num_logical_experts", placement.num_logical_experts, num_experts, "n_routed_experts"),
-        ("num_ranks", placement.num_ranks, num_ranks, "ep_size"),
-    ):
-        if said != wanted:
-            raise ConfigError(f"the placement has {name} = {said}, the model {wanted} {what}")
+    wanted = PlacementSizes(num_layers, num_experts, placement.num_slots, num_ranks)
+    check_sizes(
+        "the placement", placement, "the model (with its MTP layer, if that is loaded) has on these ranks", wanted
+    )
     if redundant not in (0, placement.num_slots - num_experts):
         raise ConfigError(
             f"num_redundant_experts is {redundant} and the placement has {placement.num_slots - num_experts}; leave it "

@@ -16,7 +16,8 @@ from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
 from pdinfer.model.model import Model, op_spec_of
-from pdinfer.moe.parallel import ExpertParallel
+from pdinfer.moe.dispatchers.choose import check_dispatcher
+from pdinfer.moe.parallel import ExpertParallel, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.values import Value
@@ -94,16 +95,9 @@ def rank_weights(
     resolved = resolve_ops(op_spec_of(config, topology, device, dtype, formats))
     kept = kept_schemes(weights, resolved)
     plan = Counted(torch.device("meta"), dtype, PublishedWeights(config=config, stored=stored), kept)
-    parallel = ExpertParallel.apart(
-        config,
-        resolved.ops,
-        groups.ep,
-        device=torch.device(device.type),
-        dtype=dtype,
-        mtp=mtp,
-        options=experts,
-        placement=placement,
-    )
+    if placement is not None:
+        check_dispatcher(expert_sizes(config, groups.ep, placement, dtype), experts, torch.device(device.type))
+    parallel = ExpertParallel.apart(config, resolved.ops, mtp=mtp, group=groups.ep, placement=placement)
     Model.build(
         config,
         plan,

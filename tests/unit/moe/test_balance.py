@@ -159,7 +159,7 @@ def test_what_is_no_load_is_refused(load: Any, says: str) -> None:
         ({"num_ranks": 4, "max_moves": 3}, "max_moves must be an int of at least 0, beside a previous placement"),
         (
             {"num_ranks": 4, "previous": pd.ExpertPlacement.trivial(1, 8, 2)},
-            "previous placement has num_ranks=2, but 4",
+            "previous placement has num_ranks = 2, asked for are 4",
         ),
     ],
 )

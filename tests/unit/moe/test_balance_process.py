@@ -44,7 +44,7 @@ def answers_to(*loads: Any) -> list[SolveAnswer]:
 def test_it_answers_one_load_after_the_other() -> None:
     wrong, right = answers_to([[1, 2], [3, 4]], LOAD.tolist())
     assert wrong.placement is None
-    assert "num_logical_experts=8" in wrong.error
+    assert "num_logical_experts = 8" in wrong.error
     assert right.placement is not None
     placement = right.placement.unpack()
     assert placement.num_slots == PREVIOUS.num_slots

@@ -170,7 +170,7 @@ def test_holders_share_the_sending() -> None:
 
 def test_a_migration_between_different_sizes_is_refused() -> None:
     old = placement(BY_HAND)
-    with pytest.raises(pd.ConfigError, match="num_layers=2, the new one 1"):
+    with pytest.raises(pd.ConfigError, match="num_layers = 1, the old one has 2"):
         plan_migration(old, placement(BY_HAND[:1]), expert_bytes=1)
     with pytest.raises(pd.ConfigError, match="expert_bytes must be an int of at least 1, got 0"):
         plan_migration(old, old, expert_bytes=0)

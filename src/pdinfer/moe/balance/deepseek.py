@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pdinfer.checks import clip, is_int, typed
+from pdinfer.checks import check_int, clip, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
 
@@ -61,16 +61,10 @@ def scaled(load_LE: Floats, exponent: int) -> Floats:
     return np.where(scaled_LE < LEAST_LOAD, 0.0, scaled_LE)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if not is_int(value) or not 1 <= value <= MAX_EXPERTS:
-            raise ConfigError(f"{name} must be an int from 1 to {MAX_EXPERTS}, got {clip(value)}")
-
-
-def _check_divides(name: str, size: int, **whole: int) -> None:
-    for what, total in whole.items():
-        if total % size:
-            raise ConfigError(f"{what} {total} cannot be divided evenly over {name} {size}")
+def check_divides(what: str, total: int, over: str, size: int) -> None:
+    """Raise ConfigError, with both values, where `total` cannot be divided evenly."""
+    if total % size:
+        raise ConfigError(f"{what} {total} cannot be divided evenly over {over} {size}")
 
 
 @typed
@@ -90,10 +84,12 @@ def rebalance_experts(
     """
     load_LE = scaled(check_load(weight), FLOAT32_EXPONENT).astype(np.float32)
     num_layers, num_experts = load_LE.shape
-    _check_sizes(num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
-    _check_divides("num_gpus", num_gpus, num_replicas=num_replicas)
-    _check_divides("num_nodes", num_nodes, num_gpus=num_gpus)
-    _check_divides("num_groups", num_groups, experts=num_experts)
+    sizes = {"num_replicas": num_replicas, "num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
+    for name, value in sizes.items():
+        check_int(name, value, 1, MAX_EXPERTS)
+    check_divides("num_replicas", num_replicas, "num_gpus", num_gpus)
+    check_divides("num_gpus", num_gpus, "num_nodes", num_nodes)
+    check_divides("experts", num_experts, "num_groups", num_groups)
     if num_replicas < num_experts:
         raise ConfigError(
             f"num_replicas {num_replicas} is less than the {num_experts} experts, which need one slot each"

@@ -19,10 +19,18 @@ import numpy as np
 from pdinfer.checks import clip, float_in, int_in, is_int
 from pdinfer.errors import ConfigError
 from pdinfer.moe.balance.assignment import Assignment, deal, replicate, swap_pairs
-from pdinfer.moe.balance.deepseek import check_load, scaled
+from pdinfer.moe.balance.deepseek import check_divides, check_load, scaled
 from pdinfer.moe.balance.exchange import Homes, adopt_counts, part_twins, relieve
 from pdinfer.moe.placement.difference import count_arrivals, keep_slots
-from pdinfer.moe.placement.placement import MAX_EXPERTS, MAX_RANKS, ExpertPlacement, Floats, find_twins
+from pdinfer.moe.placement.placement import (
+    MAX_EXPERTS,
+    MAX_RANKS,
+    ExpertPlacement,
+    Floats,
+    PlacementSizes,
+    check_sizes,
+    find_twins,
+)
 
 EVEN = 0.9995  # balancedness at which a layer is left alone
 PAIR_ROUNDS = 8
@@ -44,13 +52,9 @@ class _Sizes:
         weight, slots = self.cross_node_weight, num_experts + self.num_redundant
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
             raise ConfigError(f"cross_node_weight must be a number of at least 0, got {clip(weight)}")
-        for what, total, over, size in (
-            ("experts + num_redundant =", slots, "num_ranks", self.num_ranks),
-            ("num_ranks", self.num_ranks, "num_nodes", self.num_nodes),
-            ("experts", num_experts, "num_groups", self.num_groups),
-        ):
-            if total % size:
-                raise ConfigError(f"{what} {total} cannot be divided evenly over {over} {size}")
+        check_divides("experts + num_redundant =", slots, "num_ranks", self.num_ranks)
+        check_divides("num_ranks", self.num_ranks, "num_nodes", self.num_nodes)
+        check_divides("experts", num_experts, "num_groups", self.num_groups)
         if weight and self.num_groups % self.num_nodes:
             raise ConfigError(
                 f"cross_node_weight {weight} needs groups that divide over nodes, got num_groups {self.num_groups} and "
@@ -113,20 +117,10 @@ def solve_placement(
     anew = _lay_out(load_LE, sizes)
     if previous is None:
         return _placement(anew)
-    _check_previous(previous, load_LE, sizes)
+    num_layers, num_experts = load_LE.shape
+    wanted = PlacementSizes(num_layers, num_experts, num_experts + num_redundant, num_ranks)
+    check_sizes("the previous placement", previous, "asked for are", wanted)
     return _placement(_follow(previous, anew, sizes, max_moves))
-
-
-def _check_previous(previous: ExpertPlacement, load_LE: Floats, sizes: _Sizes) -> None:
-    (num_layers, num_experts), slots = load_LE.shape, load_LE.shape[1] + sizes.num_redundant
-    for what, got, wanted in (
-        ("num_layers", previous.num_layers, num_layers),
-        ("num_logical_experts", previous.num_logical_experts, num_experts),
-        ("num_slots", previous.num_slots, slots),
-        ("num_ranks", previous.num_ranks, sizes.num_ranks),
-    ):
-        if got != wanted:
-            raise ConfigError(f"the previous placement has {what}={got}, but {wanted} are asked for")
 
 
 def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:

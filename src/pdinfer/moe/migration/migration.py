@@ -30,7 +30,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.moe.placement.placement import ExpertPlacement, check_sizes
 
 _log = logging.getLogger("pdinfer")
 
@@ -151,15 +151,7 @@ def checked_epoch(experts: ExpertParallel, placement: ExpertPlacement, epoch: in
     running = experts.placement
     if running is None:
         raise ConfigError("a placement was given and the model has no experts")
-    for name, what in (
-        ("num_layers", "mixture-of-experts layers"),
-        ("num_logical_experts", "experts"),
-        ("num_ranks", "expert-parallel ranks"),
-        ("num_slots", "slots"),
-    ):
-        given, wanted = getattr(placement, name), getattr(running, name)
-        if given != wanted:
-            raise ConfigError(f"the placement has {given} {what} ({name}), the model runs with {wanted}")
+    check_sizes("the placement", placement, "the model runs with", running)
     new = experts.epoch + 1 if epoch is None else epoch
     if not is_int(new) or new <= experts.epoch:
         raise ConfigError(f"the placement is stale: its epoch is {clip(new)}, and epoch {experts.epoch} runs already")

@@ -7,9 +7,8 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from pdinfer.checks import clip, is_int, typed
-from pdinfer.errors import ConfigError
-from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
+from pdinfer.checks import check_int, typed
+from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node, check_sizes
 from pdinfer.values import Value
 
 
@@ -59,13 +58,9 @@ def plan_migration(
     holders, from the one that has sent the least. `expert_bytes` is the size of one expert in one layer. Raises
     ConfigError where the placements differ in layers, experts, slots or ranks.
     """
-    if not is_int(expert_bytes) or expert_bytes < 1:
-        raise ConfigError(f"expert_bytes must be an int of at least 1, got {clip(expert_bytes)}")
+    check_int("expert_bytes", expert_bytes, 1)
     per_node = check_ranks_per_node(ranks_per_node, old.num_ranks)
-    for name in ("num_layers", "num_logical_experts", "num_slots", "num_ranks"):
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            raise ConfigError(f"cannot migrate: the old placement has {name}={before}, the new one {after}")
+    check_sizes("the new placement", new, "the old one has", old)
     per_rank = old.slots_per_rank
     sent = [0] * old.num_ranks
     moves = []

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checks import clip, is_int, typed
+from pdinfer.checks import check_int, clip, typed
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import read_json
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
@@ -58,7 +58,7 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
     experts.
     """
     path = Path(path)
-    _check_dense(num_dense_layers)
+    check_int("num_dense_layers", num_dense_layers, 0)
     if path.suffix == ".json":
         fields = _from_json(path)
     elif path.suffix == ".safetensors":
@@ -90,7 +90,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
     `attrs.evolve(placement, slot_shares=None)` gives them up.
     """
     path = Path(path)
-    _check_dense(num_dense_layers)
+    check_int("num_dense_layers", num_dense_layers, 0)
     if path.suffix == ".json" and placement.slot_shares is not None:
         raise ConfigError(
             f"{path}: JSON has no place for slot_shares; write .safetensors, or a placement without shares"
@@ -111,14 +111,9 @@ def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers:
     Raises ConfigError for another suffix, and for a table that does not hold counts.
     """
     path = Path(path)
-    _check_dense(num_dense_layers)
+    check_int("num_dense_layers", num_dense_layers, 0)
     table = _checked(np.asarray(counts), COUNT, "counts")
     _write(path, {COUNT: np.vstack([np.zeros((num_dense_layers, table.shape[1]), np.int64), table])})
-
-
-def _check_dense(num_dense_layers: int) -> None:
-    if not is_int(num_dense_layers) or num_dense_layers < 0:
-        raise ConfigError(f"num_dense_layers must be an int of at least 0, got {clip(num_dense_layers)}")
 
 
 def _one_name(names: Any, path: Path) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdinfer.checks import clip, int_in, typed
+from pdinfer.checks import check_int, clip, int_in, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
@@ -63,6 +63,15 @@ def _share_map(value: Any) -> Shares | None:
 
 def _same(ours: Shares | None, theirs: Shares | None) -> bool:
     return ours is theirs or (ours is not None and theirs is not None and np.array_equal(ours, theirs))
+
+
+class PlacementSizes(NamedTuple):
+    """The sizes in which two placements must agree, for one to follow the other."""
+
+    num_layers: int
+    num_logical_experts: int
+    num_slots: int
+    num_ranks: int
 
 
 @attrs.frozen(kw_only=True)
@@ -119,13 +128,9 @@ class ExpertPlacement(Value):
     @typed
     def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
         """Return the placement with expert `p % num_experts` in slot p, in every layer."""
-        for name, value, least in (
-            ("num_layers", num_layers, 1),
-            ("num_experts", num_experts, 1),
-            ("num_redundant", num_redundant, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_EXPERTS:
-                raise ConfigError(f"{name} must be an int from {least} to {MAX_EXPERTS}, got {clip(value)}")
+        check_int("num_layers", num_layers, 1, MAX_EXPERTS)
+        check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        check_int("num_redundant", num_redundant, 0, MAX_EXPERTS)
         row = np.arange(num_experts + num_redundant) % num_experts
         return cls(
             physical_to_logical_map=np.tile(row, (num_layers, 1)),
@@ -173,6 +178,14 @@ class ExpertPlacement(Value):
         return _frozen(slots_by_expert(table, counts))
 
 
+def check_sizes(what: str, placement: ExpertPlacement, other: str, wanted: PlacementSizes | ExpertPlacement) -> None:
+    """Raise ConfigError, with both values, for the first size that is not the one `wanted`."""
+    for name in PlacementSizes._fields:
+        ours, theirs = getattr(placement, name), getattr(wanted, name)
+        if ours != theirs:
+            raise ConfigError(f"{what} has {name} = {ours}, {other} {theirs}")
+
+
 def _frozen(array: Ints) -> Ints:
     array.flags.writeable = False
     return array
@@ -209,7 +222,7 @@ def slots_by_expert(table: Ints, counts: Ints) -> Ints:
 
 
 def _check_rank(rank: int, placement: ExpertPlacement) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < placement.num_ranks:
+    if not is_int(rank) or not 0 <= rank < placement.num_ranks:
         raise ConfigError(
             f"rank {clip(rank)} is outside 0..{placement.num_ranks - 1} (num_ranks={placement.num_ranks})"
         )
@@ -219,8 +232,7 @@ def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
     """Return the ranks of one node, all of them for None. Raises ConfigError where they do not divide `num_ranks`."""
     if ranks_per_node is None:
         return num_ranks
-    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-        raise ConfigError(f"ranks_per_node must be an int of at least 1, got {clip(ranks_per_node)}")
+    check_int("ranks_per_node", ranks_per_node, 1)
     if num_ranks % ranks_per_node:
         raise ConfigError(f"ranks_per_node {clip(ranks_per_node)} does not divide {num_ranks} ranks")
     return ranks_per_node

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import check_int, clip
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import Ints
 
@@ -34,8 +34,7 @@ class ExpertLoadRecorder:
         window: int = 1000,
     ) -> None:
         for name, value in (("num_layers", num_layers), ("num_experts", num_experts), ("window", window)):
-            if not is_int(value) or value < 1:
-                raise ConfigError(f"{name} must be an int of at least 1, got {clip(value)}")
+            check_int(name, value, 1)
         if mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {clip(mode)}")
         self.num_layers, self.num_experts, self.mode = num_layers, num_experts, mode
