@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -97,9 +96,9 @@ def kill_once() -> list[int]:
 
     def broken(solver: SolverProcess, *arguments: Any, **named: Any) -> None:
         ask(solver, *arguments, **named)
-        if not killed and solver.pid is not None:
-            killed.append(solver.pid)
-            os.kill(solver.pid, signal.SIGKILL)
+        if not killed and (process := solver._process) is not None:
+            killed.append(process.pid)
+            process.kill()
 
     SolverProcess.ask = broken  # type: ignore[method-assign]
     return killed

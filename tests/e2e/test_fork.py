@@ -185,11 +185,12 @@ def test_a_solver_stays_its_parents() -> None:
         load = np.ones((1, 4), np.int64)
         placement = ExpertPlacement(physical_to_logical_map=[[0, 1, 2, 3]], num_logical_experts=4, num_ranks=2)
         solver.ask(load, placement)
-        pid = solver.pid
+        process = solver._process
+        assert process is not None
         check_ended(fork(lambda: refuses_all([solver])))
+        assert solver._process is process
         answers: list[bytes] = []
         wait_until(lambda: bool(answers.append(solver.poll()) or answers[-1]))
-        assert solver.pid == pid
     finally:
         solver.close()
 

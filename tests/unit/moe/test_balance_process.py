@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,8 +13,9 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.__main__ import serve
-from pdinfer.moe.balance.process import FRAME, PackedPlacement, SolveAnswer, SolveRequest, SolverProcess
+from pdinfer.moe import solve_placement
+from pdinfer.moe.balance.__main__ import answer_to
+from pdinfer.moe.balance.process import PackedPlacement, SolveAnswer, SolveRequest, SolverProcess, unpack_placement
 from pdinfer.testing import VirtualClock
 from tests.forks import FAR_S
 
@@ -26,29 +23,26 @@ PREVIOUS = pd.ExpertPlacement.trivial(2, 8, 2, 2)
 LOAD = np.array([[1, 1, 1, 1, 90, 80, 1, 1]] * 2)
 
 
-def answers_to(*loads: Any) -> list[SolveAnswer]:
-    """Return the answers of `serve`, run in this process."""
-    requests, answers = io.BytesIO(), io.BytesIO()
-    for load in loads:
-        body = msgspec.msgpack.encode(SolveRequest(load, PackedPlacement.of(PREVIOUS)))
-        requests.write(FRAME.pack(len(body)) + body)
-    requests.seek(0)
-    serve(requests, answers)
-    answers.seek(0)
-    found = []
-    while head := answers.read(FRAME.size):
-        found.append(msgspec.msgpack.decode(answers.read(*FRAME.unpack(head)), type=SolveAnswer))
-    return found
-
-
-def test_it_answers_one_load_after_the_other() -> None:
-    wrong, right = answers_to([[1, 2], [3, 4]], LOAD.tolist())
+def test_a_load_is_answered_with_a_placement_or_an_error() -> None:
+    wrong = answer_to(SolveRequest([[1, 2], [3, 4]], PackedPlacement.of(PREVIOUS)))
     assert wrong.placement is None
     assert "num_logical_experts = 8" in wrong.error
+    right = answer_to(SolveRequest(LOAD.tolist(), PackedPlacement.of(PREVIOUS)))
     assert right.placement is not None
     placement = right.placement.unpack()
     assert placement.num_slots == PREVIOUS.num_slots
     assert placement != PREVIOUS
+
+
+def test_every_request_has_a_process_of_its_own() -> None:
+    solver = SolverProcess(time.monotonic)
+    for _ in range(2):
+        solver.ask(LOAD, PREVIOUS)
+        end = time.monotonic() + FAR_S
+        while not (answer := solver.poll()) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not solver.is_asked
+        assert unpack_placement(answer) == solve_placement(LOAD, num_ranks=2, num_redundant=2, previous=PREVIOUS)
 
 
 def test_a_process_that_does_not_answer_in_time_is_ended() -> None:
@@ -59,7 +53,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended() -> None:
     clock.advance(5.1)
     with pytest.raises(OSError, match="did not answer within 5 s"):
         solver.poll()
-    assert (solver.pid, solver.is_asked) == (None, False)
+    assert not solver.is_asked
 
 
 def poll_until_it_raises(solver: SolverProcess) -> None:
@@ -69,28 +63,13 @@ def poll_until_it_raises(solver: SolverProcess) -> None:
         time.sleep(0.005)
 
 
-def kill_before_it_reads(solver: SolverProcess) -> None:
-    """Kill it so that the end shows when the request is written, as EPIPE."""
-    os.kill(solver.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, solver.pid, os.WEXITED | os.WNOWAIT)
-
-
-def kill_after_it_reads(solver: SolverProcess) -> None:
-    """Kill it so that the end shows when the answer is read, as an end of file."""
-    os.kill(solver.pid, signal.SIGSTOP)
-    while not solver.has_written:
-        solver.poll()
-    os.kill(solver.pid, signal.SIGKILL)
-
-
 @pytest.fixture
 def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], SolverProcess]:
-    """Return a function that makes a solver whose process answers any request with one frame."""
+    """Return a function that makes a solver whose process answers any request with these bytes."""
 
     def start(body: bytes) -> SolverProcess:
         python = tmp_path / "python"
-        write = f"sys.stdout.buffer.write({FRAME.pack(len(body)) + body!r})"
-        python.write_text(f"#!{sys.executable}\nimport sys\n{write}\nsys.stdout.flush()\nsys.stdin.read()\n")
+        python.write_text(f"#!{sys.executable}\nimport sys\nsys.stdout.buffer.write({body!r})\n")
         python.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(python))
         return SolverProcess(time.monotonic)
@@ -98,23 +77,23 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[byte
     return start
 
 
-@pytest.mark.parametrize("kill", [kill_before_it_reads, kill_after_it_reads])
-def test_one_that_is_killed_is_ended(kill: Callable[[SolverProcess], None]) -> None:
+def test_one_that_is_killed_has_no_answer() -> None:
     solver = SolverProcess(time.monotonic)
     solver.ask(LOAD, PREVIOUS)
-    kill(solver)
-    with pytest.raises(OSError, match="the solver's process has ended"):
+    assert solver._process is not None
+    solver._process.kill()
+    with pytest.raises(OSError, match="the solver's process has ended with -9"):
         poll_until_it_raises(solver)
-    assert solver.pid is None
+    assert not solver.is_asked
     solver.close()
 
 
-def test_one_that_says_nonsense_is_ended(answering: Callable[[bytes], SolverProcess]) -> None:
+def test_one_that_says_nonsense_has_no_answer(answering: Callable[[bytes], SolverProcess]) -> None:
     solver = answering(b"bad")
     solver.ask(LOAD, PREVIOUS)
     with pytest.raises(OSError, match="cannot be read"):
         poll_until_it_raises(solver)
-    assert solver.pid is None
+    assert not solver.is_asked
     solver.close()
 
 

@@ -1,18 +1,16 @@
-"""A process that solves placements while engines run. Nobody waits for it.
+"""A process that solves a placement while engines run. Nobody waits for it.
 
-    we ── request ──► python -m pdinfer.moe.balance          each a frame: 4 bytes of length, MessagePack
-    we ◄── answer ───
+    request ──file──► python -m pdinfer.moe.balance ──file──► answer
 
-The first request starts the process, and it lives on. When it dies, hangs or sends nonsense, that costs one answer: the
-next request starts another process.
+Every request has a process of its own, which keeps no memory afterwards. When it dies, hangs or writes nonsense, that
+costs one answer.
 """
 
 from __future__ import annotations
 
-import os
-import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 
 import msgspec
@@ -22,8 +20,6 @@ from pdinfer.moe.placement.placement import ExpertPlacement, Ints
 from pdinfer.process.forked import OfOneProcess
 
 DEADLINE_S = 120.0
-FRAME = struct.Struct("<I")
-_CHUNK = 1 << 20
 
 
 class PackedPlacement(msgspec.Struct):
@@ -46,12 +42,7 @@ class PackedPlacement(msgspec.Struct):
 
     def unpack(self) -> ExpertPlacement:
         """Return the placement. Raises ConfigError when the lists are not one."""
-        return ExpertPlacement(
-            physical_to_logical_map=self.physical_to_logical_map,
-            num_logical_experts=self.num_logical_experts,
-            num_ranks=self.num_ranks,
-            slot_shares=self.slot_shares,
-        )
+        return ExpertPlacement(**msgspec.structs.asdict(self))
 
 
 class SolveRequest(msgspec.Struct):
@@ -75,100 +66,63 @@ def unpack_placement(data: bytes) -> ExpertPlacement:
 
 
 class SolverProcess(OfOneProcess):
-    """A solver in a process of its own: at most one process, and at most one request under way."""
+    """A solver in a process of its own, with at most one request under way."""
 
     def __init__(self, clock: Callable[[], float], *, deadline_s: float = DEADLINE_S) -> None:
-        self.is_asked = False
         self._clock = clock
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._unsent = b""
-        self._received = b""
         self._asked_at = 0.0
 
     @property
-    def pid(self) -> int | None:
-        """The number of the process, or None when there is no process."""
-        return None if self._process is None else self._process.pid
-
-    @property
-    def has_written(self) -> bool:
-        """Whether the whole request is in the pipe."""
-        return not self._unsent
+    def is_asked(self) -> bool:
+        """Whether a request is under way."""
+        return self._process is not None
 
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None:
-        """Send a request, to which `poll` returns the answer. Raises OSError when no process can be started."""
-        body = msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves))
-        if self._process is None:
+        """Start a request, to which `poll` returns the answer. Raises OSError when no process can be started."""
+        self._asked_at = self._clock()
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        with tempfile.TemporaryFile() as request:
+            request.write(msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves)))
+            request.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pdinfer.moe.balance"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,  # a Ctrl-C is for the host, whose end ends the solver's input
+                stdin=request,
+                stdout=self._answer,
+                start_new_session=True,  # a Ctrl-C is for the host
             )
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-        self._unsent, self._received = FRAME.pack(len(body)) + body, b""
-        self._asked_at = self._clock()
-        self.is_asked = True
 
     def poll(self) -> bytes:
         """Return the answer, for `unpack_placement`, or b"" while there is none.
 
-        Raises OSError when the process is gone, late, or sends nonsense; ConfigError, with its words, when it cannot
+        Raises OSError when the process is gone, late, or wrote nonsense; ConfigError, with its words, when it cannot
         solve the load.
         """
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None and self._clock() <= self._asked_at + self._deadline_s:
+            return b""
+        self._answer.seek(0)
+        data = self._answer.read()
+        self.close()
+        if code is None:
+            raise TimeoutError(f"the solver did not answer within {self._deadline_s:g} s")
+        if code:
+            raise ChildProcessError(f"the solver's process has ended with {code}; the next request starts another one")
         try:
-            data = self._poll()
-            if data is None:
-                return b""
             answer = msgspec.msgpack.decode(data, type=SolveAnswer)
-        except OSError:
-            self.close()
-            raise
         except msgspec.MsgspecError as error:
-            self.close()
             raise OSError(f"the solver's answer cannot be read: {error}") from error
-        self.is_asked = False
         if answer.placement is None:
             raise ConfigError(answer.error)
         answer.placement.unpack()
         return msgspec.msgpack.encode(answer.placement)
 
-    def _poll(self) -> bytes | None:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if self._clock() > self._asked_at + self._deadline_s:
-            raise TimeoutError(f"the solver did not answer within {self._deadline_s:g} s")
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(process.stdin.fileno(), self._unsent[:_CHUNK]) :]
-            while True:
-                more = os.read(process.stdout.fileno(), _CHUNK)
-                if not more:
-                    raise BrokenPipeError
-                self._received += more
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # also raised by os.write, when the process ended before it had read everything
-            raise BrokenPipeError("the solver's process has ended; the next request starts another one") from None
-        if len(self._received) < FRAME.size:
-            return None
-        (size,) = FRAME.unpack_from(self._received)
-        frame = self._received[FRAME.size : FRAME.size + size]
-        return frame if len(frame) == size else None
-
     def close(self) -> None:
         """End the process. A second call does nothing."""
         process, self._process = self._process, None
-        self.is_asked = False
         if process is not None:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            self._answer.close()

@@ -37,7 +37,8 @@ _log = logging.getLogger("pdinfer")
 class Solver(Protocol):
     """What `SolverProcess` offers."""
 
-    is_asked: bool
+    @property
+    def is_asked(self) -> bool: ...
 
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None: ...
 
