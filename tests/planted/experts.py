@@ -312,7 +312,7 @@ MUTANTS = [
     ),
     Mutant(
         "cancel drops nothing",
-        "        if any(status.requests.cancel for status in statuses):\n            return cls.CANCELLED\n",
+        "        if any(ExpertRequests.CANCEL in status.requests for status in statuses):\n            return cls.CANCELLED\n",
         "",
         "test_rebalancing.py::test_ranks_change_together_or_not_at_all",
     ),

@@ -112,7 +112,7 @@ def test_it_writes_all_slots_when_every_part_has_come() -> None:
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "broken"])
 def test_it_is_dropped_when_a_rank_cancels_or_cannot_go_on(state: MigrationState, is_cancelled: bool) -> None:
     migration, transfer = in_state(state)
-    said = {"requests": ExpertRequests(cancel=True)} if is_cancelled else {"failed": migration.digest}
+    said = {"requests": ExpertRequests.CANCEL} if is_cancelled else {"failed": migration.digest}
     assert agree(migration, [attrs.evolve(status_of(migration), **said)]) is DROPPED
     assert transfer.done == []
 
@@ -128,8 +128,8 @@ def test_ranks_that_took_different_steps_do_not_go_on() -> None:
     [
         (ExpertStatus(), (0, 0, 0, 0, 0)),
         (ExpertStatus(staged=9, num_advances=3, failed=8), (9, 3, 8, 0, 0)),
-        (ExpertStatus(requests=ExpertRequests(cancel=True)), (0, 0, 0, 1, 0)),
-        (ExpertStatus(requests=ExpertRequests(sum_load=True, rebalance=True)), (0, 0, 0, 6, 0)),
+        (ExpertStatus(requests=ExpertRequests.CANCEL), (0, 0, 0, 1, 0)),
+        (ExpertStatus(requests=ExpertRequests.SUM_LOAD | ExpertRequests.REBALANCE), (0, 0, 0, 6, 0)),
         (ExpertStatus(answer_bytes=0), (0, 0, 0, 0, -1)),
         (ExpertStatus(answer_bytes=77), (0, 0, 0, 0, 77)),
     ],

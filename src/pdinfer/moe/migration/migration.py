@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pdinfer.bounds import cause
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
-from pdinfer.moe.migration.status import ExpertStatus
+from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.placement import ExpertPlacement, check_sizes
@@ -62,7 +62,7 @@ class Verdict(enum.Enum):
     def of(cls, digest: int, statuses: Sequence[ExpertStatus]) -> Verdict:
         """Return what `statuses`, one per rank, say of the placement with this digest."""
         failed = {status.failed for status in statuses if status.failed is not None}
-        if any(status.requests.cancel for status in statuses):
+        if any(ExpertRequests.CANCEL in status.requests for status in statuses):
             return cls.CANCELLED
         if digest in failed:
             return cls.BROKEN

@@ -138,7 +138,7 @@ class Rebalancing:
         self._solving = Solving(groups.world, solver or SolverProcess(clock), self._report_unsolved)
         self._lock = new_lock()
         self._migration: Migration | None = None
-        self._requests = ExpertRequests()
+        self._requests = ExpertRequests.NONE
         self._refused: int | None = None
         self._told = ExpertStatus()
         self._num_steps = 0
@@ -182,17 +182,17 @@ class Rebalancing:
 
     def cancel(self) -> None:
         """Ask all ranks to drop what is staged."""
-        self._request(ExpertRequests(cancel=True))
+        self._request(ExpertRequests.CANCEL)
 
     def request_sum(self) -> None:
         """Ask all ranks to add up what they recorded, into `load`."""
         self._recorded("the load of experts")
-        self._request(ExpertRequests(sum_load=True))
+        self._request(ExpertRequests.SUM_LOAD)
 
     def request_rebalance(self) -> None:
         """Ask all ranks for a placement that a solver finds; see `EngineExperts.rebalance`."""
         self._check_rebalances("rebalance()")
-        self._request(ExpertRequests(rebalance=True))
+        self._request(ExpertRequests.REBALANCE)
 
     def _request(self, requests: ExpertRequests) -> None:
         with self._lock:
@@ -216,13 +216,13 @@ class Rebalancing:
         """Whether to agree now, rows or not."""
         self._solving.listen()
         with self._lock:
-            return self._has_begun or self._requests != ExpertRequests() or self._current() != self._told
+            return self._has_begun or bool(self._requests) or self._current() != self._told
 
     def status(self) -> ExpertStatus:
         """Return what to say in the agreement that comes now."""
         self._solving.listen()
         with self._lock:
-            requests, self._requests = self._requests, ExpertRequests()
+            requests, self._requests = self._requests, ExpertRequests.NONE
             self._told = self._current()
             return attrs.evolve(self._told, requests=requests)
 
@@ -249,13 +249,13 @@ class Rebalancing:
         every = self._config.eplb_rebalance_num_iterations
         is_due = runs and every is not None and self._num_steps % every == 0
         is_free = all(status.staged is None for status in statuses)
-        is_wanted = is_due or any(status.requests.rebalance for status in statuses)
+        is_wanted = is_due or any(ExpertRequests.REBALANCE in status.requests for status in statuses)
         rebalances = is_wanted and not self.is_solving and is_free
         if (num_bytes := statuses[0].answer_bytes) is not None:
             self._take_answer(num_bytes, is_free=is_free)
         if rebalances:
             self._begin_to_solve()
-        elif any(status.requests.sum_load for status in statuses):
+        elif any(ExpertRequests.SUM_LOAD in status.requests for status in statuses):
             self._solving.sum_load(self._recorded("the load of experts"))
         return self._has_begun
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import attrs
 
 from pdinfer.values import Value
 
-_CANCEL, _SUM_LOAD, _REBALANCE = 1, 2, 4
 _NO_PLACEMENT = -1
 
 
-@attrs.frozen(kw_only=True)
-class ExpertRequests:
+class ExpertRequests(enum.Flag):
     """What a rank asks of all ranks."""
 
-    cancel: bool = False
-    sum_load: bool = False
-    rebalance: bool = False
-
-    def __or__(self, other: ExpertRequests) -> ExpertRequests:
-        return ExpertRequests(
-            cancel=self.cancel or other.cancel,
-            sum_load=self.sum_load or other.sum_load,
-            rebalance=self.rebalance or other.rebalance,
-        )
+    NONE = 0
+    CANCEL = enum.auto()
+    SUM_LOAD = enum.auto()
+    REBALANCE = enum.auto()
 
 
 @attrs.frozen(kw_only=True)
@@ -40,15 +33,13 @@ class ExpertStatus(Value):
     staged: int | None = None
     failed: int | None = None
     num_advances: int = 0
-    requests: ExpertRequests = ExpertRequests()
+    requests: ExpertRequests = ExpertRequests.NONE
     answer_bytes: int | None = None
 
     def to_ints(self) -> tuple[int, ...]:
         """Return the five ints that travel in the collective."""
-        requests = self.requests
-        asked = _CANCEL * requests.cancel | _SUM_LOAD * requests.sum_load | _REBALANCE * requests.rebalance
         answer = 0 if self.answer_bytes is None else self.answer_bytes or _NO_PLACEMENT
-        return self.staged or 0, self.num_advances, self.failed or 0, asked, answer
+        return self.staged or 0, self.num_advances, self.failed or 0, self.requests.value, answer
 
     @classmethod
     def from_ints(cls, ints: Sequence[int]) -> ExpertStatus:
@@ -58,8 +49,6 @@ class ExpertStatus(Value):
             staged=staged or None,
             failed=failed or None,
             num_advances=num_advances,
-            requests=ExpertRequests(
-                cancel=bool(asked & _CANCEL), sum_load=bool(asked & _SUM_LOAD), rebalance=bool(asked & _REBALANCE)
-            ),
+            requests=ExpertRequests(asked),
             answer_bytes=max(answer, 0) if answer else None,
         )
