@@ -90,6 +90,24 @@ def float_in(low: float, high: float, *, low_included: bool = False) -> Validato
     return _must_be(f"a finite number, {least} and at most {high:g}", fits)
 
 
+def int_field(low: int, high: int, *, default: int | None) -> Any:
+    """Return an attrs field for an int from `low` to `high`, or for None, too, where that is the default."""
+    check = int_in(low, high)
+    return attrs.field(default=default, validator=attrs.validators.optional(check) if default is None else check)
+
+
+def float_field(
+    low: float, high: float, *, default: float | None, low_included: bool = False, or_none: bool = False
+) -> Any:
+    """Return an attrs field for a number in (low, high], or [low, high] if `low_included`, that is kept as a float. It
+    may be None with `or_none`, and where that is the default."""
+    check = float_in(low, high, low_included=low_included)
+    if default is not None and not or_none:
+        return attrs.field(default=default, converter=as_float, validator=check)
+    convert = attrs.converters.optional(as_float)
+    return attrs.field(default=default, converter=convert, validator=attrs.validators.optional(check))
+
+
 def one_of(*choices: str) -> Validator:
     """Return a validator for one of the given strings."""
     return _must_be(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)

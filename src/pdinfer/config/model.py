@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of, typed
+from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_field, int_in, is_int, one_of, typed
 from pdinfer.config import rope
 from pdinfer.config.families import FAMILIES, Family, ScoringFunc, TopkMethod
 from pdinfer.config.hf import (
@@ -70,8 +70,8 @@ class ModelConfig(Value):
     n_routed_experts: int = attrs.field(validator=int_in(0, MAX_EXPERTS))
     n_shared_experts: int = attrs.field(validator=int_in(0, 1024))
     num_experts_per_tok: int = attrs.field(validator=int_in(0, MAX_EXPERTS))
-    n_group: int = attrs.field(default=1, validator=int_in(1, MAX_EXPERTS))
-    topk_group: int = attrs.field(default=1, validator=int_in(1, MAX_EXPERTS))
+    n_group: int = int_field(1, MAX_EXPERTS, default=1)
+    topk_group: int = int_field(1, MAX_EXPERTS, default=1)
     scoring_func: ScoringFunc = attrs.field(validator=instance_of(ScoringFunc))
     topk_method: TopkMethod = attrs.field(validator=instance_of(TopkMethod))
     norm_topk_prob: bool = attrs.field(validator=a_bool)
@@ -81,13 +81,13 @@ class ModelConfig(Value):
     rope_theta: float = attrs.field(converter=as_float, validator=float_in(1, 1e12))
     yarn: YarnScaling | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(YarnScaling)))
     tie_word_embeddings: bool = attrs.field(default=False, validator=a_bool)
-    num_nextn_predict_layers: int = attrs.field(default=0, validator=int_in(0, 16))
-    index_n_heads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 4096)))
-    index_head_dim: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(2, MAX_HEAD_DIM)))
-    index_topk: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, MAX_POSITIONS)))
+    num_nextn_predict_layers: int = int_field(0, 16, default=0)
+    index_n_heads: int | None = int_field(1, 4096, default=None)
+    index_head_dim: int | None = int_field(2, MAX_HEAD_DIM, default=None)
+    index_topk: int | None = int_field(1, MAX_POSITIONS, default=None)
     indexer_rope_interleave: bool = attrs.field(default=False, validator=a_bool)
     indexer_types: tuple[IndexerType, ...] = ()
-    bos_token_id: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, MAX_VOCAB - 1)))
+    bos_token_id: int | None = int_field(0, MAX_VOCAB - 1, default=None)
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = attrs.field(default="bfloat16", validator=one_of(*STORED_DTYPES))
     scale_fmt: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of("ue8m0")))

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, is_int, one_of
+from pdinfer.checks import Validator, a_bool, clip, float_field, int_field, is_int, one_of
 from pdinfer.config.hf import STORED_DTYPES
 from pdinfer.errors import ConfigError
 from pdinfer.process.silence import SESSIONS
@@ -75,9 +75,9 @@ class CacheConfig(Value):
     are trusted alike, and then decode reuses pages across them.
     """
 
-    page_size: int = attrs.field(default=64, validator=int_in(1, 256))
+    page_size: int = int_field(1, 256, default=64)
     kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
-    num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
+    num_pages: int | None = int_field(1, 2**31 - 1, default=None)
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
     prefix_cache: bool = attrs.field(default=True, validator=a_bool)
@@ -122,33 +122,23 @@ class EngineConfig(Value):
     in a step, though one expert at least; 0 moves all at once.
     """
 
-    max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
-    max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
+    max_running_requests: int = int_field(1, MAX_REQUESTS, default=256)
+    max_queued_requests: int = int_field(1, MAX_REQUESTS, default=4096)
     chunked_prefill_size: int = attrs.field(default=4096, validator=_chunk)
-    target_itl_s: float | None = attrs.field(
-        default=TARGET_ITL_S,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 3600)),
-    )
-    max_prefill_tokens: int = attrs.field(default=16384, validator=int_in(1, MAX_STEP_TOKENS))
-    max_total_tokens: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(int_in(1, MAX_TOTAL_TOKENS))
-    )
-    growth_watermark: float = attrs.field(
-        default=0.02, converter=as_float, validator=float_in(0, 0.5, low_included=True)
-    )
-    max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
-    send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
-    num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
+    target_itl_s: float | None = float_field(0, 3600, default=TARGET_ITL_S, or_none=True)
+    max_prefill_tokens: int = int_field(1, MAX_STEP_TOKENS, default=16384)
+    max_total_tokens: int | None = int_field(1, MAX_TOTAL_TOKENS, default=None)
+    growth_watermark: float = float_field(0, 0.5, default=0.02, low_included=True)
+    max_attempts: int = int_field(1, 100, default=3)
+    send_window_bytes: int = int_field(1, 1 << 40, default=64 << 20)
+    num_draft_tokens: int = int_field(0, 3, default=0)
     graph_batch_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_as_tuple, validator=_graph_sizes)
-    num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
+    num_threads: int | None = int_field(1, 1024, default=None)
     keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
-    eplb_rebalance_num_iterations: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(int_in(1, 1 << 30))
-    )
-    rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
-    rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
+    eplb_rebalance_num_iterations: int | None = int_field(1, 1 << 30, default=None)
+    rebalance_max_bytes: int | None = int_field(0, 1 << 50, default=None)
+    rebalance_bytes_per_step: int = int_field(0, 1 << 50, default=64 << 20)
 
     @property
     def largest_decode_step(self) -> tuple[int, str]:
@@ -180,16 +170,16 @@ class ExpertConfig(Value):
     `moe.ExpertLoadRecorder`.
     """
 
-    num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
+    num_redundant_experts: int = int_field(0, 1 << 16, default=0)
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
-    ranks_per_node: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 16)))
+    ranks_per_node: int | None = int_field(1, 1 << 16, default=None)
     moe_a2a_backend: str = attrs.field(default="auto", validator=one_of("auto", "local", "all_to_all", "deep_ep"))
     deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency", "elastic"))
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
-    num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1 << 16))
+    num_max_dispatch_tokens_per_rank: int = int_field(1, 1 << 16, default=128)
     two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
     expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
-    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
+    expert_distribution_recorder_buffer_size: int = int_field(1, 1 << 20, default=1000)
 
     def __attrs_post_init__(self) -> None:
         tuned = self.moe_a2a_backend == "deep_ep" and self.deepep_mode == "normal"
@@ -216,19 +206,11 @@ class PairingConfig(Value):
     within a priority. It is off by default, because salts need not name tenants; see docs/decisions/0022.
     """
 
-    max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
-    max_queued_per_decode: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
-    default_deadline_s: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, MAX_DEADLINE_S)),
-    )
-    connect_timeout_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
-    port_wait_s: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 3600, low_included=True)),
-    )
+    max_queued_requests: int = int_field(1, MAX_REQUESTS, default=1024)
+    max_queued_per_decode: int = int_field(1, MAX_REQUESTS, default=256)
+    default_deadline_s: float | None = float_field(0, MAX_DEADLINE_S, default=None)
+    connect_timeout_s: float = float_field(0, 3600, default=10.0)
+    port_wait_s: float | None = float_field(0, 3600, default=None, low_included=True)
     continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
     fair_share: bool = attrs.field(default=False, validator=a_bool)
 
@@ -246,16 +228,10 @@ class RemoteConfig(Value):
     for another `exit_s`, the engine's process ends without it.
     """
 
-    silent_s: float = attrs.field(
-        default=SESSIONS.silent_s, converter=as_float, validator=float_in(1, 3600, low_included=True)
-    )
-    return_s: float = attrs.field(default=60.0, converter=as_float, validator=float_in(0, 86400, low_included=True))
-    hung_s: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 86400)),
-    )
-    exit_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
+    silent_s: float = float_field(1, 3600, default=SESSIONS.silent_s, low_included=True)
+    return_s: float = float_field(0, 86400, default=60.0, low_included=True)
+    hung_s: float | None = float_field(0, 86400, default=None)
+    exit_s: float = float_field(0, 3600, default=10.0)
 
 
 HUNG_S = 60.0

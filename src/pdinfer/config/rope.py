@@ -6,7 +6,7 @@ import math
 
 import attrs
 
-from pdinfer.checks import as_float, float_in, int_in
+from pdinfer.checks import as_float, float_field, float_in, int_in
 from pdinfer.errors import ConfigError
 
 MAX_POSITIONS = 1 << 24
@@ -18,20 +18,10 @@ class YarnScaling:
 
     factor: float = attrs.field(converter=as_float, validator=float_in(1, 65536, low_included=True))
     original_max_position_embeddings: int = attrs.field(validator=int_in(1, MAX_POSITIONS))
-    beta_fast: float = attrs.field(
-        default=32.0, converter=as_float, validator=float_in(0.001, 65536, low_included=True)
-    )
-    beta_slow: float = attrs.field(default=1.0, converter=as_float, validator=float_in(0.001, 65536, low_included=True))
-    mscale: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 100, low_included=True)),
-    )
-    mscale_all_dim: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 100, low_included=True)),
-    )
+    beta_fast: float = float_field(0.001, 65536, default=32.0, low_included=True)
+    beta_slow: float = float_field(0.001, 65536, default=1.0, low_included=True)
+    mscale: float | None = float_field(0, 100, default=None, low_included=True)
+    mscale_all_dim: float | None = float_field(0, 100, default=None, low_included=True)
 
     def __attrs_post_init__(self) -> None:
         if self.beta_fast < self.beta_slow:
