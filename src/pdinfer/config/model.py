@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -38,8 +37,6 @@ MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
 MAX_LATENT_RANK = 1 << 16
 MAX_EXPERTS = 1 << 14
-
-ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 
 
 @attrs.frozen(kw_only=True)
@@ -247,62 +244,29 @@ class ModelConfig(Value):
     def num_parameters(self) -> int:
         """The elements of the main model: embedding, layers, final norm and head, with norms, routers and correction
         biases."""
-        hidden, experts, expert_width = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size
-        moe_layers = self.num_hidden_layers - self.first_k_dense_replace
-        dense = 3 * hidden * self.intermediate_size
-        moe = experts * hidden + 3 * hidden * expert_width * (experts + self.n_shared_experts)
-        if self.family.moe_output_norm:
-            moe += hidden
-        return (
-            self.num_hidden_layers * (self._attention_parameters + 2 * hidden)
-            + self.first_k_dense_replace * dense
-            + moe_layers * moe
-            + self._correction_biases
-            + self._indexer_parameters
-            + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-            + hidden
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the main model's weights in `dtype`. Routers and their correction biases stay in float32, and so
-        do the norms and head weights of indexers."""
-        moe_layers = self.num_hidden_layers - self.first_k_dense_replace
-        exact = self._correction_biases + moe_layers * self.n_routed_experts * self.hidden_size
-        exact += self._exact_indexer_parameters
-        return (self.num_parameters - exact) * ITEM_BYTES[self.dtype] + exact * ITEM_BYTES["float32"]
-
-    @property
-    def _attention_parameters(self) -> int:
         hidden, heads, rank = self.hidden_size, self.num_attention_heads, self.kv_lora_rank
         query_width = heads * self.qk_head_dim
         query = hidden * query_width
         if self.q_lora_rank is not None:
             query = self.q_lora_rank * (hidden + 1 + query_width)
         latent = hidden * (rank + self.qk_rope_head_dim) + rank
+        expanded = rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        layer = query + latent + expanded + heads * self.v_head_dim * hidden + 2 * hidden
+        dense = 3 * hidden * self.intermediate_size
+        experts = self.n_routed_experts
+        moe = experts * hidden + 3 * hidden * self.moe_intermediate_size * (experts + self.n_shared_experts)
+        moe += experts if self.topk_method is TopkMethod.NOAUX_TC else 0
+        moe += hidden if self.family.moe_output_norm else 0
+        index_heads, index_width = self.index_n_heads or 0, self.index_head_dim or 0
+        indexer = (self.q_lora_rank or 0) * index_heads * index_width + hidden * (index_width + index_heads)
         return (
-            query + latent + rank * heads * (self.qk_nope_head_dim + self.v_head_dim) + heads * self.v_head_dim * hidden
+            self.num_hidden_layers * layer
+            + self.first_k_dense_replace * dense
+            + (self.num_hidden_layers - self.first_k_dense_replace) * moe
+            + sum(map(self.has_indexer, range(self.num_hidden_layers))) * (indexer + 2 * index_width)
+            + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+            + hidden
         )
-
-    @property
-    def _num_indexers(self) -> int:
-        return sum(map(self.has_indexer, range(self.num_hidden_layers)))
-
-    @property
-    def _indexer_parameters(self) -> int:
-        heads, width = self.index_n_heads or 0, self.index_head_dim or 0
-        projections = (self.q_lora_rank or 0) * heads * width + self.hidden_size * width
-        return self._num_indexers * projections + self._exact_indexer_parameters
-
-    @property
-    def _exact_indexer_parameters(self) -> int:
-        heads, width = self.index_n_heads or 0, self.index_head_dim or 0
-        return self._num_indexers * (self.hidden_size * heads + 2 * width)
-
-    @property
-    def _correction_biases(self) -> int:
-        moe_layers = self.num_hidden_layers - self.first_k_dense_replace
-        return moe_layers * self.n_routed_experts if self.topk_method is TopkMethod.NOAUX_TC else 0
 
     @property
     def fingerprint(self) -> bytes:

@@ -6,15 +6,15 @@ says.
 
 from __future__ import annotations
 
-from pdinfer.config.model import ITEM_BYTES
 from pdinfer.kv.layout import KVComponent
+from pdinfer.kv.view import DTYPES
 
 FP8 = "fp8"
 
 
 def plain_component(name: str, form: str, dtype: str, width: int, layers: tuple[int, ...]) -> KVComponent:
     """Return a component whose rows are `width` numbers of `dtype`."""
-    size = width * ITEM_BYTES[dtype]
+    size = width * DTYPES[dtype].itemsize
     return KVComponent(name=name, format=form, dtype=dtype, width=width, token_bytes=size, layers=layers)
 
 

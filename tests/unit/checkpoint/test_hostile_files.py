@@ -171,7 +171,7 @@ def test_h14_what_does_not_fit_is_refused_with_the_estimate() -> None:
     config = ModelConfig.from_dict(CONFIG | {"hidden_size": 2**20, "vocab_size": 2**24})
     available = main_memory_bytes()
     with pytest.raises(ConfigError) as caught:
-        check_fits(config.weight_bytes * 1000, available, "this model")
+        check_fits(config.num_parameters * 2000, available, "this model")
     assert all(
         part in str(caught.value) for part in ("this model needs", "GiB", str(available), "nothing was allocated")
     )

@@ -76,11 +76,7 @@ def test_num_parameters_is_that_of_transformers(name: str) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = ModelConfig.from_dict(new)
     num_biases = sum(bias.numel() for bias in biases)
-    exact = ("mlp.gate.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.weights_proj.weight")
-    num_exact = sum(p.numel() for name, p in model.named_parameters() if name.endswith(exact))
     assert config.num_parameters == parameters + num_biases
-    assert config.weight_bytes == (parameters - num_exact) * 2 + (num_exact + num_biases) * 4
-    assert attrs.evolve(config, dtype="float32").weight_bytes == config.num_parameters * 4
 
 
 @pytest.mark.parametrize(
@@ -143,9 +139,6 @@ def test_models_of_other_families(raw: dict[str, Any], num_parameters: int, per_
     assert config.is_sparse is bool(per_indexer)
     without = attrs.evolve(config, model_type="deepseek_v3", index_topk=None, indexer_types=())
     assert config.num_parameters - without.num_parameters == config.num_hidden_layers * per_indexer
-    heads, width = config.index_n_heads or 0, config.index_head_dim or 0
-    exact = config.num_hidden_layers * (heads * config.hidden_size + 2 * width) if per_indexer else 0
-    assert config.weight_bytes - without.weight_bytes == config.num_hidden_layers * per_indexer * 2 + exact * 2
 
 
 def test_which_layers_have_an_indexer() -> None:

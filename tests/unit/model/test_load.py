@@ -25,6 +25,7 @@ from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
+from pdinfer.planning import EnginePlan
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -296,7 +297,8 @@ def test_progress_grows_to_the_total(folder: Path) -> None:
 
 def test_a_model_larger_than_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H14: it is too large by a single byte."""
-    needed = ModelConfig.from_checkpoint(folder).weight_bytes
+    config = ModelConfig.from_checkpoint(folder)
+    needed = EnginePlan(name="here", config=config, topology=Topology(), stored="float").weight_bytes
     monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: needed)
     load_model(folder)
     monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: needed - 1)

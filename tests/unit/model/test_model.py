@@ -270,24 +270,27 @@ def test_impossible_tokens_are_named(tokens: list[int], words: tuple[str, ...]) 
 
 @attrs.define
 class Counting(Destinations):
-    """A source that counts the bytes that were asked for, with or without a name."""
+    """A source that counts the elements and bytes that were asked for, with or without a name."""
 
+    elements: int = 0
     allocated: int = 0
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
         tensor = Destinations.take(self, name, *shape, dtype=dtype, shard=shard)
+        self.elements += tensor.numel()
         self.allocated += tensor.nbytes
         return tensor
 
     def _allocate(self, *arguments: Any) -> Weight:
         weight = Destinations._allocate(self, *arguments)
+        self.elements += sum(tensor.numel() for tensor in tensors_of(weight))
         self.allocated += sum(tensor.nbytes for tensor in tensors_of(weight))
         return weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) -> None:
+def test_the_config_knows_the_elements_of_a_model_and_all_of_them_have_names(case: str, dtype: str) -> None:
     config = ModelConfig.from_dict(CASES[case] | {"torch_dtype": dtype})
     source = Counting(torch.device("meta"), DTYPES[dtype])
     Model.build(
@@ -300,8 +303,8 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
         groups=Topology().apart(),
         weights_id=b"",
     )
-    named = source.num_bytes
-    assert source.allocated == named == config.weight_bytes
+    assert source.elements == config.num_parameters
+    assert source.allocated == source.num_bytes
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
