@@ -151,8 +151,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank holds experts in strips that another reads as plain",
-        "reduce(and_, theirs[:, -1].tolist())",
-        "bits",
+        "theirs[:, len(sampled_id) :].bool().all(0).tolist()",
+        "[*holds]",
         "test_ranks.py::test_ranks_hold_experts_alike",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""The scheme in which each matrix of a model folder is stored, and its value once read and checked.
+"""The format in which each matrix of a model folder is stored, and its value once read and checked.
 
 FP8 is known by the `weight_scale_inv` next to a weight, never by its name. INT8 is known by the description file that
 modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT). A
@@ -7,7 +7,6 @@ weight and the tensors that belong to it may be in different files.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,15 +35,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int8, torch.int32, torch.int64)
 
 
-class Scheme(enum.Enum):
-    """The form in which a matrix is stored. INT8 schemes have modelslim's names."""
-
-    FLOAT = "FLOAT"
-    FP8_BLOCKS = "FP8"
-    INT8_DYNAMIC = "W8A8_DYNAMIC"
-    INT8_STATIC = "W8A8"
-
-
 @attrs.frozen
 class Companion:
     """A tensor that belongs to a weight [O, I]: what its name ends in instead of "weight", and which dtypes and shapes
@@ -61,33 +51,33 @@ class Companion:
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
 
 
-FORMATS: Mapping[Scheme, type[Format]] = MappingProxyType(
+@attrs.frozen
+class StoredForm:
+    """What a format is in a file: the dtypes that its numbers may have, and the tensors that belong to them."""
+
+    numbers: tuple[torch.dtype, ...]
+    companions: tuple[Companion, ...] = ()
+
+
+_ROW_SCALES = (Companion("weight_scale", FLOATS), Companion("weight_offset", FLOATS + INTS))
+_STATIC_SCALES = (
+    Companion("input_scale", FLOATS, per="matrix"),
+    Companion("input_offset", FLOATS + INTS, per="matrix"),
+    Companion("deq_scale", (*FLOATS, torch.int64)),
+    Companion("quant_bias", (torch.int32,)),
+)
+_BLOCK_SCALES = (Companion("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu, torch.uint8), per="block"),)
+STORED_FORMS: Mapping[type[Format], StoredForm] = MappingProxyType(
     {
-        Scheme.FLOAT: Plain,
-        Scheme.FP8_BLOCKS: FP8Blocks,
-        Scheme.INT8_DYNAMIC: Int8Dynamic,
-        Scheme.INT8_STATIC: Int8Static,
+        Plain: StoredForm(FLOATS),
+        FP8Blocks: StoredForm((torch.float8_e4m3fn,), _BLOCK_SCALES),
+        Int8Dynamic: StoredForm((torch.int8,), _ROW_SCALES),
+        Int8Static: StoredForm((torch.int8,), _ROW_SCALES + _STATIC_SCALES),
     }
 )
-NUMBERS: Mapping[Scheme, tuple[torch.dtype, ...]] = {
-    Scheme.FLOAT: FLOATS,
-    Scheme.FP8_BLOCKS: (torch.float8_e4m3fn,),
-    Scheme.INT8_DYNAMIC: (torch.int8,),
-    Scheme.INT8_STATIC: (torch.int8,),
-}
-_ROW_SCALES = (Companion("weight_scale", FLOATS), Companion("weight_offset", FLOATS + INTS))
-COMPANIONS: Mapping[Scheme, tuple[Companion, ...]] = {
-    Scheme.FLOAT: (),
-    Scheme.FP8_BLOCKS: (Companion("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu, torch.uint8), per="block"),),
-    Scheme.INT8_DYNAMIC: _ROW_SCALES,
-    Scheme.INT8_STATIC: (
-        *_ROW_SCALES,
-        Companion("input_scale", FLOATS, per="matrix"),
-        Companion("input_offset", FLOATS + INTS, per="matrix"),
-        Companion("deq_scale", (*FLOATS, torch.int64)),
-        Companion("quant_bias", (torch.int32,)),
-    ),
-}
+QUANTIZED: tuple[type[Format], ...] = tuple(kind for kind in STORED_FORMS if kind is not Plain)
+SCHEMES: Mapping[str, type[Format]] = {kind.name.upper(): kind for kind in (Plain, Int8Static, Int8Dynamic)}
+"""The formats by modelslim's names."""
 
 
 @attrs.frozen
@@ -115,29 +105,28 @@ class StoredWeights:
         described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
         return cls(files, ue8m0, check_finite, described, path)
 
-    def scheme(self, name: str) -> Scheme:
-        """Return how the tensor `name` is stored, which is FLOAT where no tensor has that name. Raises
+    def stored_as(self, name: str) -> type[Format]:
+        """Return the format of the tensor `name`, which is plain where no tensor has that name. Raises
         CheckpointError."""
         described = self.description.get(name, "FLOAT")
-        try:
-            scheme = Scheme(described)
-        except ValueError:
+        kind = SCHEMES.get(described) if isinstance(described, str) else None
+        if kind is None:
             raise CheckpointError(
                 f"{self.description_path}: scheme {clip(described)} of {clip(name)} is not supported; supported: "
-                "FLOAT, W8A8, W8A8_DYNAMIC"
-            ) from None
-        if scheme is Scheme.FLOAT and name.endswith(SUFFIX) and f"{name}_scale_inv" in self.files.tensors:
-            return Scheme.FP8_BLOCKS
-        return scheme
+                f"{', '.join(SCHEMES)}"
+            )
+        if kind is Plain and name.endswith(SUFFIX) and f"{name}_scale_inv" in self.files.tensors:
+            return FP8Blocks
+        return kind
 
     @property
-    def quantized_schemes(self) -> frozenset[Scheme]:
-        """The schemes other than FLOAT of its tensors, also of those that a model does not read."""
+    def quantized_formats(self) -> frozenset[type[Format]]:
+        """The formats of its quantized tensors, also of those that a model does not read."""
         described = {value for value in self.description.values() if isinstance(value, str)}
-        schemes = {scheme for scheme in Scheme if scheme.value in described}
+        found = {kind for scheme, kind in SCHEMES.items() if scheme in described}
         if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
-            schemes.add(Scheme.FP8_BLOCKS)
-        return frozenset(schemes - {Scheme.FLOAT})
+            found.add(FP8Blocks)
+        return frozenset(found - {Plain})
 
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
@@ -153,14 +142,14 @@ class StoredWeights:
 
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
-        info, scheme = self.files.tensors[name], self.scheme(name)
+        info, kind = self.files.tensors[name], self.stored_as(name)
         if info.shape != shape:
             yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
-        elif info.dtype not in NUMBERS[scheme]:
-            yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, scheme)}"
-        elif scheme is not Scheme.FLOAT and len(shape) != 2:
-            yield f"{name} is {list(info.shape)} in {info.file}, and {scheme.value} is for matrices"
-        elif scheme is not Scheme.INT8_STATIC and name.endswith(f".{SUFFIX}") and len(shape) == 2:
+        elif info.dtype not in STORED_FORMS[kind].numbers:
+            yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, kind)}"
+        elif kind is not Plain and len(shape) != 2:
+            yield f"{name} is {list(info.shape)} in {info.file}, and {kind.name.upper()} is for matrices"
+        elif kind is not Int8Static and name.endswith(f".{SUFFIX}") and len(shape) == 2:
             bias = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}bias")
             if bias is not None:
                 yield f"{bias.name} is in {bias.file}, and a linear map with a bias is not supported"
@@ -169,7 +158,7 @@ class StoredWeights:
         for part, companion in self._companions(name).items():
             found = self.files.tensors.get(part)
             if found is None:
-                yield f"{part} is missing, though {name} in {info.file} is stored as {scheme.value}"
+                yield f"{part} is missing, though {name} in {info.file} is stored as {kind.name.upper()}"
             elif found.shape not in companion.shapes(*shape):
                 yield f"{part} is {list(found.shape)} in {found.file}, expected {list(companion.shapes(*shape)[0])}"
             elif found.dtype not in companion.dtypes:
@@ -183,9 +172,9 @@ class StoredWeights:
         return self._rows(name, shard)
 
     def _rows(self, name: str, shard: Shard) -> Weight:
-        scheme, info = self.scheme(name), self.files.tensors[name]
+        kind, info = self.stored_as(name), self.files.tensors[name]
         rows = shard.of(info.shape[0]) if shard.size > 1 else None
-        if scheme is Scheme.FLOAT:
+        if kind is Plain:
             return self._finite(info, rows)
         numbers = self.files.read(info, rows)
         companions = {}
@@ -193,7 +182,7 @@ class StoredWeights:
             found = self.files.tensors[part]
             cut = shard.of(found.shape[0]) if rows is not None and companion.per != "matrix" else None
             companions[companion.suffix] = self._finite(found, cut)
-        if scheme is Scheme.FP8_BLOCKS:
+        if kind is FP8Blocks:
             if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
                 raise CheckpointError(f"{self.files.tensors[name].file}: tensor {name} holds NaN")
             scale = self._positive(name, "weight_scale_inv", companions)
@@ -201,7 +190,7 @@ class StoredWeights:
         if bool((companions["weight_offset"] != 0).any()):
             raise self._bad(name, "weight_offset", "not 0: asymmetric INT8 weights are not supported")
         scale = self._positive(name, "weight_scale", companions).view(-1, 1)
-        if scheme is Scheme.INT8_DYNAMIC:
+        if kind is Int8Dynamic:
             return Int8Dynamic(numbers=numbers, scale=scale)
         return Int8Static(
             numbers=numbers,
@@ -214,15 +203,15 @@ class StoredWeights:
 
     def _companions(self, name: str) -> dict[str, Companion]:
         base = name.removesuffix(SUFFIX)
-        return {f"{base}{companion.suffix}": companion for companion in COMPANIONS[self.scheme(name)]}
+        return {f"{base}{companion.suffix}": companion for companion in STORED_FORMS[self.stored_as(name)].companions}
 
-    def _reason(self, name: str, scheme: Scheme) -> str:
-        if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.float8_e4m3fn:
+    def _reason(self, name: str, kind: type[Format]) -> str:
+        if kind is Plain and self.files.tensors[name].dtype == torch.float8_e4m3fn:
             return f"and {name}_scale_inv is missing"
-        if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.int8:
+        if kind is Plain and self.files.tensors[name].dtype == torch.int8:
             where = self.description_path.name if self.description_path else f"{DESCRIPTION} is missing and"
             return f"and {where} does not say with which scheme"
-        return f"supported for {scheme.value} are {_names(NUMBERS[scheme])}"
+        return f"supported for {kind.name.upper()} are {_names(STORED_FORMS[kind].numbers)}"
 
     def _finite(self, info: TensorInfo, rows: range | None = None) -> Tensor:
         tensor = self.files.read(info, rows)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checkpoint.schemes import FORMATS, Scheme
+from pdinfer.checkpoint.schemes import QUANTIZED
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.floats import FloatWithBias, Plain
 from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
+from pdinfer.kernels.formats.int8_static import Int8Static
 from pdinfer.kernels.formats.strips import fit
 from pdinfer.kernels.formats.weights import expert, places, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.process.memory import ask_huge_pages
 
-FORMAT_OF_SCHEME: Mapping[Scheme, str] = MappingProxyType(
-    {scheme: kind.name for scheme, kind in FORMATS.items() if scheme is not Scheme.FLOAT}
-)
-"""The quantized schemes, and the names of their formats in an `OpSpec`."""
 
-
-def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
-    """Return the schemes whose weights `load_model(weights=...)` holds as they are stored. Raises ConfigError for
+def kept_formats(weights: str, resolved: ResolvedOps) -> frozenset[type[Format]]:
+    """Return the formats whose weights `load_model(weights=...)` holds as they are stored. Raises ConfigError for
     another word."""
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
     if weights == "auto":
-        return frozenset(scheme for scheme, name in FORMAT_OF_SCHEME.items() if not slow_op(name, resolved))
-    return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
+        return frozenset(kind for kind in QUANTIZED if not slow_op(kind.name, resolved))
+    return frozenset(QUANTIZED) if weights == "stored" else frozenset()
 
 
 def lie_in_strips(resolved: ResolvedOps) -> frozenset[type[Format]]:
@@ -44,14 +39,14 @@ def lie_in_strips(resolved: ResolvedOps) -> frozenset[type[Format]]:
     return frozenset(kind for kind, providers in reads.items() if providers == {"native"})
 
 
-class Schemes(Protocol):
+class Stored(Protocol):
     """How a checkpoint stores its tensors, as far as that decides where they go."""
 
     @property
     def ue8m0(self) -> bool:
         """What the config says about the scales of FP8 activations."""
 
-    def scheme(self, name: str) -> Scheme: ...
+    def stored_as(self, name: str) -> type[Format]: ...
 
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
@@ -71,14 +66,14 @@ class Place:
 class Destinations:
     """A WeightSource that allocates on `device`, on huge pages where it can, and remembers which name belongs where. A
     name has two places when a rank has an expert twice. Without `stored` every weight holds floats. With it, weights of
-    a scheme in `kept` are held as they are stored. Matrices of a format in `strips` that are whole strips are held so.
+    a format in `kept` are held as they are stored. Matrices of a format in `strips` that are whole strips are held so.
     Raises ConfigError for a tensor that cannot be divided between the
     ranks."""
 
     device: torch.device
     dtype: torch.dtype
-    stored: Schemes | None = None
-    kept: frozenset[Scheme] = frozenset()
+    stored: Stored | None = None
+    kept: frozenset[type[Format]] = frozenset()
     strips: frozenset[type[Format]] = frozenset()
     places: dict[str, list[Place]] = attrs.field(factory=dict)
 
@@ -96,12 +91,12 @@ class Destinations:
         for name in names:
             self._check_shard(name, (rows, columns), shard)
         kind = self._format(names)
-        biased = kind is Plain and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
+        biased = kind is Plain and any(self.stored_as(name) is Int8Static for name in names)
         return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
 
     def format(self, name: str) -> type[Format]:
-        scheme = self.scheme(name)
-        return FORMATS[scheme] if scheme in self.kept else Plain
+        kind = self.stored_as(name)
+        return kind if kind in self.kept else Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
         kind = self._format([name for parts in names for name in parts])
@@ -147,10 +142,10 @@ class Destinations:
 
     def _format(self, names: Sequence[str]) -> type[Format]:
         """Return the one format that all these matrices, which lie in one tensor, can be held in."""
-        schemes = {self.scheme(name): name for name in names}
+        stored = {self.stored_as(name): name for name in names}
         formats = {self.format(name) for name in names}
         if len(formats) > 1:
-            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
+            told = ", ".join(f"{name} as {kind.name.upper()}" for kind, name in stored.items())
             raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
         return formats.pop()
 
@@ -159,5 +154,5 @@ class Destinations:
         """The bytes of all tensors."""
         return sum(tensor.nbytes for held in self.places.values() for at in held for tensor in tensors_of(at.weight))
 
-    def scheme(self, name: str) -> Scheme:
-        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)
+    def stored_as(self, name: str) -> type[Format]:
+        return Plain if self.stored is None else self.stored.stored_as(name)

@@ -4,14 +4,14 @@ and memory never holds more than the model and one tensor."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial, reduce
-from operator import and_
+from functools import partial
+from itertools import compress
 
 import attrs
 import torch
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checkpoint.schemes import Scheme, StoredWeights
+from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
 from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
@@ -22,7 +22,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes, lie_in_strips
+from pdinfer.model.destinations import kept_formats, lie_in_strips
 from pdinfer.model.load_plan import Build, LoadPlan, Target
 from pdinfer.model.model import Model, check_divides, op_spec_of
 from pdinfer.model.mtp import copy_names
@@ -93,11 +93,11 @@ def load_model(
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
-        formats = [FORMAT_OF_SCHEME[scheme] for scheme in stored.quantized_schemes]
+        formats = [kind.name for kind in stored.quantized_formats]
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
-        met = _met(files, target, kept_schemes(weights, resolved), lie_in_strips(resolved))
+        met = _met(files, target, kept_formats(weights, resolved), lie_in_strips(resolved))
         build = _builder(files, target, met, resolved.ops, experts, placement)
         kept, strips = met.kept, met.strips
         plan = LoadPlan(
@@ -111,12 +111,12 @@ def load_model(
 
 @attrs.frozen
 class _Met:
-    """What ranks agree on: their groups, what the checkpoint seems to be, and how all of them hold weights: the schemes
-    that are kept, and the formats that lie in strips."""
+    """What ranks agree on: their groups, what the checkpoint seems to be, and how all of them hold weights: the formats
+    that are kept, and those that lie in strips."""
 
     groups: Groups
     sampled_id: bytes
-    kept: frozenset[Scheme]
+    kept: frozenset[type[Format]]
     strips: frozenset[type[Format]]
 
 
@@ -160,24 +160,23 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: frozenset[type[Format]]) -> _Met:
+def _met(files: Checkpoint, target: Target, kept: frozenset[type[Format]], strips: frozenset[type[Format]]) -> _Met:
     """Return what ranks agree on, once all have opened what looks like one checkpoint; `kept` and `strips` say what
     this one would do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when
     they have opened others."""
-    choices: tuple[Scheme | type[Format], ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
-    bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
     groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
-    ours = torch.frombuffer(bytearray(sampled_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
+    holds = bytes([kind in kept for kind in QUANTIZED] + [kind in strips for kind in IN_STRIPS])
+    ours = torch.frombuffer(bytearray(sampled_id + holds), dtype=torch.uint8).to(target.device)[None]
     theirs = groups.world.all_gather(ours)
-    others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
+    others = (theirs != ours)[:, : len(sampled_id)].any(-1).nonzero().flatten().tolist()
     if others:
         raise CheckpointError(
             f"rank {target.topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks "
             "copies of one checkpoint"
         )
-    of_all = reduce(and_, theirs[:, -1].tolist())
-    held = {choice for at, choice in enumerate(choices) if of_all >> at & 1}
-    return _Met(groups, sampled_id, kept & held, strips & held)
+    by_all = theirs[:, len(sampled_id) :].bool().all(0).tolist()
+    kept, strips = frozenset(compress(QUANTIZED, by_all)), frozenset(compress(IN_STRIPS, by_all[len(QUANTIZED) :]))
+    return _Met(groups, sampled_id, kept, strips)
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

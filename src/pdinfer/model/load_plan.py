@@ -10,17 +10,17 @@ import attrs
 import torch
 
 from pdinfer.checkpoint.reader import TensorInfo
-from pdinfer.checkpoint.schemes import FORMATS, Scheme, StoredWeights
+from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
 from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
 from pdinfer.kernels.formats.floats import all_finite
-from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.weights import as_format, assign, columns_of, dequantize, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.layers import WeightSource
 from pdinfer.model.agreement import agreed_identity
-from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, Place
+from pdinfer.model.destinations import Destinations, Place
 from pdinfer.model.model import Model
 from pdinfer.model.unread import check_tied, refuse_unread
 from pdinfer.parallel.groups import InTouch
@@ -52,7 +52,7 @@ class Target:
 class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
-    Schemes in `kept` are held as they are stored, and matrices of the formats in `strips` in strips. `weights` is what
+    Formats in `kept` are held as they are stored, and matrices of the formats in `strips` in strips. `weights` is what
     the caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
     """
 
@@ -60,8 +60,8 @@ class LoadPlan:
     build: Build
     stored: StoredWeights
     weights: str
-    kept: frozenset[Scheme]
-    strips: frozenset[type]
+    kept: frozenset[type[Format]]
+    strips: frozenset[type[Format]]
     resolved: ResolvedOps
     listed: Destinations = attrs.field(init=False)
 
@@ -127,22 +127,23 @@ class LoadPlan:
             raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
 
     def _outcomes(self) -> Iterator[str]:
-        """Tell how many matrices lie in strips, and what becomes of quantized weights: a sentence for each scheme and
+        """Tell how many matrices lie in strips, and what becomes of quantized weights: a sentence for each format and
         outcome."""
         counts = Counter(
-            (self.listed.scheme(name), as_format(held[0].weight).holds_floats)
+            (self.listed.stored_as(name), as_format(held[0].weight).holds_floats)
             for name, held in self.listed.places.items()
         )
         if in_strips := sum(as_format(held[0].weight).strips_of is not None for held in self.listed.places.values()):
             yield f"{in_strips} matrices lie in the order in which the kernels of this CPU multiply them"
-        for scheme, name in FORMAT_OF_SCHEME.items():
-            if counts[scheme, False]:
-                yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
-            if counts[scheme, True]:
-                slow = slow_op(name, self.resolved)
+        for kind in QUANTIZED:
+            weights = f"{kind.name.upper()} weights"
+            if counts[kind, False]:
+                yield f"{counts[kind, False]} {weights} are held as they are stored"
+            if counts[kind, True]:
+                slow = slow_op(kind.name, self.resolved)
                 told = f": {slow.op} of {slow.provider} {slow.slow}" if self.weights == "auto" and slow else ""
                 dtype = str(self.target.dtype).removeprefix("torch.")
-                yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{self.weights}"){told}'
+                yield f'{counts[kind, True]} {weights} became {dtype} (weights="{self.weights}"){told}'
 
 
 def read_all(stored: StoredWeights, destinations: Destinations, tell: Tell, ranks: InTouch) -> None:
@@ -164,7 +165,7 @@ def _part(stored: StoredWeights, name: str, place: Place) -> Weight:
     """Return the value for a place. Where the part ends inside a block of one scale, the whole becomes floats first and
     is cut then."""
     shard = place.shard
-    unit = FORMATS[stored.scheme(name)].unit
+    unit = stored.stored_as(name).unit
     if shard.size == 1 or place.shape[shard.axis] % (shard.size * unit) == 0:
         return stored.read(name, shard)
     whole = torch.empty(place.shape, dtype=torch.float32, device="cpu")

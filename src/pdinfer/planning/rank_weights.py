@@ -6,15 +6,17 @@ import attrs
 import torch
 
 from pdinfer.checkpoint.quantize import quantized_names
-from pdinfer.checkpoint.schemes import Scheme
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.format import Format, Weight
+from pdinfer.kernels.formats.fp8 import FP8Blocks
+from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import as_format, num_bytes
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
+from pdinfer.model.destinations import Destinations, kept_formats
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.dispatchers.choose import check_dispatcher
 from pdinfer.moe.parallel import ExpertParallel, expert_sizes
@@ -22,7 +24,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.values import Value
 
-STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
+STORED = {kind.name: kind for kind in (Plain, FP8Blocks, Int8Dynamic)}
 """How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
 
 
@@ -37,9 +39,9 @@ class PublishedWeights(Value):
     def ue8m0(self) -> bool:
         return self.config.scale_fmt == "ue8m0"
 
-    def scheme(self, name: str) -> Scheme:
+    def stored_as(self, name: str) -> type[Format]:
         is_float = self.stored == "float" or not quantized_names(self.stored, self.config)(name)
-        return Scheme.FLOAT if is_float else STORED[self.stored]
+        return Plain if is_float else STORED[self.stored]
 
     def holds(self, name: str) -> bool:
         """Return False: only what every checkpoint must have is counted."""
@@ -91,9 +93,9 @@ def rank_weights(
     if stored not in STORED:
         raise ConfigError(f"stored must be one of {', '.join(STORED)}, got {stored!r}")
     dtype, groups = DTYPES[config.dtype], topology.apart()
-    formats = [FORMAT_OF_SCHEME[STORED[stored]]] if stored != "float" else []
+    formats = [stored] if stored != "float" else []
     resolved = resolve_ops(op_spec_of(config, topology, device, dtype, formats))
-    kept = kept_schemes(weights, resolved)
+    kept = kept_formats(weights, resolved)
     plan = Counted(torch.device("meta"), dtype, PublishedWeights(config=config, stored=stored), kept)
     if placement is not None:
         check_dispatcher(expert_sizes(config, groups.ep, placement, dtype), experts, torch.device(device.type))

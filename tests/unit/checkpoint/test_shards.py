@@ -14,7 +14,7 @@ from torch import Tensor
 from pdinfer.checkpoint import reader
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checkpoint.schemes import StoredWeights
+from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.formats.format import WHOLE, Shard
 from pdinfer.kernels.formats.int8 import Int8Dynamic
@@ -23,7 +23,7 @@ from pdinfer.kernels.formats.weights import dequantize, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.layers import Linear
-from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations
+from pdinfer.model.destinations import Destinations
 from pdinfer.model.load_plan import read_all
 from pdinfer.parallel.groups import ALONE, InTouch
 from pdinfer.progress import nobody
@@ -72,7 +72,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
     """Read the part of the matrix, held as it is stored or as floats."""
     with Checkpoint.open(folder) as files:
         weights = StoredWeights.survey(files)
-        source = Destinations(CPU, torch.float32, weights, frozenset(FORMAT_OF_SCHEME) if stored else frozenset())
+        source = Destinations(CPU, torch.float32, weights, frozenset(QUANTIZED) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
         read_all(weights, source, nobody, InTouch(ALONE, CPU))
     return linear
