@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress
 
-import attrs
 import torch
 
 from pdinfer.checkpoint.reader import Checkpoint
@@ -19,7 +18,7 @@ from pdinfer.files import AnyPath
 from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.format import Format
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
 from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import kept_formats, lie_in_strips
@@ -36,6 +35,7 @@ from pdinfer.progress import Progress, telling
 
 Device = str | torch.device
 DType = torch.dtype | str
+Formats = frozenset[type[Format]]
 
 LAYER_TENSORS = 7
 """The least that a layer has: of attention a query, two projections and a norm for the latent, and an output; and the
@@ -97,33 +97,21 @@ def load_model(
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
-        met = _met(files, target, kept_formats(weights, resolved), lie_in_strips(resolved))
-        build = _builder(files, target, met, resolved.ops, experts, placement)
-        kept, strips = met.kept, met.strips
+        groups, sampled_id, kept, strips = _meet(files, target, weights, resolved)
+        build = _builder(files, target, groups, resolved.ops, experts, placement)
         plan = LoadPlan(
             target=target, build=build, stored=stored, weights=weights, kept=kept, strips=strips, resolved=resolved
         )
         plan.check()
         model, destinations = plan.allocate()
         with telling(progress, "loading", "bytes") as tell:
-            return plan.read(model, destinations, tell, met.sampled_id)
-
-
-@attrs.frozen
-class _Met:
-    """What ranks agree on: their groups, what the checkpoint seems to be, and how all of them hold weights: the formats
-    that are kept, and those that lie in strips."""
-
-    groups: Groups
-    sampled_id: bytes
-    kept: frozenset[type[Format]]
-    strips: frozenset[type[Format]]
+            return plan.read(model, destinations, tell, sampled_id)
 
 
 def _builder(
     files: Checkpoint,
     target: Target,
-    met: _Met,
+    groups: Groups,
     ops: Ops,
     experts: ExpertConfig,
     placement: ExpertPlacement | None,
@@ -131,7 +119,7 @@ def _builder(
     """Return a function that builds this rank's model from a source of weights."""
     config, device, dtype, mtp = target.config, target.device, target.dtype, target.mtp
     parallel = ExpertParallel.connect(
-        config, ops, met.groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
+        config, ops, groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
     )
     return partial(
         Model.build,
@@ -139,7 +127,7 @@ def _builder(
         device=device,
         dtype=dtype,
         topology=target.topology,
-        groups=met.groups,
+        groups=groups,
         experts=parallel,
         mtp=mtp,
         mtp_copies=_own_copies(files, config) if mtp else (),
@@ -160,10 +148,13 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(files: Checkpoint, target: Target, kept: frozenset[type[Format]], strips: frozenset[type[Format]]) -> _Met:
-    """Return what ranks agree on, once all have opened what looks like one checkpoint; `kept` and `strips` say what
-    this one would do. Ranks give each other experts as they lie, so all hold them alike. Raises CheckpointError when
-    they have opened others."""
+def _meet(
+    files: Checkpoint, target: Target, weights: str, resolved: ResolvedOps
+) -> tuple[Groups, bytes, Formats, Formats]:
+    """Meet the other ranks. Return their groups, a digest of what the checkpoint seems to be, the formats that all of
+    them keep, and those that all have in strips. Ranks give each other experts as they lie, so all hold them alike.
+    Raises CheckpointError when they have opened other checkpoints."""
+    kept, strips = kept_formats(weights, resolved), lie_in_strips(resolved)
     groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
     holds = bytes([kind in kept for kind in QUANTIZED] + [kind in strips for kind in IN_STRIPS])
     ours = torch.frombuffer(bytearray(sampled_id + holds), dtype=torch.uint8).to(target.device)[None]
@@ -176,7 +167,7 @@ def _met(files: Checkpoint, target: Target, kept: frozenset[type[Format]], strip
         )
     by_all = theirs[:, len(sampled_id) :].bool().all(0).tolist()
     kept, strips = frozenset(compress(QUANTIZED, by_all)), frozenset(compress(IN_STRIPS, by_all[len(QUANTIZED) :]))
-    return _Met(groups, sampled_id, kept, strips)
+    return groups, sampled_id, kept, strips
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

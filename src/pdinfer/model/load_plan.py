@@ -32,7 +32,6 @@ _log = logging.getLogger("pdinfer")
 
 Build = Callable[[WeightSource, ResolvedOps], Model]
 """A function that builds a model from a source of weights."""
-"""A function that is called with (done_bytes, total_bytes) after every tensor."""
 
 MAX_NAMED = 10
 
