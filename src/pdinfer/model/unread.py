@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that its model does not read. They are listed here with the reason, or refused.
+"""Tensors of a checkpoint that its model does not read. They are known here with the reason, or refused.
 
 A tensor that nobody asks for may change what the model computes, so it is never skipped in silence.
 """
@@ -6,8 +6,7 @@ A tensor that nobody asks for may change what the model computes, so it is never
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection
 
 import torch
 
@@ -30,7 +29,7 @@ def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelCon
     """Refuse tensors that nothing reads, whether or not the index lists them.
 
     A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Raises
-    CheckpointError with the names of the others, except those that `NEEDS_NO_READING` lists.
+    CheckpointError with the names of the others, except those that `_needs_no_reading` knows.
     """
     kinds = {_kind(name) for name in read}
     used: set[str] = set()
@@ -70,46 +69,24 @@ def _kind(name: str) -> str:
 def _needs_no_reading(name: str, config: ModelConfig, mtp: bool) -> bool:
     match = _LAYER.fullmatch(name)
     layer, part = (-1, name) if match is None else (int(match[1]), match[2])
-    return any(rule(layer, part, config, mtp) for rule in NEEDS_NO_READING.values())
-
-
-def _rotary(_layer: int, part: str, _config: ModelConfig, _mtp: bool) -> bool:
-    return re.fullmatch(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", part) is not None
-
-
-def _tied_head(_layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
-    return part == HEAD and config.tie_word_embeddings
-
-
-def _other_mtp(layer: int, part: str, config: ModelConfig, mtp: bool) -> bool:
     first = config.num_hidden_layers
+    # angles, which are computed from the config
+    if re.fullmatch(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", part):
+        return True
+    # the head of a model that uses its embedding; `check_tied` compares the two
+    if part == HEAD and config.tie_word_embeddings:
+        return True
+    # the parts that read images, because only text is run
+    if config.family.text_models and part.removeprefix("model.").startswith(IMAGE_PARTS):
+        return True
+    # copies of the main model's tensors for MTP, and MTP layers not asked for or after the first
     if mtp and layer == first:
-        return f"model.layers.{layer}.{part}" in copy_names(config)
-    return first <= layer < first + config.num_nextn_predict_layers
-
-
-def _image(_layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
-    return bool(config.family.text_models) and part.removeprefix("model.").startswith(IMAGE_PARTS)
-
-
-def _dense_output_norm(layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
-    return config.family.moe_output_norm and part == "post_mlp_layernorm.weight" and not config.is_moe_layer(layer)
-
-
-def _shared_indexer(layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
-    main = 0 <= layer < config.num_hidden_layers
-    return main and config.is_sparse and part.startswith("self_attn.indexer.") and not config.has_indexer(layer)
-
-
-NEEDS_NO_READING: Mapping[str, Callable[[int, str, ModelConfig, bool], bool]] = MappingProxyType(
-    {
-        "angles, which are computed from the config": _rotary,
-        "the head of a model that uses its embedding (`check_tied` compares the two)": _tied_head,
-        "MTP layers not asked for or after the first, and their copies of the main model's tensors": _other_mtp,
-        "the parts that read images, because only text is run": _image,
-        "norms that A.X-K1 stores for its dense layers and does not use in its own code": _dense_output_norm,
-        "indexers of layers that share the choice of another layer": _shared_indexer,
-    }
-)
-"""Which tensors need no reading, by reason. The arguments are the layer (or -1), the name within it, the config, and
-whether MTP was asked for."""
+        return name in copy_names(config)
+    if first <= layer < first + config.num_nextn_predict_layers:
+        return True
+    # norms that A.X-K1 stores for its dense layers and does not use in its own code
+    if config.family.moe_output_norm and part == "post_mlp_layernorm.weight" and not config.is_moe_layer(layer):
+        return True
+    # indexers of layers that share the choice of another layer
+    is_indexer = 0 <= layer < first and config.is_sparse and part.startswith("self_attn.indexer.")
+    return is_indexer and not config.has_indexer(layer)

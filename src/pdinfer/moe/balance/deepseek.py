@@ -9,7 +9,7 @@ import numpy as np
 
 from pdinfer.checks import check_int, clip, is_int, typed
 from pdinfer.errors import ConfigError
-from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
+from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints, table_of
 
 FLOAT32_EXPONENT = 110
 """A sum of MAX_EXPERTS = 2^16 loads below 2^110 fits float32, whose exponents end at 128. A lower exponent would leave
@@ -25,16 +25,10 @@ def check_load(load: Any) -> Floats:
     proportions within a layer matter. Raises ConfigError for another shape, and for a load that is NaN, negative, or
     infinite as a float64; the text names layer and expert.
     """
-    try:
-        table = np.asarray(load)
-    except (TypeError, ValueError, RuntimeError) as failure:
-        raise ConfigError(f"load is not a table of [layers][experts] on the host: {clip(str(failure))}") from None
-    is_number = table.dtype.kind in "iuf" or (table.dtype.kind == "O" and all(map(is_int, table.flat)))
-    if table.ndim != 2 or 0 in table.shape or not is_number:
-        raise ConfigError(
-            f"load must be numbers [layers][experts], at least one of each, got {table.dtype} of shape {table.shape}"
-        )
+    table = table_of("load", load, "iufO", "experts")
     huge = table.dtype.kind == "O"  # ints beyond 64 bits
+    if huge and not all(map(is_int, table.flat)):
+        raise ConfigError(f"load must be a table of numbers, got {clip(load)}")
     floats = np.vectorize(_as_float, otypes=[np.float64])(table) if huge else table.astype(np.float64)
     if (bad := np.argwhere(~(np.isfinite(floats) & (floats >= 0)))).size:
         layer, expert = bad[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import attrs
 import numpy as np
@@ -34,26 +33,13 @@ from pdinfer.process.locks import new_lock
 _log = logging.getLogger("pdinfer")
 
 
-class Solver(Protocol):
-    """What `SolverProcess` offers."""
-
-    @property
-    def is_asked(self) -> bool: ...
-
-    def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None: ...
-
-    def poll(self) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 class Solving:
     """One rank's part. `report` is called on rank 0 with the reason why there will be no placement.
 
     `load` is what all ranks recorded when they last added it up, int64 [layers, experts]; None before.
     """
 
-    def __init__(self, world: Group, solver: Solver, report: Callable[[str], None]) -> None:
+    def __init__(self, world: Group, solver: SolverProcess, report: Callable[[str], None]) -> None:
         self.is_awaited = False
         self.load: Ints | None = None
         self.answer_bytes: int | None = None
@@ -129,7 +115,7 @@ class Rebalancing:
         *,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        solver: Solver | None = None,
+        solver: SolverProcess | None = None,
     ) -> None:
         self.recorder = experts.recorder
         self.error = ""

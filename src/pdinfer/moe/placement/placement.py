@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
@@ -28,37 +28,30 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Shares = npt.NDArray[np.float32]
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
-def _int_map(value: Any) -> Ints:
-    """Return a read-only int64 copy of a [layers, slots] table of ints. Raises ConfigError for anything else."""
+def table_of(name: str, value: Any, kinds: str, columns: str = "slots") -> npt.NDArray[Any]:
+    """Return nested lists or an array as a table of numbers, [layers, columns] with at least one of each, whose kind
+    numpy has among `kinds`. Raises ConfigError for anything else."""
     try:
         table = np.asarray(value)
-    except (TypeError, ValueError) as failure:
-        raise ConfigError(f"physical_to_logical_map is not a table of [layers][slots]: {clip(str(failure))}") from None
-    if table.ndim != 2 or 0 in table.shape or table.dtype.kind not in "iu":
+    except (TypeError, ValueError, RuntimeError) as failure:
+        raise ConfigError(f"{name} is not a table of [layers][{columns}] on the host: {clip(str(failure))}") from None
+    if table.ndim != 2 or 0 in table.shape or table.dtype.kind not in kinds:
         raise ConfigError(
-            "physical_to_logical_map must be a table of ints, [layers][slots] with at least one of each, got "
-            f"{table.dtype} of shape {table.shape}"
+            f"{name} must be a table of {'numbers' if 'f' in kinds else 'ints'}, [layers][{columns}] with at least one "
+            f"of each, got {table.dtype} of shape {table.shape}"
         )
-    table = table.astype(np.int64)
-    table.flags.writeable = False
     return table
 
 
+def _int_map(value: Any) -> Ints:
+    return _frozen(table_of("physical_to_logical_map", value, "iu").astype(np.int64))
+
+
 def _share_map(value: Any) -> Shares | None:
-    """Return a read-only float32 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
-    if value is None:
-        return None
-    try:
-        table = np.asarray(value)
-    except (TypeError, ValueError) as failure:
-        raise ConfigError(f"slot_shares is not a table of [layers][slots]: {clip(str(failure))}") from None
-    if table.dtype.kind not in "iuf":
-        raise ConfigError(f"slot_shares must be a table of numbers, [layers][slots], got {table.dtype}")
-    shares = table.astype(np.float32)
-    shares.flags.writeable = False
-    return shares
+    return None if value is None else _frozen(table_of("slot_shares", value, "iuf").astype(np.float32))
 
 
 def _same(ours: Shares | None, theirs: Shares | None) -> bool:
@@ -156,9 +149,8 @@ class ExpertPlacement(Value):
     @cached_property
     def twins(self) -> Bools:
         """The slots whose expert also lies in an earlier slot of the same rank: bool [L, P], read-only."""
-        found = find_twins(self.physical_to_logical_map.reshape(self.num_layers, self.num_ranks, -1))
-        found.flags.writeable = False
-        return found.reshape(self.num_layers, -1)
+        by_rank = self.physical_to_logical_map.reshape(self.num_layers, self.num_ranks, -1)
+        return _frozen(find_twins(by_rank).reshape(self.num_layers, -1))
 
     @typed
     def slots_of(self, rank: int) -> range:
@@ -186,7 +178,7 @@ def check_sizes(what: str, placement: ExpertPlacement, other: str, wanted: Place
             raise ConfigError(f"{what} has {name} = {ours}, {other} {theirs}")
 
 
-def _frozen(array: Ints) -> Ints:
+def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array
 
@@ -307,6 +299,5 @@ def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
 def _bounds(shares: Floats) -> Shares:
     """Return running sums of the shares, exactly 1 from the last share above 0 on."""
     last = shares.shape[2] - 1 - (shares > 0)[:, :, ::-1].argmax(2, keepdims=True)
-    until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2)).astype(np.float32)
-    until.flags.writeable = False
-    return until
+    until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2))
+    return _frozen(until.astype(np.float32))
