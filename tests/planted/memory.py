@@ -111,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         "moves that parted twins are free",
-        "left = None if max_moves is None else max_moves - moves",
-        "left = max_moves",
+        "anew.take(fit), sizes, max_moves - moves)",
+        "anew.take(fit), sizes, max_moves)",
         NEVER_TWICE,
     ),
     Mutant(
@@ -287,8 +287,8 @@ MUTANTS = [
     ),
     Mutant(
         "twins are replaced without preferring experts that are at home",
-        "np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts",
-        "load / counts",
+        "rating = at_home * load.sum() + load / counts",
+        "rating = load / counts",
         "test_balance.py::test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first",
     ),
     Mutant(

@@ -214,7 +214,7 @@ def test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_firs
     assignment = Assignment.of(load, experts)
     assert part_twins(assignment, homes, 1) == 1
     assert assignment.experts.tolist() == [[[0, 0, 0], [2, 3, 1]], [[0, 3, 1], [2, 3, 1]]]
-    assert part_twins(assignment, homes, None) == 2
+    assert part_twins(assignment, homes, math.inf) == 2
     assert assignment.experts[0].tolist() == [[0, 1, 3], [2, 3, 1]]
 
 

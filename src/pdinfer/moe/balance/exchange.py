@@ -11,15 +11,16 @@ from pdinfer.moe.balance.assignment import Assignment
 from pdinfer.moe.placement.placement import Bools, Floats, Ints, count_replicas, find_twins
 
 SWAP_MOVES, COPY_MOVES = 2, 1
+MAX_ROUNDS = 200
 PROGRESS = 1e-7  # what a step must gain at least, of the fullest rank's load
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Homes:
-    """Where experts should be.
+    """Where experts should be, if it matters.
 
     `node_LE` is the node of each expert's group, `rank_node` the node of each rank. `weight` is what it would cost if
-    no expert were at home, in loads of a mean rank: 0 makes it free, infinity forbids it.
+    no expert were at home, in loads of a mean rank; infinity forbids it.
     """
 
     node_LE: Ints
@@ -37,8 +38,8 @@ class Homes:
         return away * (self.weight / len(self.rank_node))
 
     def at_home(self, layer: int, rank: int) -> Bools:
-        """Return which experts are at home on a rank: [E]; all of them where it does not matter."""
-        at_home: Bools = (self.node_LE[layer] == self.rank_node[rank]) | (self.weight == 0)
+        """Return which experts are at home on a rank: [E]."""
+        at_home: Bools = self.node_LE[layer] == self.rank_node[rank]
         return at_home
 
     def away(self, assignment: Assignment) -> Floats:
@@ -68,10 +69,9 @@ def relieve(
     assignment: Assignment,
     *,
     enough_L: Floats,
-    homes: Homes,
+    homes: Homes | None = None,
     may_copy: bool = False,
-    max_moves: int | None = None,
-    max_rounds: int = 200,
+    max_moves: float = math.inf,
 ) -> int:
     """Lower the load of the fullest rank of each layer, and return the number of moves made.
 
@@ -82,17 +82,16 @@ def relieve(
     moves = 0
     copying = np.full(assignment.num_layers, may_copy)
     live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]
-    for _ in range(max_rounds):
+    for _ in range(MAX_ROUNDS):
         if not len(live):
             break
         part = assignment.take(live)
-        step = _best_step(part, homes.take(live), copying[live])
+        step = _best_step(part, None if homes is None else homes.take(live), copying[live])
         highest = part.rank_load.max(1)
         chosen = np.nonzero(step.score < highest * (1 - PROGRESS))[0]
-        if max_moves is not None:
-            chosen = chosen[np.argsort(-highest[chosen] / enough_L[live[chosen]], kind="stable")]
-            cost = np.where(step.copies[chosen], COPY_MOVES, SWAP_MOVES)
-            chosen = chosen[moves + cost.cumsum() <= max_moves]
+        chosen = chosen[np.argsort(-highest[chosen] / enough_L[live[chosen]], kind="stable")]
+        cost = np.where(step.copies[chosen], COPY_MOVES, SWAP_MOVES)
+        chosen = chosen[moves + cost.cumsum() <= max_moves]
         if not len(chosen):
             break
         swaps, copies = chosen[~step.copies[chosen]], chosen[step.copies[chosen]]
@@ -105,7 +104,7 @@ def relieve(
     return moves
 
 
-def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
+def _best_step(part: Assignment, homes: Homes | None, copying: Bools) -> _Step:
     """Compare every slot of each row's fullest rank with every slot of the others, and return the best steps."""
     num_rows, per_rank = part.num_layers, part.per_rank
     rows = np.arange(num_rows)
@@ -116,7 +115,7 @@ def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
     same = mine == theirs
     holds = same.any(3, keepdims=True)  # [rows, my slots, ranks, 1]: the rank has my expert already
     score = np.maximum(highest - my_part + their_part, load - their_part + my_part)
-    if homes.weight:
+    if homes is not None:
         my_home, their_home = (homes.node_LE[rows[:, None, None, None], expert] for expert in (mine, theirs))
         my_node, their_node = homes.rank_node[hot][:, None, None, None], homes.rank_node[None, None, :, None]
         leave = ((my_home != their_node).astype(float) - (my_home != my_node)) * my_part
@@ -127,7 +126,7 @@ def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
     copies = np.zeros(num_rows, bool)
     if copying.any():
         copied = np.maximum((highest + load - their_part) / 2, highest - my_part)
-        if homes.weight:
+        if homes is not None:
             copied = copied + homes.price(leave / 2)
         spare = _spared(part) & copying[:, None, None]
         copied = np.where(holds | ~spare[:, None], math.inf, copied).reshape(num_rows, -1)
@@ -182,7 +181,7 @@ def _copy(assignment: Assignment, part: Assignment, step: _Step, chosen: Ints, l
     return kept
 
 
-def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assignment:
+def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes | None) -> Assignment:
     """Return the assignment changed towards `counts_LE` copies of each expert, with equal shares.
 
     Each step takes the most loaded expert that has too few copies. It puts a copy in a slot of an expert that has too
@@ -201,7 +200,7 @@ def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assig
         parts = np.take_along_axis(load_LE / now, flat, 1).reshape(experts.shape)
         free = np.take_along_axis(now > counts_LE, flat, 1).reshape(experts.shape)
         free &= (experts != expert[:, None, None]).all(2, keepdims=True)
-        if homes.weight:
+        if homes is not None:
             free &= (homes.node_LE[rows, expert][:, None] == homes.rank_node)[:, :, None]
         others = np.where(free, parts.sum(2, keepdims=True) - parts, math.inf).reshape(num_layers, -1)
         live = np.nonzero(wanted.max(1) >= 0)[0]
@@ -213,7 +212,7 @@ def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assig
         undone[stuck, expert[stuck]] = False
 
 
-def part_twins(assignment: Assignment, homes: Homes, max_moves: int | None) -> int:
+def part_twins(assignment: Assignment, homes: Homes | None, max_moves: float) -> int:
     """Replace the second copy of every expert that is twice on a rank, and return the number of moves made.
 
     Its place goes to the expert with most load per copy that the rank lacks, of those at home there if there are any.
@@ -223,13 +222,13 @@ def part_twins(assignment: Assignment, homes: Homes, max_moves: int | None) -> i
     cost = twins.sum((1, 2))
     order = np.argsort(cost, kind="stable")
     order = order[cost[order] > 0]
-    if max_moves is not None:
-        order = order[cost[order].cumsum() <= max_moves]
+    order = order[cost[order].cumsum() <= max_moves]
     for layer in order:
         experts, load = assignment.experts[layer], assignment.load_LE[layer]
         for rank, slot in np.argwhere(twins[layer]):
             counts = np.bincount(experts.ravel(), minlength=len(load))
-            rating = np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts
+            at_home = 1.0 if homes is None else homes.at_home(layer, rank)
+            rating = at_home * load.sum() + load / counts
             rating[experts[rank]] = -1.0
             experts[rank, slot] = rating.argmax()
     if len(order):

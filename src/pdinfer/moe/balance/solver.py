@@ -27,7 +27,6 @@ from pdinfer.moe.placement.placement import (
     MAX_RANKS,
     ExpertPlacement,
     Floats,
-    PlacementSizes,
     check_sizes,
     find_twins,
 )
@@ -117,10 +116,8 @@ def solve_placement(
     anew = _lay_out(load_LE, sizes)
     if previous is None:
         return _placement(anew)
-    num_layers, num_experts = load_LE.shape
-    wanted = PlacementSizes(num_layers, num_experts, num_experts + num_redundant, num_ranks)
-    check_sizes("the previous placement", previous, "asked for are", wanted)
-    return _placement(_follow(previous, anew, sizes, max_moves))
+    check_sizes("the previous placement", previous, "asked for are", _placement(anew))
+    return _placement(_follow(previous, anew, sizes, math.inf if max_moves is None else max_moves))
 
 
 def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:
@@ -140,22 +137,22 @@ def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:
     floor = assignment.rank_load.mean(1).reshape(num_layers, packs).max(1)
     enough = np.repeat(floor, packs) / EVEN
     swap_pairs(assignment, enough, PAIR_ROUNDS)
-    relieve(assignment, enough_L=enough, homes=_no_homes(assignment))
+    relieve(assignment, enough_L=enough)
     experts = np.take_along_axis(of_pack.reshape(rows, -1), assignment.experts.reshape(rows, -1), 1)
     whole = Assignment.of(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
     if not math.isinf(sizes.cross_node_weight):
         floor = whole.rank_load.mean(1)
-    _even_out(whole, floor / EVEN, sizes, max_moves=None, may_copy=False)
+    _even_out(whole, floor / EVEN, sizes, max_moves=math.inf, may_copy=False)
     return whole
 
 
-def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves: int | None, may_copy: bool) -> int:
+def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves: float, may_copy: bool) -> int:
     """Spread and relieve in turns, as long as moves are made. Return the number of moves."""
     homes = _homes(assignment, sizes)
     total = 0
     for _ in range(CYCLES):
         assignment.spread(np.nonzero(assignment.rank_load.max(1) > enough_L)[0], SWEEPS)
-        left = None if max_moves is None else max_moves - total
+        left = max_moves - total
         moves = relieve(assignment, enough_L=enough_L, homes=homes, may_copy=may_copy, max_moves=left)
         total += moves
         if not moves:
@@ -163,18 +160,17 @@ def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves
     return total
 
 
-def _follow(previous: ExpertPlacement, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
+def _follow(previous: ExpertPlacement, anew: Assignment, sizes: _Sizes, max_moves: float) -> Assignment:
     """Return the previous placement, changed only until it comes near enough to the new layout."""
     table = previous.physical_to_logical_map.reshape(anew.experts.shape)
     start = Assignment.of(anew.load_LE, table, previous.slot_shares)
     moves = part_twins(start, _homes(start, sizes), max_moves)
     fit = np.nonzero(~find_twins(start.experts).any((1, 2)))[0]
-    left = None if max_moves is None else max_moves - moves
-    start.put(fit, _improve(start.take(fit), anew.take(fit), sizes, left))
+    start.put(fit, _improve(start.take(fit), anew.take(fit), sizes, max_moves - moves))
     return start
 
 
-def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
+def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: float) -> Assignment:
     """Return layers that come near enough to the new layout: by single steps, else by adopting its replica counts, else
     by taking it as it is."""
     enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
@@ -190,14 +186,13 @@ def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: int 
         old, other = start.take(behind), anew.take(behind)
         if adopt:
             other = adopt_counts(old, other.counts(), _homes(old, sizes))
-            _even_out(other, enough[behind], sizes, max_moves=None, may_copy=False)
+            _even_out(other, enough[behind], sizes, max_moves=math.inf, may_copy=False)
         else:
             other = other.reorder(keep_slots(old.experts, other.experts, sizes.num_nodes))
         needed = count_arrivals(old.experts, other.experts).sum(1)
         better = _score(other, sizes) < _score(kept.take(behind), sizes)
-        if max_moves is not None:
-            more = np.where(better, needed - arrivals[behind], 0)
-            better &= arrivals.sum() + np.maximum(more, 0).cumsum() <= max_moves
+        more = np.where(better, needed - arrivals[behind], 0)
+        better &= arrivals.sum() + np.maximum(more, 0).cumsum() <= max_moves
         chosen = np.nonzero(better)[0]
         kept.put(behind[chosen], other.take(chosen))
         arrivals[behind[chosen]] = needed[chosen]
@@ -208,12 +203,14 @@ def _score(assignment: Assignment, sizes: _Sizes) -> Floats:
     """Return the load of the fullest rank plus the price of load away from home, in loads of a mean rank: [L]."""
     mean = assignment.rank_load.mean(1)
     homes = _homes(assignment, sizes)
-    price = homes.price(homes.away(assignment)) if homes.weight else np.zeros(assignment.num_layers)
+    price = np.zeros(assignment.num_layers) if homes is None else homes.price(homes.away(assignment))
     return 1 / assignment.balancedness() + price / np.where(mean > 0, mean, 1.0)
 
 
-def _homes(assignment: Assignment, sizes: _Sizes) -> Homes:
-    """Return the homes of experts: the node with most of the slots of their group."""
+def _homes(assignment: Assignment, sizes: _Sizes) -> Homes | None:
+    """Return the homes of experts, the node with most of the slots of their group; None where they do not matter."""
+    if not sizes.cross_node_weight:
+        return None
     node = np.arange(sizes.num_ranks) // (sizes.num_ranks // sizes.num_nodes)
     group_size = assignment.load_LE.shape[1] // sizes.num_groups
     held = np.zeros((assignment.num_layers, sizes.num_groups, sizes.num_nodes), np.int64)
@@ -221,14 +218,6 @@ def _homes(assignment: Assignment, sizes: _Sizes) -> Homes:
     np.add.at(held, (layer, assignment.experts // group_size, node[:, None]), 1)
     home = np.repeat(held.argmax(2), group_size, axis=1)
     return Homes(node_LE=home, rank_node=node, weight=float(sizes.cross_node_weight))
-
-
-def _no_homes(assignment: Assignment) -> Homes:
-    return Homes(
-        node_LE=np.zeros(assignment.load_LE.shape, np.int64),
-        rank_node=np.zeros(assignment.num_ranks, np.int64),
-        weight=0.0,
-    )
 
 
 def _placement(assignment: Assignment) -> ExpertPlacement:
