@@ -15,8 +15,7 @@ from pdinfer.kernels.formats.weights import tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.placement.placement import DispatchRule
-from pdinfer.moe.placement.replicas import ReplicaTables
+from pdinfer.moe.placement.replicas import DispatchRule, ReplicaTables
 from pdinfer.parallel.groups import Group
 
 

@@ -365,10 +365,10 @@ MUTANTS = [
         "test_placement.py::test_a_migration_makes_the_new_placement_out_of_the_old_one",
     ),
     Mutant(
-        "copies on one rank cost bytes",
-        "sum(move.source_rank != move.destination_rank for move in self.moves)",
-        "len(self.moves)",
-        "test_placement.py::test_a_migration_makes_the_new_placement_out_of_the_old_one",
+        "a placement of other sizes is staged",
+        '        if ours != theirs:\n            raise ConfigError(f"{what} has',
+        '        if False:\n            raise ConfigError(f"{what} has',
+        "test_placement.py::test_a_migration_between_different_sizes_is_refused",
     ),
     Mutant(
         "a window forgets nothing",

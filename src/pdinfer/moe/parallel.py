@@ -16,9 +16,9 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
-from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement, PlacementSizes, check_sizes
+from pdinfer.moe.placement.placement import ExpertPlacement, PlacementSizes, check_sizes
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
-from pdinfer.moe.placement.replicas import LayerReplicas, ReplicaTables
+from pdinfer.moe.placement.replicas import DispatchRule, LayerReplicas, ReplicaTables
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.values import Value
 

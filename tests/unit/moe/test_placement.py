@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.moe import DispatchRule
 from pdinfer.moe.placement.difference import count_arrivals, keep_slots, plan_migration
-from pdinfer.moe.placement.placement import DispatchTable, Floats, Ints, dispatch_table
+from pdinfer.moe.placement.placement import Floats, Ints, Shares
+from pdinfer.moe.placement.replicas import candidates
 
 # Two ranks of three slots, one layer each way round.
 BY_HAND = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]
@@ -130,9 +131,9 @@ def test_a_migration_makes_the_new_placement_out_of_the_old_one(data: st.DataObj
     old = data.draw(placements(twins=data.draw(st.booleans())))
     new = data.draw(placements(like=old, twins=data.draw(st.booleans())))
     per_node = data.draw(st.sampled_from([size for size in (1, 2, 3) if old.num_ranks % size == 0]))
-    plan = plan_migration(old, new, expert_bytes=10, ranks_per_node=per_node)
+    moves = plan_migration(old, new, ranks_per_node=per_node)
     table = old.physical_to_logical_map.copy()
-    for move in plan.moves:
+    for move in moves:
         assert old.physical_to_logical_map[move.layer, move.source_slot] == move.expert
         assert move.source_slot in old.slots_of(move.source_rank)
         assert move.destination_slot in old.slots_of(move.destination_rank)
@@ -147,35 +148,32 @@ def test_a_migration_makes_the_new_placement_out_of_the_old_one(data: st.DataObj
             move.destination_rank // per_node not in nodes
         )
     assert (table == new.physical_to_logical_map).all()
-    assert plan.bytes_between_ranks == 10 * count_arrivals(by_rank(old), by_rank(new)).sum()
-    assert plan.bytes_between_nodes <= plan.bytes_between_ranks
+    between_ranks = sum(move.source_rank != move.destination_rank for move in moves)
+    assert between_ranks == count_arrivals(by_rank(old), by_rank(new)).sum()
 
 
 def test_a_migration_by_hand() -> None:
     old = placement([[0, 1, 2, 3, 0, 2, 1, 3]], num_ranks=4)
     new = placement([[1, 0, 2, 3, 1, 2, 0, 3]], num_ranks=4)
-    plan = plan_migration(old, new, expert_bytes=5, ranks_per_node=2)
-    assert [(move.source_slot, move.destination_slot) for move in plan.moves] == [(1, 0), (0, 1), (6, 4), (4, 6)]
-    assert (plan.bytes_between_ranks, plan.bytes_between_nodes) == (10, 0)
-    assert plan_migration(old, old, expert_bytes=5).moves == ()
+    moves = plan_migration(old, new, ranks_per_node=2)
+    assert [(move.source_slot, move.destination_slot) for move in moves] == [(1, 0), (0, 1), (6, 4), (4, 6)]
+    assert plan_migration(old, old) == ()
 
 
 def test_holders_share_the_sending() -> None:
     """Four ranks take expert 0 from two that have it."""
     old = placement([[0, 0, 1, 2, 3, 4]], num_experts=5, num_ranks=6)
     new = placement([[1, 2, 0, 0, 3, 4]], num_experts=5, num_ranks=6)
-    plan = plan_migration(old, new, expert_bytes=1)
-    assert sorted(move.source_rank for move in plan.moves if move.expert == 0) == [0, 1]
+    moves = plan_migration(old, new)
+    assert sorted(move.source_rank for move in moves if move.expert == 0) == [0, 1]
 
 
 def test_a_migration_between_different_sizes_is_refused() -> None:
     old = placement(BY_HAND)
     with pytest.raises(pd.ConfigError, match="num_layers = 1, the old one has 2"):
-        plan_migration(old, placement(BY_HAND[:1]), expert_bytes=1)
-    with pytest.raises(pd.ConfigError, match="expert_bytes must be an int of at least 1, got 0"):
-        plan_migration(old, old, expert_bytes=0)
+        plan_migration(old, placement(BY_HAND[:1]))
     with pytest.raises(pd.ConfigError, match="ranks_per_node 3 does not divide 2 ranks"):
-        plan_migration(old, old, expert_bytes=1, ranks_per_node=3)
+        plan_migration(old, old, ranks_per_node=3)
 
 
 @given(st.data())
@@ -230,10 +228,10 @@ def test_bad_shares_are_refused(shares: Any, says: str) -> None:
         pd.ExpertPlacement(physical_to_logical_map=BY_HAND, num_logical_experts=4, num_ranks=2, slot_shares=shares)
 
 
-def picked(table: DispatchTable, u: Floats) -> Ints:
+def picked(table: tuple[Ints, Shares], u: Floats) -> Ints:
     """Return the slot for each of `u`: [L, E, len(u)]."""
-    index = (u[:, None] >= table.until[:, :, None, :]).sum(3)
-    return np.take_along_axis(table.slots, index, 2)
+    slots, until = table
+    return np.take_along_axis(slots, (u[:, None] >= until[:, :, None, :]).sum(3), 2)
 
 
 @given(placements(twins=True), st.sampled_from(DispatchRule), st.integers(1, 3))
@@ -243,18 +241,18 @@ def test_a_rank_sends_only_where_the_expert_is(
     per_node = per_node if any_placement.num_ranks % per_node == 0 else 1
     u = np.array([0.0, 0.3, 0.5, 0.999999], np.float32)
     for rank in range(any_placement.num_ranks):
-        slots = picked(dispatch_table(any_placement, rule, rank=rank, ranks_per_node=per_node), u)
+        slots = picked(candidates(any_placement, rule, rank=rank, ranks_per_node=per_node), u)
         layers, experts, _ = np.indices(slots.shape)
         assert (slots >= 0).all()
         assert (any_placement.physical_to_logical_map[layers, slots] == experts).all()
 
 
 def test_dynamic_picks_by_shares() -> None:
-    even = dispatch_table(placement(BY_HAND), DispatchRule.DYNAMIC, rank=0)
-    assert (even.slots == placement(BY_HAND).logical_to_all_physical_map).all()
+    even = candidates(placement(BY_HAND), DispatchRule.DYNAMIC, rank=0, ranks_per_node=None)
+    assert (even[0] == placement(BY_HAND).logical_to_all_physical_map).all()
     u = np.linspace(0, 0.999, 100, dtype=np.float32)
     assert np.bincount(picked(even, u)[0, 0]).tolist() == [50, 0, 0, 0, 50]
-    uneven = dispatch_table(shared(), DispatchRule.DYNAMIC, rank=0)
+    uneven = candidates(shared(), DispatchRule.DYNAMIC, rank=0, ranks_per_node=None)
     assert np.bincount(picked(uneven, u)[0, 0]).tolist() == [25, 0, 0, 0, 75]
     assert np.bincount(picked(uneven, u)[0, 1]).tolist() == [0, 100]
     assert np.bincount(picked(uneven, u)[1, 1]).tolist() == [0, 0, 100]
@@ -262,8 +260,9 @@ def test_dynamic_picks_by_shares() -> None:
 
 @given(placements(twins=True))
 def test_static_spreads_ranks_evenly_over_copies(any_placement: pd.ExpertPlacement) -> None:
-    tables = [dispatch_table(any_placement, DispatchRule.STATIC, rank=rank) for rank in range(any_placement.num_ranks)]
-    chosen = np.stack([table.slots[:, :, 0] for table in tables])
+    ranks = range(any_placement.num_ranks)
+    tables = [candidates(any_placement, DispatchRule.STATIC, rank=rank, ranks_per_node=None) for rank in ranks]
+    chosen = np.stack([slots[:, :, 0] for slots, _ in tables])
     for layer, expert in np.ndindex(any_placement.logical_replica_counts.shape):
         _, senders = np.unique(chosen[:, layer, expert], return_counts=True)
         copies = any_placement.logical_replica_counts[layer, expert]
@@ -276,16 +275,15 @@ def test_static_follows_shares() -> None:
     ours = pd.ExpertPlacement(
         physical_to_logical_map=[[0, 0, 1, 2]], num_logical_experts=3, num_ranks=4, slot_shares=[[0.25, 0.75, 1, 1]]
     )
-    chosen = [dispatch_table(ours, DispatchRule.STATIC, rank=rank).slots[0, 0, 0] for rank in range(4)]
+    tables = [candidates(ours, DispatchRule.STATIC, rank=rank, ranks_per_node=None) for rank in range(4)]
+    chosen = [slots[0, 0, 0] for slots, _ in tables]
     assert sorted(chosen) == [0, 1, 1, 1]
 
 
 def test_nearest_goes_to_its_rank_then_its_node_then_anywhere() -> None:
     ours = placement([[0, 1, 0, 2, 0, 3, 1, 4]], num_experts=5, num_ranks=4)
-    table = dispatch_table(ours, DispatchRule.NEAREST, rank=1, ranks_per_node=2)
-    assert table.slots[0].tolist() == [[2], [1], [3], [5], [7]]
-    far = dispatch_table(ours, DispatchRule.NEAREST, rank=3, ranks_per_node=1)
-    assert far.slots[0, :2].tolist() == [[0, 2, 4], [6, -1, -1]]
-    assert far.until[0, :2] == pytest.approx(np.array([[1 / 3, 2 / 3, 1], [1, 1, 1]]))
-    with pytest.raises(pd.ConfigError, match=r"rank 4 is outside 0\.\.3"):
-        dispatch_table(ours, DispatchRule.NEAREST, rank=4)
+    near = candidates(ours, DispatchRule.NEAREST, rank=1, ranks_per_node=2)
+    u = np.array([0, 0.34, 0.67], np.float32)
+    assert picked(near, u)[0].tolist() == [[2] * 3, [1] * 3, [3] * 3, [5] * 3, [7] * 3]
+    far = candidates(ours, DispatchRule.NEAREST, rank=3, ranks_per_node=1)
+    assert picked(far, u)[0, :2].tolist() == [[0, 2, 4], [6] * 3]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdinfer.kernels.resolve import explain_backends
-from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement
-from pdinfer.moe.placement.replicas import ReplicaTables
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.moe.placement.replicas import DispatchRule, ReplicaTables
 from pdinfer.testing import random_model
 
 CPU = torch.device("cpu")

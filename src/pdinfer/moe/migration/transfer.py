@@ -46,12 +46,7 @@ class ExpertTransfer:
         old = self._experts.placement
         if old is None or self._experts.replicas is None:
             return ()
-        return plan_migration(
-            old,
-            self.placement,
-            expert_bytes=self._layers[0].experts.slot_bytes,
-            ranks_per_node=self._experts.replicas.ranks_per_node,
-        ).moves
+        return plan_migration(old, self.placement, ranks_per_node=self._experts.replicas.ranks_per_node)
 
     @property
     def num_parts(self) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import attrs
 import numpy as np
 
-from pdinfer.checks import check_int, typed
+from pdinfer.checks import typed
 from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node, check_sizes
 from pdinfer.values import Value
 
@@ -24,41 +22,19 @@ class ExpertMove(Value):
     destination_slot: int
 
 
-@attrs.frozen(kw_only=True)
-class MigrationPlan(Value):
-    """The copies that turn one placement into another, ordered by layer and destination slot.
-
-    Sources are slots of the old placement, and some are also destinations: a slot may be overwritten once all moves of
-    its layer have been read.
-    """
-
-    moves: tuple[ExpertMove, ...]
-    expert_bytes: int
-    ranks_per_node: int
-
-    @cached_property
-    def bytes_between_ranks(self) -> int:
-        """How many bytes leave a rank. Copies between slots of one rank are free."""
-        return self.expert_bytes * sum(move.source_rank != move.destination_rank for move in self.moves)
-
-    @cached_property
-    def bytes_between_nodes(self) -> int:
-        """How many bytes leave a node; a part of `bytes_between_ranks`."""
-        size = self.ranks_per_node
-        return self.expert_bytes * sum(move.source_rank // size != move.destination_rank // size for move in self.moves)
-
-
 @typed
 def plan_migration(
-    old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int, ranks_per_node: int | None = None
-) -> MigrationPlan:
-    """Plan the copies that turn `old` into `new`. Every rank that asks gets the same plan.
+    old: ExpertPlacement, new: ExpertPlacement, *, ranks_per_node: int | None = None
+) -> tuple[ExpertMove, ...]:
+    """Return the copies that turn `old` into `new`, ordered by layer and destination slot: the same for every rank.
+
+    Sources are slots of `old`, and some are also destinations: a slot may be overwritten once all moves of its layer
+    have been read.
 
     A slot that changes takes its expert from its own rank, else from its node, else from any rank; among several
-    holders, from the one that has sent the least. `expert_bytes` is the size of one expert in one layer. Raises
-    ConfigError where the placements differ in layers, experts, slots or ranks.
+    holders, from the one that has sent the least. Raises ConfigError where the placements differ in layers, experts,
+    slots or ranks.
     """
-    check_int("expert_bytes", expert_bytes, 1)
     per_node = check_ranks_per_node(ranks_per_node, old.num_ranks)
     check_sizes("the new placement", new, "the old one has", old)
     per_rank = old.slots_per_rank
@@ -83,7 +59,7 @@ def plan_migration(
                 destination_slot=slot,
             )
         )
-    return MigrationPlan(moves=tuple(moves), expert_bytes=expert_bytes, ranks_per_node=per_node)
+    return tuple(moves)
 
 
 def _distance(source: int, destination: int, per_node: int, sent: list[int]) -> tuple[bool, bool, int]:

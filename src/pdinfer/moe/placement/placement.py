@@ -1,4 +1,4 @@
-"""Which slot of which rank holds which expert, and which copy of an expert a rank sends its tokens to.
+"""Which slot of which rank holds which expert.
 
 All ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first
 of rank r + 1. A logical expert (what the router chooses) lies in one slot or in several. Two copies on one rank are
@@ -7,7 +7,6 @@ legal, and DeepSeek's balancer makes such maps. Both are used, though they even 
 
 from __future__ import annotations
 
-import enum
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,7 +154,8 @@ class ExpertPlacement(Value):
     @typed
     def slots_of(self, rank: int) -> range:
         """Return the slots that lie on a rank. Raises ConfigError when there is no such rank."""
-        _check_rank(rank, self)
+        if not is_int(rank) or not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {clip(rank)} is outside 0..{self.num_ranks - 1} (num_ranks={self.num_ranks})")
         return range(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
 
     @cached_property
@@ -213,13 +213,6 @@ def slots_by_expert(table: Ints, counts: Ints) -> Ints:
     return result
 
 
-def _check_rank(rank: int, placement: ExpertPlacement) -> None:
-    if not is_int(rank) or not 0 <= rank < placement.num_ranks:
-        raise ConfigError(
-            f"rank {clip(rank)} is outside 0..{placement.num_ranks - 1} (num_ranks={placement.num_ranks})"
-        )
-
-
 def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
     """Return the ranks of one node, all of them for None. Raises ConfigError where they do not divide `num_ranks`."""
     if ranks_per_node is None:
@@ -228,76 +221,3 @@ def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
     if num_ranks % ranks_per_node:
         raise ConfigError(f"ranks_per_node {clip(ranks_per_node)} does not divide {num_ranks} ranks")
     return ranks_per_node
-
-
-class DispatchRule(enum.Enum):
-    """Which of an expert's copies a token goes to.
-
-    DYNAMIC: any copy, by the shares. STATIC: from a given rank always the same copy; the share of a copy says how many
-    ranks use it. NEAREST: a copy on the token's rank, else on its node, else any; equally near copies alike, whatever
-    their shares.
-    """
-
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-    NEAREST = "nearest"
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DispatchTable(Value):
-    """The slots that one rank sends tokens to.
-
-    Each token has a number u in [0, 1). It goes to slot i of `slots[layer, expert]` where `until[..., i - 1] <= u <
-    until[..., i]`, so i is the number of bounds that u has reached.
-
-    `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
-    """
-
-    slots: Ints
-    until: Shares
-
-
-@typed
-def dispatch_table(
-    placement: ExpertPlacement, rule: DispatchRule, *, rank: int, ranks_per_node: int | None = None
-) -> DispatchTable:
-    """Return where one source rank sends its tokens under a rule.
-
-    Node n has the ranks from `n * ranks_per_node` up to the first of the next node; without `ranks_per_node` there is
-    one node. Raises ConfigError for a rank that does not exist and for uneven nodes.
-    """
-    _check_rank(rank, placement)
-    per_node = check_ranks_per_node(ranks_per_node, placement.num_ranks)
-    slots = placement.logical_to_all_physical_map
-    if rule is DispatchRule.NEAREST:
-        ranks = slots // placement.slots_per_rank
-        here = ranks == rank
-        near = (slots >= 0) & (ranks // per_node == rank // per_node)
-        keep = np.where(here.any(2, keepdims=True), here, np.where(near.any(2, keepdims=True), near, slots >= 0))
-        order = np.argsort(~keep, axis=2, kind="stable")[:, :, : int(keep.sum(2).max())]
-        slots, keep = np.take_along_axis(slots, order, 2), np.take_along_axis(keep, order, 2)
-        return DispatchTable(slots=_frozen(np.where(keep, slots, -1)), until=_bounds(keep / keep.sum(2, keepdims=True)))
-    until = _bounds(_shares_by_expert(placement, slots))
-    if rule is DispatchRule.DYNAMIC:
-        return DispatchTable(slots=slots, until=until)
-    # Ranks stand at equal distances from 0 to 1. The rank at the first place changes with expert and layer, so that
-    # rounding does not always favour the same ranks.
-    turn = rank + np.arange(placement.num_layers)[:, None] + np.arange(placement.num_logical_experts)
-    place = (turn % placement.num_ranks + 0.5) / placement.num_ranks
-    chosen = np.take_along_axis(slots, (place[:, :, None] >= until).sum(2, keepdims=True), 2)
-    return DispatchTable(slots=_frozen(chosen), until=np.ones(chosen.shape, np.float32))
-
-
-def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
-    """Return the share of each copy: [L, E, most copies], 0 where there is no copy."""
-    if placement.slot_shares is None:
-        return (slots >= 0) / placement.logical_replica_counts[:, :, None]
-    layers = np.arange(placement.num_layers)[:, None, None]
-    return np.where(slots >= 0, placement.slot_shares[layers, slots], 0.0)
-
-
-def _bounds(shares: Floats) -> Shares:
-    """Return running sums of the shares, exactly 1 from the last share above 0 on."""
-    last = shares.shape[2] - 1 - (shares > 0)[:, :, ::-1].argmax(2, keepdims=True)
-    until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2))
-    return _frozen(until.astype(np.float32))
