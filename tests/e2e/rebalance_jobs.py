@@ -239,7 +239,7 @@ def add_up(checkpoint: str, folder: str) -> dict[str, Any]:
     with idle_engine(checkpoint, folder, TWO) as engine:
         recorder = engine.model.experts.recorder
         assert recorder is not None
-        recorder.add(np.full((recorder.num_layers, recorder.num_experts), 1 + rank))
+        recorder.step_LE += 1 + rank
         recorder.end_step()
         assert engine.experts.load is None
         if rank == 1:

@@ -53,19 +53,9 @@ def test_an_open_step_does_not_count_and_addresses_stay() -> None:
     assert recorder.step_LE.data_ptr() == address
 
 
-def test_counts_from_elsewhere_are_added() -> None:
-    recorder = ExpertLoadRecorder(1, 3, device="cpu", mode="stat")
-    recorder.record(0, torch.tensor([[0, 2]]))
-    recorder.add(torch.tensor([[1, 2, 3]], dtype=torch.int32))
-    recorder.add(np.array([[0, 0, 1]]))
-    recorder.end_step()
-    assert recorder.counts().tolist() == [[2, 2, 5]]
-    assert recorder.counts().dtype == np.int64
-
-
 def test_a_reset_forgets_the_open_step_too() -> None:
     recorder = ExpertLoadRecorder(1, 2, device="cpu")
-    recorder.add([[1, 2]])
+    recorder.record(0, torch.tensor([[0, 1, 1]]))
     recorder.reset()
     recorder.end_step()
     assert not recorder.counts().any()
@@ -73,7 +63,7 @@ def test_a_reset_forgets_the_open_step_too() -> None:
 
 def test_ranks_sum_into_a_copy() -> None:
     recorder = ExpertLoadRecorder(1, 2, device="cpu")
-    recorder.add([[1, 2]])
+    recorder.record(0, torch.tensor([[0, 1, 1]]))
     recorder.end_step()
     recorder.device_counts().mul_(2)
     recorder.counts()[:] = 0
@@ -100,9 +90,3 @@ def test_what_is_recorded_can_be_solved() -> None:
 def test_bad_sizes_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(pd.ConfigError, match=says):
         ExpertLoadRecorder(**{"num_layers": 1, "num_experts": 1, "device": "cpu"} | arguments)
-
-
-@pytest.mark.parametrize("counts", [[[1, 2]], [[1.0, 2.0, 3.0]], [1, 2, 3]])
-def test_counts_of_another_shape_are_refused(counts: Any) -> None:
-    with pytest.raises(pd.ConfigError, match=r"counts must be ints of shape \(1, 3\)"):
-        ExpertLoadRecorder(1, 3, device="cpu").add(counts)

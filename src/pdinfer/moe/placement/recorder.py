@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,15 +47,6 @@ class ExpertLoadRecorder:
         -1 for none."""
         ids_S = ids_TK.reshape(-1)
         self.step_LE[layer].scatter_add_(0, ids_S.clamp_min(0), (ids_S >= 0).to(torch.int64))
-
-    def add(self, counts: Any) -> None:
-        """Add [layers, experts] counts from elsewhere to the open step. Raises ConfigError for another shape."""
-        more = torch.as_tensor(counts, device=self.step_LE.device)
-        if more.shape != self.step_LE.shape or more.dtype.is_floating_point or more.dtype.is_complex:
-            raise ConfigError(
-                f"counts must be ints of shape {tuple(self.step_LE.shape)}, got {more.dtype} of {tuple(more.shape)}"
-            )
-        self.step_LE += more
 
     def end_step(self) -> None:
         """Close the open step. In a window, the oldest step goes."""
