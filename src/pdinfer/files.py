@@ -7,6 +7,7 @@ names. Size, depth and number of parts are checked before anything is parsed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -114,6 +115,15 @@ def _own_blobs(root: Path) -> Iterator[Path]:
         snapshots, cache = folder.parent, folder.parent.parent
         if snapshots.name == "snapshots" and cache.name.startswith("models--"):
             yield cache / "blobs"
+
+
+@contextlib.contextmanager
+def naming(path: AnyPath, error: type[PDInferError] = ConfigError) -> Iterator[None]:
+    """Raise as `error` what a ConfigError says of the content of a file, with the path of that file before it."""
+    try:
+        yield
+    except ConfigError as failure:
+        raise error(f"{os.fspath(path)}: {failure}") from None
 
 
 def read_regular(

@@ -6,12 +6,10 @@ field, its value and the range.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -30,7 +28,7 @@ from pdinfer.config.hf import (
 )
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
-from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, read_json
+from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, naming, read_json
 from pdinfer.values import Value
 
 MAX_WIDTH = 1 << 20
@@ -174,12 +172,12 @@ class ModelConfig(Value):
         folder, roots = check_folder(folder), tuple(trusted_roots)
         path, generation_path = folder / "config.json", folder / "generation_config.json"
         raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, trusted_roots=roots)
-        with _naming(path):
+        with naming(path):
             config = cls.from_dict(raw)
         if not os.path.lexists(generation_path):
             return config
         generation = read_json(generation_path, trusted_roots=roots)
-        with _naming(generation_path):
+        with naming(generation_path):
             sampling_defaults(generation)  # impossible ones say that the file is broken
             return attrs.evolve(config, eos_token_ids=ending_ids(raw, generation))
 
@@ -279,15 +277,6 @@ class ModelConfig(Value):
             if name not in ("bos_token_id", "eos_token_ids", "dtype", "scale_fmt")
         ]
         return hashlib.sha256("\n".join(["pdinfer ModelConfig 1", *lines]).encode()).digest()
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the path of the file at fault before the message of a ConfigError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _check_token_ids(name: str, ids: object, vocab_size: int) -> None:

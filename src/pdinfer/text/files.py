@@ -3,17 +3,16 @@ an answer, how tokens are drawn, chat templates."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
 
 from pdinfer.checks import clip
 from pdinfer.config.hf import MAX_VOCAB, ending_ids, sampling_defaults
-from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, inside, parse_json, read_regular
+from pdinfer.errors import CheckpointError
+from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, inside, naming, parse_json, read_regular
 
 MAX_TEMPLATE_BYTES = 1 << 19
 MAX_LONG_DIGITS = 40
@@ -65,9 +64,9 @@ class TextFiles:
         templates = {**_templates(config.get("chat_template"), source), **_template_files(folder, roots)}
         if not templates and model.get("model_type") == "deepseek_v32":
             templates = {DEFAULT: DEEPSEEK_V32.read_text("utf-8")}
-        with _naming(folder / GENERATION):
+        with naming(folder / GENERATION, CheckpointError):
             sampling, last = sampling_defaults(generation), ending_ids({}, generation)
-        with _naming(folder / MODEL):
+        with naming(folder / MODEL, CheckpointError):
             first = ending_ids(model, {})
         return cls(
             special_tokens=_special_tokens(config),
@@ -96,15 +95,6 @@ def _read(folder: Path, name: str, roots: tuple[AnyPath, ...]) -> dict[str, obje
         return {}
     data = read_regular(folder, name, MAX_CONFIG_BYTES, CheckpointError, roots)
     return parse_json(data, str(folder / name), CheckpointError, max_digits=MAX_LONG_DIGITS)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Say of what the files of a model may not say that it is a fault of the checkpoint, and in which file."""
-    try:
-        yield
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _flag(raw: Mapping[str, object], name: str, source: str) -> bool:

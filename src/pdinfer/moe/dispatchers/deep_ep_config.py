@@ -10,7 +10,7 @@ import attrs
 
 from pdinfer.checks import clip, int_in
 from pdinfer.errors import ConfigError
-from pdinfer.files import read_json
+from pdinfer.files import naming, read_json
 
 MAX_TOKENS = 1 << 16
 
@@ -68,10 +68,8 @@ class DeepEPConfig:
     def read(cls, path: str | os.PathLike[str]) -> DeepEPConfig:
         """Read a file. Raises ConfigError, which names the file."""
         fields = read_json(path)
-        try:
+        with naming(path):
             return cls.from_dict(fields)
-        except ConfigError as error:
-            raise ConfigError(f"{os.fspath(path)}: {error}") from None
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> DeepEPConfig:
