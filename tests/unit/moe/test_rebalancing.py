@@ -54,13 +54,13 @@ class FakeSolver:
     """A solver that answers with any other placement, at the second look."""
 
     def __init__(self) -> None:
-        self.is_asked, self.asked = False, 0
+        self.asked = 0
         self.error: Exception | None = None
         self.loads: list[Any] = []
         self.budgets: list[int | None] = []
 
     def ask(self, load: Any, previous: pd.ExpertPlacement, *, max_moves: int | None = None) -> None:
-        self.is_asked, self.looks, self.previous = True, 0, previous
+        self.looks, self.previous = 0, previous
         self.asked += 1
         self.loads.append(load.tolist())
         self.budgets.append(max_moves)
@@ -69,13 +69,12 @@ class FakeSolver:
         self.looks += 1
         if self.looks < 2:
             return b""
-        self.is_asked = False
         if self.error is not None:
             raise self.error
         return msgspec.msgpack.encode(PackedPlacement.of(scattered(self.previous, 100 + self.asked)))
 
     def close(self) -> None:
-        self.is_asked = False
+        """There is nothing to end."""
 
 
 class World:

@@ -74,11 +74,6 @@ class SolverProcess(OfOneProcess):
         self._process: subprocess.Popen[bytes] | None = None
         self._asked_at = 0.0
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a request is under way."""
-        return self._process is not None
-
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None:
         """Start a request, to which `poll` returns the answer. Raises OSError when no process can be started."""
         self._asked_at = self._clock()

@@ -68,7 +68,7 @@ class Solving:
 
     def listen(self) -> None:
         """Look for the solver's answer, without waiting. `answer_bytes` then says its size, 0 for no placement."""
-        if not self._solver.is_asked:
+        if not self.is_awaited or self._world.rank or self.answer_bytes is not None:
             return
         try:
             answer = self._solver.poll()
