@@ -584,9 +584,9 @@ MUTANTS = [
         "test_lookout.py::test_an_exchange_is_waited_for_whole_and_left_when_a_rank_is_lost",
     ),
     Mutant(
-        "a gather is waited for without a look",
-        "self.lookout.watches(x)\n            self.lookout.wait(dist.all_gather",
-        "False\n            self.lookout.wait(dist.all_gather",
+        "a collective is waited for without a look",
+        "self.lookout.wait(start(group=self.process_group, async_op=self.lookout.watches(x)))",
+        "self.lookout.wait(start(group=self.process_group, async_op=False))",
         "test_lookout.py::test_a_groups_calls_are_watched",
     ),
     Mutant(

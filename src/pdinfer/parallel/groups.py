@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
+from functools import partial
 
 import attrs
 import torch
@@ -99,18 +100,20 @@ class Group(OfOneProcess):
     def size(self) -> int:
         return len(self.ranks)
 
+    def _meet(self, what: str, x: Tensor, start: Callable[..., dist.Work | None]) -> None:
+        """Run a collective of `x`, unless this rank is alone, and wait for it."""
+        if self.process_group is not None:
+            with _calling(self, what, x):
+                self.lookout.wait(start(group=self.process_group, async_op=self.lookout.watches(x)))
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        if self.process_group is not None:
-            with _calling(self, "all_reduce", x):
-                self.lookout.wait(dist.all_reduce(x, group=self.process_group, async_op=self.lookout.watches(x)))
+        self._meet("all_reduce", x, partial(dist.all_reduce, x))
         return x
 
     def largest(self, x: Tensor) -> Tensor:
         """Take the largest number over ranks, in place."""
-        if self.process_group is not None:
-            with _calling(self, "largest", x):
-                dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._meet("largest", x, partial(dist.all_reduce, x, op=dist.ReduceOp.MAX))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -118,9 +121,7 @@ class Group(OfOneProcess):
         if self.process_group is None:
             return x
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
-        with _calling(self, "all_gather", x):
-            parts, is_watched = list(_raw(gathered).chunk(self.size)), self.lookout.watches(x)
-            self.lookout.wait(dist.all_gather(parts, _raw(x), group=self.process_group, async_op=is_watched))
+        self._meet("all_gather", x, partial(dist.all_gather, list(_raw(gathered).chunk(self.size)), _raw(x)))
         return gathered
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -167,12 +168,7 @@ class Group(OfOneProcess):
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Copy x from the group's rank `source` to all ranks, in place."""
-        if self.process_group is not None:
-            with _calling(self, "broadcast", x):
-                is_watched = self.lookout.watches(x)
-                self.lookout.wait(
-                    dist.broadcast(_raw(x), group=self.process_group, group_src=source, async_op=is_watched)
-                )
+        self._meet("broadcast", x, partial(dist.broadcast, _raw(x), group_src=source))
         return x
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:

@@ -90,36 +90,20 @@ def rebalance_experts(
         )
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
-    of_node = _groups_to_nodes(load_LE, num_groups, num_nodes)
+    size = num_experts // num_groups
+    groups = _pack_greedily(load_LE.reshape(num_layers, num_groups, size).sum(2), num_nodes)
+    of_node = (groups[:, :, None] * size + np.arange(size)).reshape(num_layers, num_nodes, -1)
     node_load = np.take_along_axis(load_LE[:, None], of_node, 2).reshape(num_layers * num_nodes, -1)
     experts, nth, counts = _replicas(node_load, num_replicas // num_nodes)
     per_copy = np.take_along_axis(node_load / counts, experts, 1)
-    gpu, place = _pack_greedily(per_copy, num_gpus // num_nodes)
-    slot = gpu * (num_replicas // num_gpus) + place
-    inside = np.empty_like(experts)
-    np.put_along_axis(inside, slot, experts, 1)
-    nth_of_slot = np.empty_like(nth)
-    np.put_along_axis(nth_of_slot, slot, nth, 1)
-    inside, counts = (table.reshape(num_layers, num_nodes, -1) for table in (inside, counts))
-    phy2log = np.take_along_axis(of_node, inside, 2).reshape(num_layers, num_replicas)
+    copies = _pack_greedily(per_copy, num_gpus // num_nodes)
+    inside, nth = (np.take_along_axis(of_copy, copies, 1) for of_copy in (experts, nth))
+    phy2log = np.take_along_axis(of_node, inside.reshape(num_layers, num_nodes, -1), 2).reshape(num_layers, -1)
     logcnt = np.empty((num_layers, num_experts), np.int64)
     np.put_along_axis(logcnt, of_node.reshape(num_layers, -1), counts.reshape(num_layers, -1), 1)
     log2phy = np.full((num_layers, num_experts, int(logcnt.max())), -1, np.int64)
-    log2phy[np.arange(num_layers)[:, None], phy2log, nth_of_slot.reshape(phy2log.shape)] = np.arange(num_replicas)
+    log2phy[np.arange(num_layers)[:, None], phy2log, nth.reshape(phy2log.shape)] = np.arange(num_replicas)
     return phy2log, log2phy, logcnt
-
-
-def _groups_to_nodes(load_LE: Any, num_groups: int, num_nodes: int) -> Ints:
-    """Return the experts of each node, with groups kept whole: [L, num_nodes, E / num_nodes]."""
-    num_layers, num_experts = load_LE.shape
-    size = num_experts // num_groups
-    node, place = _pack_greedily(load_LE.reshape(num_layers, num_groups, size).sum(2), num_nodes)
-    groups = np.empty((num_layers, num_groups), np.int64)
-    np.put_along_axis(
-        groups, node * (num_groups // num_nodes) + place, np.broadcast_to(np.arange(num_groups), node.shape), 1
-    )
-    experts: Ints = (groups[:, :, None] * size + np.arange(size)).reshape(num_layers, num_nodes, -1)
-    return experts
 
 
 def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
@@ -142,21 +126,21 @@ def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
     return experts, nth, counts
 
 
-def _pack_greedily(weight: Any, num_packs: int) -> tuple[Ints, Ints]:
+def _pack_greedily(weight: Any, num_packs: int) -> Ints:
     """Deal items to packs of one size, heaviest first, each to the lightest pack with room.
 
-    [L, items] -> the pack of each item and its place in the pack, both [L, items].
+    Returns the items pack by pack, in the order in which they were dealt: [L, items].
     """
     num_layers, num_items = weight.shape
     size = num_items // num_packs
     if size == 1:
-        return np.tile(np.arange(num_items), (num_layers, 1)), np.zeros((num_layers, num_items), np.int64)
+        return np.tile(np.arange(num_items), (num_layers, 1))
     rows = np.arange(num_layers)
-    pack_of, place = np.empty((num_layers, num_items), np.int64), np.empty((num_layers, num_items), np.int64)
+    packs = np.empty((num_layers, num_packs, size), np.int64)
     load, used = np.zeros((num_layers, num_packs), weight.dtype), np.zeros((num_layers, num_packs), np.int64)
     for item in np.argsort(-weight, axis=1, kind="stable").T:
         chosen = np.where(used < size, load, np.inf).argmin(1)
-        pack_of[rows, item], place[rows, item] = chosen, used[rows, chosen]
+        packs[rows, chosen, used[rows, chosen]] = item
         load[rows, chosen] += weight[rows, item]
         used[rows, chosen] += 1
-    return pack_of, place
+    return packs.reshape(num_layers, num_items)
