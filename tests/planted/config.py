@@ -109,8 +109,8 @@ MUTANTS = [
     ),
     Mutant(
         "an absent n_group is one group in every family",
-        'absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}',
-        'absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0]}',
+        '"topk_method": family.topk_methods[0].value,\n        **family.defaults,\n',
+        '"topk_method": family.topk_methods[0].value,\n',
         "test_fields.py::test_absent_is_what_the_makers_class_says_and_null_is_none",
     ),
     Mutant(
@@ -253,8 +253,8 @@ MUTANTS = [
     ),
     Mutant(
         "null in norm_topk_prob means the family's default",
-        "values = {name: NONE[name] if value is None",
-        "values = {name: absent[name] if value is None",
+        "null = {**absent, **NONE}",
+        "null = absent",
         "test_fields.py::test_absent_is_what_the_makers_class_says_and_null_is_none",
     ),
 ]

@@ -240,14 +240,14 @@ MUTANTS = [
     ),
     Mutant(
         "a rebalance is asked for while one is solved",
-        " and not self.is_solving and is_free",
+        " and not self._solving.is_awaited and is_free",
         " and is_free",
         "test_rebalancing.py::test_every_so_many_steps_the_summed_load_is_solved",
     ),
     Mutant(
         "a rebalance is asked for beside a staged placement",
-        " and not self.is_solving and is_free",
-        " and not self.is_solving",
+        " and not self._solving.is_awaited and is_free",
+        " and not self._solving.is_awaited",
         "test_rebalancing.py::test_nothing_is_solved_beside_a_placement_that_is_staged",
     ),
     Mutant(

@@ -100,16 +100,17 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
 def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the fields that may be absent or null. An absent field takes the family's default. A null one means what
     `NONE` says, and is like an absent one where `NONE` does not list it."""
-    absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}
-    given = {name: raw.get(name, absent[name]) for name in NONE}
-    values = {name: NONE[name] if value is None else value for name, value in given.items()}
-    for name, implied in (
-        ("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)),
-        ("scoring_func", family.scoring_func.value),
-        ("topk_method", family.topk_methods[0].value),
-    ):
-        values[name] = implied if raw.get(name) is None else raw[name]
-    return values
+    absent: dict[str, object] = {
+        **NONE,
+        "norm_topk_prob": family.norm_topk_prob[0],
+        "scoring_func": family.scoring_func.value,
+        "tie_word_embeddings": False,
+        "topk_method": family.topk_methods[0].value,
+        **family.defaults,
+    }
+    null = {**absent, **NONE}
+    given = {name: raw.get(name, value) for name, value in absent.items()}
+    return {name: null[name] if value is None else value for name, value in given.items()}
 
 
 def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:

@@ -119,7 +119,7 @@ class World:
     def settle(self) -> None:
         """Agree as long as a rank has news."""
         for _ in range(100):
-            if not any(rank.has_news or rank.is_solving for rank in self.ranks):
+            if not any(rank.has_news or rank._solving.is_awaited for rank in self.ranks):
                 return
             self.agree()
         raise AssertionError("there is always news")
@@ -237,7 +237,7 @@ def test_an_answer_is_not_used_when_a_placement_was_staged_meanwhile() -> None:
             rank.stage(hosts)
         world.settle()
         assert world.experts[0].placement == hosts
-        assert (world.ranks[0].is_solving, world.ranks[0].error) == (False, "")
+        assert (world.ranks[0]._solving.is_awaited, world.ranks[0].error) == (False, "")
 
 
 def test_an_answer_that_one_rank_refuses_is_dropped_by_the_others() -> None:

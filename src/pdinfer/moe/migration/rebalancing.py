@@ -142,11 +142,6 @@ class Rebalancing:
         return self._migration is not None
 
     @property
-    def is_solving(self) -> bool:
-        """Whether all ranks await the solver's answer."""
-        return self._solving.is_awaited
-
-    @property
     def load(self) -> Ints | None:
         """What all ranks recorded, int64 [layers, experts], when they last added it up; None before."""
         return self._solving.load
@@ -236,7 +231,7 @@ class Rebalancing:
         is_due = runs and every is not None and self._num_steps % every == 0
         is_free = all(status.staged is None for status in statuses)
         is_wanted = is_due or any(ExpertRequests.REBALANCE in status.requests for status in statuses)
-        rebalances = is_wanted and not self.is_solving and is_free
+        rebalances = is_wanted and not self._solving.is_awaited and is_free
         if (num_bytes := statuses[0].answer_bytes) is not None:
             self._take_answer(num_bytes, is_free=is_free)
         if rebalances:
