@@ -99,7 +99,7 @@ def test_an_error_in_the_middle_leaves_the_old_placement(ranks: Ranks, checkpoin
         assert told["epochs"] == [0, 1]
         assert told["error_after"] == ""
         assert told["parts"][:2] == [0, 1]
-    assert first["error"] == "rank 1 could not go on with it; its log tells why"
+    assert first["error"] == "rank 1 could not go on with it; its log says why"
     assert second["error"].startswith("MemoryError: ")
 
 

@@ -402,8 +402,8 @@ MUTANTS = [
     ),
     Mutant(
         "the token behind a piece is the chunk's",
-        "behind = self.next_token if positions.stop == self.stop else",
-        "behind = self.next_token if positions.stop <= self.stop else",
+        "after = self.next_token if positions.stop == self.stop else",
+        "after = self.next_token if positions.stop <= self.stop else",
         "test_batch.py::test_the_token_behind_a_piece_is_that_of_its_row",
     ),
     Mutant(

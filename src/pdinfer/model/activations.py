@@ -26,8 +26,8 @@ class Chosen(Value):
 
 @attrs.frozen(eq=False)
 class Activations(Value):
-    """The hidden states `hidden_LTD` behind each of `layers`, in their order and in the model's dtype: the residual
-    stream, which behind the last layer has not passed the final norm. `routing` has those of the layers that are MoE,
+    """The hidden states `hidden_LTD` after each of `layers`, in their order and in the model's dtype: the residual
+    stream, which after the last layer has not passed the final norm. `routing` has those of the layers that are MoE,
     if it was asked for. All tensors are on the host."""
 
     layers: tuple[int, ...]
@@ -35,7 +35,7 @@ class Activations(Value):
     routing: Mapping[int, Chosen] = attrs.field(factory=dict)
 
     def __getitem__(self, layer: int) -> Tensor:
-        """Return the hidden states [T, D] behind a layer. Raises KeyError for one that is not there."""
+        """Return the hidden states [T, D] after a layer. Raises KeyError for one that is not there."""
         if layer not in self.layers:
             raise KeyError(f"layer {layer} is not among {self.layers}")
         return self.hidden_LTD[self.layers.index(layer)]
@@ -86,7 +86,7 @@ class Observer:
         return attrs.evolve(block, mlp=attrs.evolve(block.mlp, router=router))
 
     def note(self, layer: int, layer_TD: Tensor, batch: Batch, row: Row) -> None:
-        """Keep what is behind a layer for the tokens of a row, of all ranks."""
+        """Keep what a layer returned for the tokens of a row, of all ranks."""
         if layer in self.layers:
             self._hidden_LTD[self.layers.index(layer), row.start : row.stop] = batch.in_order(layer_TD)
         if layer in self._routers:

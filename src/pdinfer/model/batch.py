@@ -43,8 +43,8 @@ class Row:
     def piece(self, positions: range) -> Row:
         """Return the row of some of its tokens."""
         tokens = self.tokens[positions.start - self.start : positions.stop - self.start]
-        behind = self.next_token if positions.stop == self.stop else self.tokens[positions.stop - self.start]
-        return Row(tokens, positions.start, self.pages, behind)
+        after = self.next_token if positions.stop == self.stop else self.tokens[positions.stop - self.start]
+        return Row(tokens, positions.start, self.pages, after)
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +59,7 @@ class Batch:
     after each sequence of a prefill.
 
     In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. Where it has fewer, those
-    behind its last one are dead; they count in its context, and a captured step may have sequences of dead ones alone.
+    after its last one are dead; they count in its context, and a captured step may have sequences of dead ones alone.
     What is computed of them means nothing, and their latents go to a page that nobody reads. `live_T` (bool) says which
     tokens are not; it is None where all are live.
 

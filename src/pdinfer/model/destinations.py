@@ -145,8 +145,8 @@ class Destinations:
         stored = {self.stored_as(name): name for name in names}
         formats = {self.format(name) for name in names}
         if len(formats) > 1:
-            told = ", ".join(f"{name} as {kind.name.upper()}" for kind, name in stored.items())
-            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
+            held = ", ".join(f"{name} as {kind.name.upper()}" for kind, name in stored.items())
+            raise CheckpointError(f'{held} are stored differently and cannot be one matrix: load with weights="float"')
         return formats.pop()
 
     @property

@@ -42,7 +42,7 @@ LAYER_TENSORS = 7
 two norms of the layer."""
 MLP_TENSORS = 3
 MANY = 2000
-"""With up to this many tensors missing, their names are still found and told."""
+"""With up to this many tensors missing, their names are still found and listed."""
 
 
 @typed
@@ -68,7 +68,7 @@ def load_model(
     `dtype` is a torch dtype or its name ("float32"), and defaults to the stored one. `weights` says what becomes of
     quantized weights. "float" turns them into floats while they are read. "stored" keeps them as they are, and
     quantizes activations as their format says; only kv_b_proj becomes floats, because attention takes it apart by
-    heads. "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)` tells the outcome.
+    heads. "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)` says the outcome.
     `progress(done_bytes, total_bytes)` is called after every tensor; True draws a line on stderr. `providers` forces
     the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity. `mtp` also
     loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of
@@ -136,7 +136,7 @@ def _builder(
 
 def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> None:
     """Refuse a config.json that promises far more tensors than the files hold, before any name is made. Where only a
-    few are missing, `LoadPlan.check` tells their names."""
+    few are missing, `LoadPlan.check` lists their names."""
     num_dense = config.first_k_dense_replace
     num_experts = (config.num_hidden_layers - num_dense) * config.n_routed_experts // topology.ep_size
     least = config.num_hidden_layers * LAYER_TENSORS + (num_dense + num_experts) * MLP_TENSORS

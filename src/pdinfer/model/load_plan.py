@@ -140,9 +140,9 @@ class LoadPlan:
                 yield f"{counts[kind, False]} {weights} are held as they are stored"
             if counts[kind, True]:
                 slow = slow_op(kind.name, self.resolved)
-                told = f": {slow.op} of {slow.provider} {slow.slow}" if self.weights == "auto" and slow else ""
+                why = f": {slow.op} of {slow.provider} {slow.slow}" if self.weights == "auto" and slow else ""
                 dtype = str(self.target.dtype).removeprefix("torch.")
-                yield f'{counts[kind, True]} {weights} became {dtype} (weights="{self.weights}"){told}'
+                yield f'{counts[kind, True]} {weights} became {dtype} (weights="{self.weights}"){why}'
 
 
 def read_all(stored: StoredWeights, destinations: Destinations, tell: Tell, ranks: InTouch) -> None:

@@ -184,7 +184,7 @@ class Model:
         routing: bool = False,
         chunk_size: int = 512,
     ) -> Activations:
-        """Return the hidden states behind `layers`, of which None are all, and with `routing` what the routers of those
+        """Return the hidden states after `layers`, of which None are all, and with `routing` what the routers of those
         that are MoE chose. The model runs in chunks, and only as far as the last of the layers; what is returned, and
         the latents of the tokens, is all that grows with their number. A collective, as `logits` is.
 
@@ -198,8 +198,8 @@ class Model:
         observed = attrs.evolve(self, blocks=observer.blocks, experts=one_batch)
         memory = self._pages_for(ints)
         for start in range(0, len(ints), chunk_size):
-            chunk, behind = ints[start : start + chunk_size], ints[start + chunk_size : start + chunk_size + 1]
-            row = Row(chunk, start, range(memory.num_pages), behind[0] if len(behind) else None)
+            chunk, after = ints[start : start + chunk_size], ints[start + chunk_size : start + chunk_size + 1]
+            row = Row(chunk, start, range(memory.num_pages), after[0] if len(after) else None)
             batch = self._batch(row, memory)
             for layer, layer_TD in observed.stream_layers(batch, KVView.of(memory)):
                 observer.note(layer, layer_TD, batch, row)

@@ -114,11 +114,11 @@ class ExpertParallel(Value):
         """What is odd about the placement in use, in sentences."""
         if self.placement is None or self.replicas is None or not (count := int(self.placement.twins.sum())):
             return ()
-        told = (
+        remark = (
             f"{count} of {self.placement.twins.size} expert slots hold an expert that is in another slot of their rank "
             "too, which takes memory and evens out nothing; moe.solve_placement makes none of these"
         )
-        return (told,)
+        return (remark,)
 
     def experts_of(self, layer: int) -> list[int]:
         """Return the logical experts in the slots of this rank."""
@@ -133,22 +133,22 @@ class ExpertParallel(Value):
         """Return the function that counts the choices of a layer's router, or None when nothing is recorded."""
         return None if self.recorder is None else partial(self.recorder.record, self.layers.index(layer))
 
-    def check_step(self, num_tokens: int, told: str, *, tp_size: int, num_queries: int = 1) -> None:
+    def check_step(self, num_tokens: int, reason: str, *, tp_size: int, num_queries: int = 1) -> None:
         """Check that a step of `num_tokens`, divided by `tp_size` ranks, can be dispatched. Two batches have whole
         sequences, of `num_queries` tokens each.
 
-        Raises ConfigError where a rank has too many of them; `told` names the options that make the step so large.
+        Raises ConfigError where a rank has too many of them; `reason` names the options that make the step so large.
         """
         if self.dispatcher.max_tokens is not None:
             overlap = num_queries if self.two_batch_overlap else None
-            check_step_fits(self.dispatcher.max_tokens, overlap, num_tokens, told, tp_size=tp_size)
+            check_step_fits(self.dispatcher.max_tokens, overlap, num_tokens, reason, tp_size=tp_size)
 
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Return where this rank sends the tokens of a layer, or None where slots are mere names."""
         return None if self.replicas is None else self.replicas.of_layer(self.layers.index(layer))
 
 
-def check_step_fits(max_tokens: int, overlap: int | None, num_tokens: int, told: str, *, tp_size: int) -> None:
+def check_step_fits(max_tokens: int, overlap: int | None, num_tokens: int, reason: str, *, tp_size: int) -> None:
     """Check a step as `ExpertParallel.check_step` does, for a dispatcher of `max_tokens`. `overlap` is the number of
     tokens that stay together when the step is halved, None where it is not."""
     in_batch = num_tokens if overlap is None else -(-num_tokens // (2 * overlap)) * overlap
@@ -156,7 +156,7 @@ def check_step_fits(max_tokens: int, overlap: int | None, num_tokens: int, told:
     if on_rank > max_tokens:
         raise ConfigError(
             f"num_max_dispatch_tokens_per_rank is {max_tokens}, and a step may have {on_rank} tokens on a rank"
-            f"{'' if overlap is None else ' in each of two batches'}: {told}; raise the one or lower the other"
+            f"{'' if overlap is None else ' in each of two batches'}: {reason}; raise the one or lower the other"
         )
 
 

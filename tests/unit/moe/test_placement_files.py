@@ -104,7 +104,7 @@ def test_steps_are_summed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"physical_to_logical_map": MAP, "num_ranks": 2}, "holds more beside physical_to_logical_map: 'num_ranks'"),
+        ({"physical_to_logical_map": MAP, "num_ranks": 2}, "holds more than physical_to_logical_map: 'num_ranks'"),
         ({"physical_to_logical_map": MAP, "logical_count": MAP}, "and not both"),
         ({"logical_counts": MAP}, "must hold physical_to_logical_map or logical_count.*holds 'logical_counts'"),
         ({}, "it holds 'nothing'"),

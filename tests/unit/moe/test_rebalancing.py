@@ -191,7 +191,7 @@ def test_an_error_on_one_rank_is_told_on_all() -> None:
         world.settle()
         assert [rank.epoch for rank in world.ranks] == [0] * RANKS
         assert world.ranks[1].error.startswith("MemoryError: slot ")
-        assert world.ranks[0].error == world.ranks[2].error == "rank 1 could not go on with it; its log tells why"
+        assert world.ranks[0].error == world.ranks[2].error == "rank 1 could not go on with it; its log says why"
 
 
 def test_every_so_many_steps_the_summed_load_is_solved() -> None:

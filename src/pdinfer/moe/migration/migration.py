@@ -74,7 +74,7 @@ class Verdict(enum.Enum):
 class Migration:
     """One placement on its way into use. Any thread may make it; everything else is for the thread that steps.
 
-    `prepare` plans the transfer and may raise. `digest` stands for the placement and its epoch. `error` tells why the
+    `prepare` plans the transfer and may raise. `digest` stands for the placement and its epoch. `error` says why the
     state is FAILED.
     """
 
@@ -163,5 +163,5 @@ def checked_epoch(experts: ExpertParallel, placement: ExpertPlacement, epoch: in
 def digest_of(placement: ExpertPlacement, epoch: int) -> int:
     """Return what stands for a placement under an epoch: a positive int of 56 bits, which an int64 can carry."""
     shares = b"" if placement.slot_shares is None else placement.slot_shares.tobytes()
-    told = hashlib.sha256(f"{epoch}/".encode() + placement.physical_to_logical_map.tobytes() + shares).digest()
-    return int.from_bytes(told[:7], "little") or 1
+    digest = hashlib.sha256(f"{epoch}/".encode() + placement.physical_to_logical_map.tobytes() + shares).digest()
+    return int.from_bytes(digest[:7], "little") or 1

@@ -274,13 +274,13 @@ class Rebalancing:
             self._migration = None
 
     def _report_dropped(self, verdict: Verdict, statuses: Sequence[ExpertStatus]) -> None:
-        told = "it was cancelled"
+        reason = "it was cancelled"
         if verdict is Verdict.BROKEN:
             ranks = ", ".join(str(rank) for rank, status in enumerate(statuses) if status.failed is not None)
-            told = f"rank {ranks} could not go on with it"
+            reason = f"rank {ranks} could not go on with it"
             if self._told.failed is None:
-                self.error = f"{told}; its log tells why"
-        _log.warning("a staged placement of experts is dropped: %s; epoch %d runs on", told, self.epoch)
+                self.error = f"{reason}; its log says why"
+        _log.warning("a staged placement of experts is dropped: %s; epoch %d runs on", reason, self.epoch)
 
     # -- the solver -------------------------------------------------------------------------------------------------
 

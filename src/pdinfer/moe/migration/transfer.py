@@ -1,4 +1,4 @@
-"""Experts in transit from one placement to another: in parts, beside the weights in use, then into place all at once.
+"""Experts in transit from one placement to another: in parts, next to the weights in use, then into place all at once.
 
 plan    cut the moves into parts of limited size                       the same on every rank
 pack    read the outgoing experts of a part, allocate for the rest     may fail, touches nothing in use

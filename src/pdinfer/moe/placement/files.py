@@ -131,7 +131,7 @@ def _from_json(path: Path) -> dict[str, Any]:
     name = _one_name(value, path)
     if name == MAP and len(value) > 1:
         others = clip(", ".join(sorted(value.keys() - {MAP})))
-        raise ConfigError(f"{path} holds more beside {MAP}: {others}; SGLang does not take that either")
+        raise ConfigError(f"{path} holds more than {MAP}: {others}; SGLang does not take that either")
     rows: Any = value[name]
     depth = 2
     if name == COUNT and isinstance(rows, list) and rows and isinstance(rows[0], list) and rows[0]:
