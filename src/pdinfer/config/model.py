@@ -217,8 +217,8 @@ class ModelConfig(Value):
 
     @property
     def rope_attention_factor(self) -> float:
-        """The factor of rope's cos and sin: see `rope.attention_factor`."""
-        return rope.attention_factor(self.yarn)
+        """The factor of rope's cos and sin."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor
 
     def inv_frequencies(self) -> tuple[float, ...]:
         """Return the radians per position of the qk_rope_head_dim / 2 pairs: see `rope.inv_frequencies`."""

@@ -31,6 +31,14 @@ class YarnScaling:
         """Return YaRN's m(k) = 0.1 k ln(factor) + 1, or 1 where nothing is stretched."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
+    @property
+    def attention_factor(self) -> float:
+        """The factor of cos and sin, 1 for all released models: m(mscale) / m(mscale_all_dim) where both are set and
+        not 0, else m(1), as in transformers."""
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude(1.0)
+
     def turning(self, rotations: float, rope_dim: int, theta: float) -> float:
         """Return the (fractional) pair that turns `rotations` times within the original context."""
         turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -54,15 +62,3 @@ def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None) -> tu
     return tuple(
         frequency * (1 - part) + frequency / yarn.factor * part for frequency, part in zip(plain, slowed, strict=True)
     )
-
-
-def attention_factor(yarn: YarnScaling | None) -> float:
-    """Return the factor of cos and sin, which is 1 for all released models.
-
-    It is m(mscale) / m(mscale_all_dim) where both are set and not 0, else m(1), as in transformers.
-    """
-    if yarn is None:
-        return 1.0
-    if yarn.mscale and yarn.mscale_all_dim:
-        return yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
-    return yarn.magnitude(1.0)

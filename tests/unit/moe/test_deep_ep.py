@@ -222,7 +222,7 @@ def test_a_tuned_file_is_read(tmp_path: Path) -> None:
         )
     )
     config = DeepEPConfig.read(path)
-    assert config.num_sms == 24
+    assert config.normal_dispatch.num_sms == 24
     assert config.normal_dispatch == DeepEPChunks(num_sms=24, num_max_nvl_chunked_send_tokens=16)
     assert config.normal_combine == DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=128)
 

@@ -178,7 +178,7 @@ class DeepEPNormal:
         if config is None:
             chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
         else:
-            library.Buffer.set_num_sms(config.num_sms)
+            library.Buffer.set_num_sms(config.normal_dispatch.num_sms)
             chunks = [library.Config(**attrs.asdict(part)) for part in (config.normal_dispatch, config.normal_combine)]
         hidden_bytes = sizes.hidden_size * 2
         nvl_bytes = max(part.get_nvl_buffer_size_hint(hidden_bytes, group.size) for part in chunks)

@@ -8,16 +8,11 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import clip, int_in
+from pdinfer.checks import clip, int_field
 from pdinfer.errors import ConfigError
 from pdinfer.files import naming, read_json
 
 MAX_TOKENS = 1 << 16
-
-
-def _even(_instance: Any, attribute: attrs.Attribute[Any], value: int) -> None:
-    if value % 2:
-        raise ConfigError(f"{attribute.name} must be even, got {value}")
 
 
 @attrs.frozen(kw_only=True)
@@ -29,13 +24,15 @@ class DeepEPChunks:
     less than its receive size.
     """
 
-    num_sms: int = attrs.field(default=20, validator=[int_in(2, 1024), _even])
-    num_max_nvl_chunked_send_tokens: int = attrs.field(default=6, validator=int_in(1, MAX_TOKENS))
-    num_max_nvl_chunked_recv_tokens: int = attrs.field(default=256, validator=int_in(1, MAX_TOKENS))
-    num_max_rdma_chunked_send_tokens: int = attrs.field(default=6, validator=int_in(1, MAX_TOKENS))
-    num_max_rdma_chunked_recv_tokens: int = attrs.field(default=256, validator=int_in(1, MAX_TOKENS))
+    num_sms: int = int_field(2, 1024, default=20)
+    num_max_nvl_chunked_send_tokens: int = int_field(1, MAX_TOKENS, default=6)
+    num_max_nvl_chunked_recv_tokens: int = int_field(1, MAX_TOKENS, default=256)
+    num_max_rdma_chunked_send_tokens: int = int_field(1, MAX_TOKENS, default=6)
+    num_max_rdma_chunked_recv_tokens: int = int_field(1, MAX_TOKENS, default=256)
 
     def __attrs_post_init__(self) -> None:
+        if self.num_sms % 2:
+            raise ConfigError(f"num_sms must be even, got {self.num_sms}")
         for link in ("nvl", "rdma"):
             send = getattr(self, f"num_max_{link}_chunked_send_tokens")
             receive = getattr(self, f"num_max_{link}_chunked_recv_tokens")
@@ -59,10 +56,6 @@ class DeepEPConfig:
                 f"normal_dispatch has num_sms {self.normal_dispatch.num_sms} and normal_combine "
                 f"{self.normal_combine.num_sms}: they must be equal"
             )
-
-    @property
-    def num_sms(self) -> int:
-        return self.normal_dispatch.num_sms
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> DeepEPConfig:
