@@ -173,7 +173,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
-    "config": (("options",), ("model",), ("hf",), ("fields", "rope"), ("families",)),
+    "config": (("options",), ("model",), ("hf",), ("fields",), ("families", "rope")),
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),

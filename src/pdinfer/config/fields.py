@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
+import attrs
+
 from pdinfer.checks import clip
 from pdinfer.config.families import Family
+from pdinfer.config.rope import YarnScaling
 from pdinfer.errors import ConfigError
 
 MAX_NAMED = 10
@@ -249,14 +252,7 @@ SAME_AS: Mapping[str, str] = MappingProxyType(
 """Second names of fields. They must repeat the field's value."""
 
 ROPE_FIELDS = frozenset({"rope_theta", "rope_type"})
-YARN_FIELDS = (
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
+YARN_FIELDS = tuple(field.name for field in attrs.fields(YarnScaling))
 ROPE_OFF: Mapping[str, object] = MappingProxyType(
     {"truncate": True, "partial_rotary_factor": 1, "attention_factor": None, "llama_4_scaling_beta": 0}
 )

@@ -23,6 +23,7 @@ from pdinfer.config.fields import (
     check_rope_fields,
     check_wrapper_fields,
 )
+from pdinfer.config.rope import YarnScaling
 from pdinfer.errors import ConfigError
 
 MAX_EOS_IDS = 64
@@ -71,8 +72,7 @@ class IndexerType(enum.Enum):
 
 
 def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
-    """Return values for the fields of `ModelConfig`, unchecked, among others of `raw`. `yarn` is None or a dict of
-    fields.
+    """Return values for the fields of `ModelConfig`, unchecked, among others of `raw`.
 
     Raises ConfigError for what is unsupported, unknown or contradictory.
     """
@@ -310,11 +310,11 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
     rope = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
     if rope_type == "default":
         return rope
-    yarn = {key: fields[key] for key in YARN_FIELDS if fields.get(key) is not None}
+    yarn: dict[str, Any] = {key: fields[key] for key in YARN_FIELDS if fields.get(key) is not None}
     for key in ("factor", "original_max_position_embeddings"):
         if key not in yarn:
             raise ConfigError(f"rope scaling of type yarn needs {key}, which is missing")
-    return {**rope, "yarn": yarn}
+    return {**rope, "yarn": YarnScaling(**yarn)}
 
 
 def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:

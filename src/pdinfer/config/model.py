@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 
@@ -188,9 +187,7 @@ class ModelConfig(Value):
 
         Fields without effect on inference are ignored, and listed in `config.fields`. Other unknown fields raise.
         """
-        values: dict[str, Any] = read_fields(raw)
-        if values["yarn"] is not None:
-            values["yarn"] = YarnScaling(**values["yarn"])
+        values = read_fields(raw)
         names = {field.name for field in attrs.fields(cls)}
         for field in attrs.fields(cls):
             if field.default is attrs.NOTHING and field.name not in values:
