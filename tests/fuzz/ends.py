@@ -20,10 +20,10 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, total_bytes
-from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits, Message
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.ring import RingOffer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
+from pdinfer.kv.transports.queuing import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits, WriteMessage
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import StreamConnection
@@ -146,7 +146,7 @@ def mapped(data: bytes) -> None:
     def connection(sock: socket.socket) -> StreamConnection:
         made = StreamConnection(sock, link, payloads, host, _no_time, limits=_limits())
         if more & 8:
-            made.queue(Message(b"ours", ours, OUR_WRITE), lambda: None)
+            made.queue(WriteMessage(b"ours", ours, OUR_WRITE, None), lambda: None)
             made.transmit()
         else:
             ours.complete()

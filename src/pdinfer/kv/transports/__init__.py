@@ -3,7 +3,7 @@ file or a folder here; yours may live anywhere. Either passes the suite: a test 
 tests/conformance/transport_suite.py, or `ProcessTransportSuite` when its ends may be in different processes.
 
     base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
-    budget.py     what waits to leave on a link, and a bound on what all links hold together
+    queuing.py    what our transports share: messages that wait to leave, and a bound on what all links hold together
     loopback.py   inside one process
     socket.py     TCP and Unix sockets
     mooncake.py   the Mooncake Transfer Engine

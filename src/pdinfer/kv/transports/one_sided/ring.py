@@ -22,7 +22,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
-from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, take
+from pdinfer.kv.transports.one_sided.block import RingBlock
 
 PROBE_BYTES = 64
 """Room behind the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
@@ -152,6 +152,19 @@ class SignalMemory:
         raise ConfigError("the stream beside an engine runs between processes")
 
 
+def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
+    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
+    taken = []
+    while num_bytes:
+        offset, length = spans.popleft()
+        if length > num_bytes:
+            spans.appendleft((offset + num_bytes, length - num_bytes))
+            length = num_bytes
+        taken.append((offset, length))
+        num_bytes -= length
+    return taken
+
+
 @attrs.define(eq=False)
 class _Arriving:
     """A write that has not landed as a whole. `spans` are where the rest goes, None when the write is discarded."""
@@ -163,32 +176,24 @@ class _Arriving:
     error: TransferError | None = None
 
 
+@attrs.define(eq=False)
 class RingIncoming:
-    """The receiving direction of a link: a ring that only its peer knows, and what lands in it.
+    """The receiving direction of a link: a ring that only its peer knows (`offer`, the memory of `block`), and what
+    lands in it.
 
     Belongs to the I/O thread. Each method raises TransferError when the link must be closed. `credit` is called with
     every slot that is free again.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        segment: NamedEngine,
-        memory: Memory,
-        receiver: Receiver,
-        *,
-        make_block: MakeBlock,
-        slot_bytes: int,
-        num_slots: int,
-        digest: bool,
-        credit: Callable[[int], None],
-    ) -> None:
-        self._link, self._memory, self._receiver = link, memory, receiver
-        self._digest, self._credit = digest, credit
-        self._block = make_block(slot_bytes * num_slots + PROBE_BYTES)
-        self.offer = RingOffer(segment.name, self._block.address, slot_bytes, num_slots)
-        self._write: _Arriving | None = None
-        self._closed = False
+    _link: Link
+    _memory: Memory
+    _receiver: Receiver
+    _block: RingBlock
+    offer: RingOffer
+    _credit: Callable[[int], None]
+    _digest: bool = attrs.field(kw_only=True)
+    _write: _Arriving | None = None
+    _closed: bool = False
 
     def begin(self, frame: bytes) -> None:
         if self._write is not None:

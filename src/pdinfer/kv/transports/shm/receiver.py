@@ -16,6 +16,7 @@ import operator
 import os
 import socket
 import struct
+import threading
 from collections.abc import Generator, Iterator, Sequence
 
 import attrs
@@ -26,8 +27,8 @@ from pdinfer.kv.digests.fused import FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.budget import Message
+from pdinfer.kv.transports.base import Link, Receiver, check_arriving, check_placed
+from pdinfer.kv.transports.queuing import WriteMessage
 from pdinfer.kv.transports.shm.sender import (
     COUNT,
     PIECE_BYTES,
@@ -46,32 +47,36 @@ COPY_SPEED = 4
 """How much faster a copy is than a socket: the divisor of what a copy costs of a link's turn."""
 
 
+@attrs.define(eq=False)
 class MappedPayloads:
     """One link's payloads through shared memory. `pool` is the memfd that holds `memory`, if one does."""
 
     descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 
-    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool, pool: Memfd | None) -> None:
-        self._link = link
-        self._memory = memory
-        self._receiver = receiver
-        self._digest = digest
-        self._pool = pool
-        self._lender = Lender(memory, pool, digest=digest)
-        self._closed = False
-        self._descriptors: list[int] = []
-        self._control: PeerMemfd | None = None
-        self._source: PeerMemfd | None = None
-        self._copied = 0
-        self._told = 0
-        self._tells = False
-        self._order = new_lock()
+    _link: Link
+    _memory: Memory
+    _receiver: Receiver
+    _digest: bool = attrs.field(kw_only=True)
+    _pool: Memfd | None = attrs.field(kw_only=True)
+    _lender: Lender = attrs.field(init=False)
+    _closed: bool = False
+    _descriptors: list[int] = attrs.field(factory=list)
+    _control: PeerMemfd | None = None
+    _source: PeerMemfd | None = None
+    _copied: int = 0
+    _told: int = 0
+    _tells: bool = False
+    _order: threading.RLock = attrs.field(factory=new_lock)
 
-    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
-        return self._lender.parts(message, transfer)
+    @_lender.default
+    def _lend(self) -> Lender:
+        return Lender(self._memory, self._pool, digest=self._digest)
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
-        return self._lender.whole(message, transfer)
+    def outgoing(self, message: WriteMessage) -> Iterator[Buffers | None]:
+        return self._lender.parts(message)
+
+    def whole(self, message: WriteMessage) -> bytes | None:
+        return self._lender.whole(message)
 
     def urgent(self) -> Buffers | None:
         if not self._tells:

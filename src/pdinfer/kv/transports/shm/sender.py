@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
@@ -23,8 +24,8 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.budget import Message
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, digest_bytes
+from pdinfer.kv.transports.queuing import WriteMessage
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, digest_bytes
 
 RING_BYTES = 8 << 20
 STAGED_SECTION_BYTES = 2 << 20
@@ -47,30 +48,30 @@ DIRECT_SPANS = 256
 """The largest write that is digested and named in the thread that writes; that takes some 20 us."""
 
 
+@attrs.define(eq=False)
 class Lender:
     """What one link's peer may read. `pool` is the memfd that holds `memory`. Without one, payloads are staged in a
     ring of RING_BYTES, where they wait for a slow receiver. Used in the I/O thread, except for `whole`."""
 
-    def __init__(self, memory: Memory, pool: Memfd | None, *, digest: bool) -> None:
-        self._memory = memory
-        self._pool = pool
-        self._digest = digest
-        self._ring: Memfd | None = None
-        self._control: Memfd | None = None
-        self._revoked = False
-        # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
-        self._begun = 0
-        self._named = 0
-        self._copied = 0
-        self._awaited = 0
-        self._outstanding: deque[tuple[int, Transfer]] = deque()
+    _memory: Memory
+    _pool: Memfd | None
+    _digest: bool = attrs.field(kw_only=True)
+    _ring: Memfd | None = None
+    _control: Memfd | None = None
+    _revoked: bool = False
+    # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
+    _begun: int = 0
+    _named: int = 0
+    _copied: int = 0
+    _awaited: int = 0
+    _outstanding: deque[tuple[int, Transfer]] = attrs.field(factory=deque)
 
     @property
     def can_go_on(self) -> bool:
         """Whether a payload waits for room in the ring and there is room now."""
         return 0 < self._awaited <= RING_BYTES - (self._named - self._copied)
 
-    def parts(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+    def parts(self, message: WriteMessage) -> Iterator[Buffers | None]:
         """Yield what goes on the wire for a write, or None while the ring is full."""
         if message.ready is not None:
             message.ready()
@@ -79,25 +80,26 @@ class Lender:
         if self._control is None:
             yield from self._offer()
         costs = self._digest or self._ring is not None
-        for named in self._naming(message, transfer):
+        for named in self._naming(message):
             yield named and Buffers([memoryview(named[0])], weight=named[1] if costs else 0)
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+    def whole(self, message: WriteMessage) -> bytes | None:
         """Return a small write in one piece, once the peer knows our pool. Any thread may call it while `parts` is not
         running."""
-        small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
-        if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
+        small = 0 < message.transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
+        if not small or message.ready or self._pool is None or self._control is None:
             return None
-        return b"".join(named[0] for named in self._naming(message, transfer) if named)
+        return b"".join(named[0] for named in self._naming(message) if named)
 
-    def _naming(self, message: Message, transfer: Transfer) -> Iterator[tuple[bytes, int] | None]:
+    def _naming(self, message: WriteMessage) -> Iterator[tuple[bytes, int] | None]:
         """Yield (messages that name a section, bytes in it), one section after the other, or None while the ring is
         full."""
-        self._begun += transfer.num_bytes
-        self._outstanding.append((self._begun, transfer))
-        header = Header(MessageKind.MAPPED, len(message.frame), transfer.num_bytes, self._digest)
+        total_bytes = message.transfer.num_bytes
+        self._begun += total_bytes
+        self._outstanding.append((self._begun, message.transfer))
+        header = Header(MessageKind.MAPPED, len(message.frame), total_bytes, self._digest)
         start = header.packed() + message.frame
-        digest = self._new_digest(start, transfer.num_bytes)
+        digest = self._new_digest(start, total_bytes)
         part = [start]
         costs = self._digest or self._ring is not None
         for section, num_bytes in _sections(message.source, *self._section_bytes()):
@@ -116,15 +118,12 @@ class Lender:
                 spans = packed_spans(self._staged(self._ring, views, num_bytes))
             self._named += num_bytes
             part += [Header(MessageKind.SPANS, len(spans)).packed(), spans]
-            if digest is not None and self._named == self._begun:
-                part += [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
+            if self._named == self._begun:
+                part.append(_trailer(digest))
             yield b"".join(part), num_bytes
             part = []
-        if not transfer.num_bytes:
-            trailer = (
-                [] if digest is None else [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
-            )
-            yield b"".join([start, *trailer]), 0
+        if not total_bytes:
+            yield start + _trailer(digest), 0
             self._settle()
 
     def _section_bytes(self) -> tuple[int, int]:
@@ -191,6 +190,11 @@ class Lender:
         for memfd in (self._control, self._ring):
             if memfd is not None:
                 memfd.close()
+
+
+def _trailer(digest: Digest | None) -> bytes:
+    """Return the message behind the last section of a write, none without a digest."""
+    return b"" if digest is None else Header(MessageKind.DIGEST, DIGEST_BYTES).packed() + digest_bytes(digest)
 
 
 def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:

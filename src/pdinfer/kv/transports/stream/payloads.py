@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory, in_blocks
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.budget import Message
+from pdinfer.kv.transports.base import Link, Receiver, check_arriving, check_placed
+from pdinfer.kv.transports.queuing import WriteMessage
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16
@@ -23,10 +24,10 @@ class Payloads(Protocol):
     descriptor_bytes: int
     """Room for the descriptors that a message may carry as ancillary data; 0 takes none."""
 
-    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+    def outgoing(self, message: WriteMessage) -> Iterator[Buffers | None]:
         """Yield what goes on the wire for a write, or None while it waits for the peer. Complete the transfer."""
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+    def whole(self, message: WriteMessage) -> bytes | None:
         """Return all of a write that is small enough to leave at once, or None when it needs `outgoing`. Any thread may
         call it when nothing is before the write."""
 
@@ -48,6 +49,7 @@ class Payloads(Protocol):
         """End with the link: place nothing from now on, and fail the transfers that have left and are not done."""
 
 
+@attrs.define(eq=False)
 class InlinePayloads:
     """Payloads that follow their frame on the same stream. They are read from our memory and placed in it as they
     pass."""
@@ -55,17 +57,16 @@ class InlinePayloads:
     descriptor_bytes = 0
     wants_turn = False
 
-    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool) -> None:
-        self._link = link
-        self._memory = memory
-        self._receiver = receiver
-        self._digest = digest
-        self._closed = False
+    _link: Link
+    _memory: Memory
+    _receiver: Receiver
+    _digest: bool = attrs.field(kw_only=True)
+    _closed: bool = False
 
-    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+    def outgoing(self, message: WriteMessage) -> Iterator[Buffers | None]:
         if message.ready is not None:
             message.ready()
-        header = Header(MessageKind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
+        header = Header(MessageKind.WRITE, len(message.frame), message.transfer.num_bytes, self._digest)
         head = memoryview(header.packed() + message.frame)
         digest = xxhash.xxh3_64() if self._digest else None
         before = [head]
@@ -74,9 +75,9 @@ class InlinePayloads:
             before = []
         if digest is not None:
             yield Buffers([memoryview(digest_bytes(digest))])
-        transfer.complete()
+        message.transfer.complete()
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+    def whole(self, message: WriteMessage) -> bytes | None:
         return None
 
     def urgent(self) -> Buffers | None:

@@ -1,15 +1,19 @@
-"""What waits to leave on a link: a frame, and for a write also its payload. A bound on what all links of a transport
-hold together, and the choice of the link that gives way when it is reached."""
+"""What the transports here share: each has one memory and one receiver, and queues messages. A bound on what all links
+of a transport hold together, and the choice of the link that gives way when it is reached."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import attrs
 
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transports.base import Transfer
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
+from pdinfer.process.forked import NotCopied, OfOneProcess
 from pdinfer.process.locks import new_lock
 
 MAX_WAITING_BYTES = 32 << 20
@@ -25,18 +29,90 @@ SPAN_BYTES = 128
 
 @attrs.frozen(eq=False)
 class Message:
-    """A frame on its way out. A write also has a `transfer`, the `source` of its payload, and perhaps a `ready` to call
-    before the source is read."""
+    """A frame on its way out."""
 
     frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
 
     @property
     def cost_bytes(self) -> int:
-        """Memory that the message takes while it waits. The payload does not count: it waits in its pages."""
+        """Memory that the message takes while it waits. A payload does not count: it waits in its pages."""
+        return MESSAGE_BYTES + len(self.frame)
+
+
+@attrs.frozen(eq=False)
+class WriteMessage(Message):
+    """A frame with a payload, which is at `source`. `ready`, if there is one, is called before the source is read."""
+
+    transfer: Transfer
+    source: Spans
+    ready: Callable[[], None] | None
+
+    @property
+    def cost_bytes(self) -> int:
         return MESSAGE_BYTES + len(self.frame) + SPAN_BYTES * len(self.source)
+
+
+class QueuingTransport(OfOneProcess, Transport):
+    """A transport of one memory and one receiver that queues messages. It belongs to the process that registered them:
+    in a forked child every method raises Forked, except `close`, which does nothing."""
+
+    _owned: tuple[Memory, Receiver] | None = None
+    __reduce_ex__ = NotCopied.__reduce_ex__
+
+    @property
+    def _is_shared_by_fork(self) -> bool:
+        return self._owned is not None
+
+    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        if self._owned is not None:
+            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
+        self._owned = memory, receiver
+        try:
+            return self._listen(memory, receiver)
+        except BaseException:
+            self._owned = None
+            raise
+
+    @abstractmethod
+    def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        """Start to receive; see `Transport.register`."""
+
+    @abstractmethod
+    def _queue(self, link: Link, message: Message) -> bool:
+        """Queue a message. Return False when the link is closed."""
+
+    def send(self, link: Link, frame: bytes) -> None:
+        check_frame(frame)
+        self._queue(link, Message(frame))
+
+    def write(
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        check_frame(frame)
+        transfer = Transfer(total_bytes(source, self._memory), then)
+        if not self._queue(link, WriteMessage(frame, transfer, source, ready)):
+            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
+        return transfer
+
+    @property
+    def _memory(self) -> Memory:
+        return self._registered[0]
+
+    @property
+    def _receiver(self) -> Receiver:
+        return self._registered[1]
+
+    @property
+    def _registered(self) -> tuple[Memory, Receiver]:
+        if self._owned is None:
+            raise ConfigError("register a memory and a receiver first")
+        return self._owned
 
 
 H = TypeVar("H", bound=Hashable)
