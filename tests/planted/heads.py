@@ -17,8 +17,8 @@ MUTANTS = [
     ),
     Mutant(
         "every rank of decode is sent every head",
-        "return self.shares.get(destination, self.heads)",
-        "return self.heads",
+        "heads if heads is None or peer is None else common(heads, peer.heads)",
+        "heads",
         CHANNEL + "test_every_byte_lands_between_ranks_with_other_heads",
     ),
     Mutant(

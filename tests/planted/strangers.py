@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "a peer with a room still counts as a guest",
-        "if not counters.granted and key in linked]",
+        "if not counts.granted and key in linked]",
         "if key in linked]",
         "test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),

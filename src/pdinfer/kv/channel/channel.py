@@ -22,12 +22,13 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import attrs
+
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.links import ChannelLinks
-from pdinfer.kv.channel.peer import Totals
 from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.snapshot import ChannelSnapshot
@@ -75,7 +76,6 @@ class KVChannel(OfOneProcess):
         self._clock = clock
         self._changed = threading.Condition(new_lock())
         self._listeners: list[Callable[[], None]] = []
-        self._totals = Totals()
         self.links = ChannelLinks(
             transport,
             pool.layout,
@@ -85,9 +85,8 @@ class KVChannel(OfOneProcess):
             clock=clock,
             random_bytes=random_bytes,
         )
-        parts = pool, self.links.book, self._changed, self._totals, self.wake
-        self.sender = HandoffSender(*parts, takes_offers=takes_offers)
-        self.receiver = HandoffReceiver(*parts)
+        self.sender = HandoffSender(pool, self.links.book, self.wake, takes_offers=takes_offers)
+        self.receiver = HandoffReceiver(pool, self.links.book, self.wake)
         self.looked_at = clock()
         self.in_doubt = False
         self.is_closed = False
@@ -125,14 +124,14 @@ class KVChannel(OfOneProcess):
     @typed
     def connected(self, peer: PeerAddress) -> bool:
         """Return whether there is an open link to this very peer."""
-        return self.links.book.link_to(peer_key(peer)) is not None
+        return self.links.book.peer_at(peer_key(peer)) is not None
 
     @typed
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
         transfer."""
-        links = (self.links.book.link_to(peer_key(peer)) for peer in peers)
-        return all(link is not None and link.same_memory for link in links)
+        linked = [self.links.book.peer_at(peer_key(peer)) for peer in peers]
+        return all(peer is not None and peer.link.same_memory for peer in linked)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
 
@@ -208,7 +207,8 @@ class KVChannel(OfOneProcess):
     def is_full(self, grant: PageGrant) -> bool:
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
-        return self.sender.pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
+        inflight = self.sender.pushes.inflight()
+        return any(inflight.get(peer_key(peer), 0) > self.window_bytes for peer in grant.destinations)
 
     # -- both -------------------------------------------------------------------------------------------------------
 
@@ -216,12 +216,12 @@ class KVChannel(OfOneProcess):
     def has_news(self) -> bool:
         """Whether `poll`, `poll_stops` or `poll_offers` would return anything."""
         with self._changed:
-            return bool(self.receiver.num_settled or self.sender.num_stops or self.sender.num_offers)
+            return bool(self.receiver.num_settled) or self.sender.has_news
 
     @property
     def stats(self) -> ChannelStats:
         """What has moved so far."""
-        return self._totals.stats(self.peers())
+        return ChannelStats(**attrs.asdict(self.links.book.totals), peers=self.peers())
 
     def peers(self) -> tuple[PeerStats, ...]:
         """Return what `stats` says of every peer that is linked, or was lately."""
@@ -233,7 +233,7 @@ class KVChannel(OfOneProcess):
         with self._changed:
             return ChannelSnapshot(
                 links=book.snapshot(),
-                wanted=tuple(wanted.address for wanted in book.wanted()),
+                wanted=tuple(wanted.address for wanted in book.wanted.values()),
                 expected=self.receiver.rooms(),
                 accepted=self.sender.rooms(),
                 pushing=self.sender.pushes.rooms(),
@@ -327,7 +327,7 @@ class ChannelArrivals:
         self._book = channel.links.book
 
     def opened(self, link: Link) -> None:
-        self._links.opened(link)
+        self._links.handshake.open(self._book.at(link, dialled=False))
 
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._book.at(link)
@@ -343,7 +343,7 @@ class ChannelArrivals:
         elif isinstance(message, wire.Offer):
             self._sender.offered(peer, key, message)
         elif isinstance(message, wire.Beat):
-            self._links.beaten(peer, message.step_age_s)
+            peer.stepped_at = self._book.clock() - message.step_age_s
         else:
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 

@@ -25,7 +25,7 @@ from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transport
+from pdinfer.kv.transports.base import Receiver, Transport
 from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -170,7 +170,7 @@ class Handshake:
         """
         with self._book.changed:
             key = peer_key(message.address)
-            if self._book.link_to(key) is not None:
+            if self._book.peer_at(key) is not None:
                 why = "this peer has an open link already; drop that one before opening another"
                 raise Occupied(why, message.address)
             if isinstance(message, wire.Hello):
@@ -218,14 +218,6 @@ class ChannelLinks:
         self.book.us = PeerAddress(engine_id, epoch, 0, endpoints)
         return self.book.us
 
-    def opened(self, link: Link) -> None:
-        """Greet a peer that has dialled this end."""
-        self.handshake.open(self.book.at(link, dialled=False))
-
-    def beaten(self, peer: Peer, step_age_s: float) -> None:
-        """Note a heartbeat. The engine behind the peer looked at its channel `step_age_s` ago."""
-        peer.stepped_at = self._clock() - step_age_s
-
     def tick(self, step_age_s: float) -> None:
         """Send a heartbeat on every open link, give up the links that are silent, and dial the missing peers."""
         now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
@@ -250,14 +242,13 @@ class ChannelLinks:
     # -- dialling ---------------------------------------------------------------------------------------------------
 
     def connect(self, address: PeerAddress, *, timeout_s: float) -> None:
-        """Open a link; see `KVChannel.connect`."""
         key = peer_key(address)
         if key == peer_key(self.book.us):
             raise TransferError("this is the end's own address; a channel has no link to itself")
         with self._changed:
-            if self.book.link_to(key) is not None:
+            if self.book.peer_at(key) is not None:
                 return
-            is_new = not self.book.is_wanted(key)
+            is_new = key not in self.book.wanted
             wanted = self.book.want(address, timeout_s)
         if timeout_s <= 0:
             self._redial(wanted)
@@ -266,7 +257,7 @@ class ChannelLinks:
             self._reach(wanted, timeout_s)
         except BaseException:
             if is_new:
-                self.book.unwant(key)
+                self.book.wanted.pop(key, None)
             raise
 
     @typed
@@ -303,19 +294,18 @@ class ChannelLinks:
 
     def drop(self, key: PeerKey) -> None:
         """Close the link to this peer, or the one that is being opened, and stop dialling it."""
-        self.book.unwant(key)
+        self.book.wanted.pop(key, None)
         for peer in [peer for peer in self.book.peers() if peer.key == key]:
             peer.fence()
 
     def redial(self) -> None:
         """Dial the missing peers that are due."""
-        for wanted in self.book.wanted():
-            key = peer_key(wanted.address)
-            if self._clock() - wanted.lost_at <= RELINK_S or self.book.link_to(key) is not None:
+        for key, wanted in list(self.book.wanted.items()):
+            if self._clock() - wanted.lost_at <= RELINK_S or self.book.peer_at(key) is not None:
                 self._redial(wanted)
             else:
                 _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
-                self.book.unwant(key)
+                self.book.wanted.pop(key, None)
 
     def _reach(self, wanted: Wanted, timeout_s: float) -> None:
         """Dial until there is a link to the peer, whichever end dialled it."""
@@ -324,9 +314,9 @@ class ChannelLinks:
             problem = self._answer(self._dial(wanted, left), left)
             with self._changed:
                 if isinstance(problem, Occupied):
-                    self._changed.wait_for(lambda: self.book.link_to(key) is not None, REDIAL_S[0])
+                    self._changed.wait_for(lambda: self.book.peer_at(key) is not None, REDIAL_S[0])
                     left -= REDIAL_S[0]
-                if problem is None or self.book.link_to(key) is not None:
+                if problem is None or self.book.peer_at(key) is not None:
                     return
             if not isinstance(problem, Occupied) or left <= 0:
                 raise problem
@@ -342,7 +332,7 @@ class ChannelLinks:
         return problem or TransferError(f"{peer.link.endpoint} did not answer the handshake within {timeout_s} s")
 
     def _is_linked(self, peer: Peer) -> bool:
-        return peer.key is not None and self.book.link_to(peer.key) is not None
+        return peer.key is not None and self.book.peer_at(peer.key) is not None
 
     def _redial(self, wanted: Wanted) -> None:
         """Dial the peer if it is due, without waiting for the answer."""
@@ -361,7 +351,7 @@ class ChannelLinks:
         """
         peer = self.book.at(self._transport.connect(wanted.address.endpoints, timeout_s=timeout_s))
         with self._changed:
-            if self.book.link_to(peer_key(wanted.address)) is not None:
+            if self.book.peer_at(peer_key(wanted.address)) is not None:
                 self.book.refuse(peer, Occupied("the peer has dialled this end meanwhile"))
             elif not self.book.is_current(wanted):
                 self.book.refuse(peer, TransferError("the peer was dropped while it was dialled"))

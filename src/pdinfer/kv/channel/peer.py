@@ -12,12 +12,13 @@ import attrs
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.complaints import Complaints
+from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
-from pdinfer.stats import ChannelStats, PeerStats
+from pdinfer.stats import PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 MAX_PAST = 32
@@ -28,21 +29,27 @@ PAST_S = 120.0
 
 
 @attrs.define(eq=False)
-class PeerCounters:
-    """The counts of one peer. `granted` is set once there has been a room between it and this end. Until then the peer
-    is a guest: this host has given it nothing to do."""
+class Counts:
+    """What moved, with one peer or with all. It changes under the channel's lock."""
 
-    address: PeerAddress
-    granted: bool = False
-    left_at: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
     receive_s: float = 0.0
     frames_dropped: int = 0
+
+
+@attrs.define(eq=False)
+class PeerCounts(Counts):
+    """The counts of one peer. `granted` is set once there has been a room between it and this end. Until then the peer
+    is a guest: this host has given it nothing to do."""
+
+    address: PeerAddress = attrs.field(kw_only=True)
+    granted: bool = False
+    left_at: float = 0.0
     retries: int = 0
 
     def stats(self, *, connected: bool, inflight_bytes: int, window_bytes: int, step_age_s: float | None) -> PeerStats:
-        """Return a snapshot, completed with what the counters do not know."""
+        """Return a snapshot, completed with what the counts do not know."""
         return PeerStats(
             address=self.address,
             connected=connected,
@@ -58,44 +65,31 @@ class PeerCounters:
 
 
 @attrs.define(eq=False)
-class Totals:
-    """The counts of one end over all its peers: the fields of ChannelStats. They change under the channel's lock."""
+class Totals(Counts):
+    """The counts of one end over all its peers: the fields of ChannelStats."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
     writes_sent: int = 0
     writes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
     writes_damaged: int = 0
 
-    def stats(self, peers: tuple[PeerStats, ...]) -> ChannelStats:
-        """Return a snapshot."""
-        return ChannelStats(**attrs.asdict(self), peers=peers)
 
-
-class Ledger(dict[PeerKey, PeerCounters]):
+class Ledger(dict[PeerKey, PeerCounts]):
     """The counts of every peer that is linked or was linked lately, in the order of their latest links."""
 
     def meet(self, address: PeerAddress) -> None:
         """Note that a peer has a link, for the first time or again."""
         key = peer_key(address)
-        counters = self.pop(key, None)
-        if counters is None:
-            counters = PeerCounters(address)
+        counts = self.pop(key, None)
+        if counts is None:
+            counts = PeerCounts(address=address)
         else:
-            counters.retries += 1
-        self[key] = counters
+            counts.retries += 1
+        self[key] = counts
 
     def grant(self, key: PeerKey) -> None:
         """Note that this host has given the peer something to do."""
         if key in self:
             self[key].granted = True
-
-    def leave(self, key: PeerKey, now: float) -> None:
-        """Note that the peer's link is closed."""
-        if key in self:
-            self[key].left_at = now
 
     def forget(self, now: float, kept: Collection[PeerKey]) -> None:
         """Drop the counts of peers that left long ago. Peers in `kept` have a link or are being dialled, and stay."""
@@ -106,7 +100,7 @@ class Ledger(dict[PeerKey, PeerCounters]):
 
     def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
         """Return the peers in `linked` that have been given nothing to do, the longest linked first."""
-        return [key for key, counters in self.items() if not counters.granted and key in linked]
+        return [key for key, counts in self.items() if not counts.granted and key in linked]
 
 
 class Occupied(TransferError):
@@ -149,6 +143,7 @@ class Arriving:
     """A payload of `num_bytes` that was announced at `since` and is on its way into our pages."""
 
     data: wire.Data
+    heads: range
     num_bytes: int
     since: float
 
@@ -209,10 +204,14 @@ class Peer:
         """Whether this end dialled and has no answer yet."""
         return self.asked_for is not None and self.address is None and self.refusal is None
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of frames that wait to be handed to the transport."""
-        return len(self._outbox)
+    def snapshot(self) -> LinkSnapshot:
+        """Return the link as it is now."""
+        return LinkSnapshot(
+            endpoint=self.link.endpoint,
+            address=self.address,
+            num_frames_waiting=len(self._outbox),
+            num_writes_arriving=len(self.arriving),
+        )
 
     def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
         """Begin to put tags on frames, now that both nonces are known."""

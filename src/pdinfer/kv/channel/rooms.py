@@ -131,8 +131,7 @@ class Coverage:
             asked, granted = (layers, tokens, heads), (self.layers, self.tokens, self.heads)
             raise TransferError(f"{self._block(*asked)} is outside the grant's {self._block(*granted)}")
         places = []
-        rows = layers if heads is NO_HEADS else [self._row(layer, head) for layer in layers for head in heads]
-        for row in rows:
+        for row in [self._row(layer, head) for layer in layers for head in heads]:
             ranges = self._announced.setdefault(row, [])
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
@@ -239,9 +238,7 @@ class ReceiverRooms:
     ) -> PageGrant:
         """Announce a payload from a writer. Return the grant that tells where it goes. Raises StaleFrame when the peer
         may not write it."""
-        state = self._rooms.get(room)
-        if state is None or peer not in state.writers or peer in state.handoffs:
-            raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
+        state = self._owed_by(peer, room, "a write")
         state.coverage.announce(layers, tokens, heads)
         if state.first_byte_at is None:
             state.first_byte_at = now
@@ -271,9 +268,7 @@ class ReceiverRooms:
     def finished(self, peer: PeerKey, handoff: Handoff) -> list[PeerKey]:
         """Take a writer's hand-off. Raises StaleFrame when the peer is not a writer of the room or has finished
         before."""
-        state = self._rooms.get(handoff.room)
-        if state is None or peer not in state.writers or peer in state.handoffs:
-            raise StaleFrame(f"a hand-off for room {handoff.room.hex()} that this peer does not owe")
+        state = self._owed_by(peer, handoff.room, "a hand-off")
         num_bytes = _state_bytes(handoff)
         if self._state_bytes + num_bytes > MAX_STATE_BYTES:
             error = TransferError(f"hand-offs brought more than {MAX_STATE_BYTES} bytes of state that nobody has taken")
@@ -285,6 +280,13 @@ class ReceiverRooms:
         elif handoff.status is HandoffStatus.ABORTED:
             return self.stop(handoff.room)
         return []
+
+    def _owed_by(self, peer: PeerKey, room: bytes, what: str) -> _Room:
+        """Return a room that the peer has yet to finish. Raises StaleFrame when there is none."""
+        state = self._rooms.get(room)
+        if state is None or peer not in state.writers or peer in state.handoffs:
+            raise StaleFrame(f"{what} for room {room.hex()}, which this peer does not owe")
+        return state
 
     def stop(self, room: bytes, error: PDInferError | None = None) -> list[PeerKey]:
         """Stop a room that is not wanted any more, for the host's own reason if there is an `error`. Return the writers
