@@ -11,7 +11,7 @@ SHAPES = "test_shapes.py::"
 MUTANTS = [
     Mutant(
         "a rank's first head counts as head 0",
-        "(np.arange(heads.start, heads.stop) - held.start)",
+        "(np.arange(heads.start, heads.stop) - component.axes.heads.start)",
         "np.arange(heads.start, heads.stop)",
         SHAPES + "test_a_payload_means_the_same_in_another_order_page_size_and_slice_of_heads",
     ),

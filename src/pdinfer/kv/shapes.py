@@ -85,6 +85,10 @@ class PageShape(Value):
             raise ValueError(f"a packed page is one piece, and {self.order.value} has one for each head")
 
 
+ONE_HEAD = PageShape(heads=range(1), num_heads=1)
+"""The axes of a component without heads."""
+
+
 def joined(rows: Ints, row_bytes: int) -> list[tuple[int, int]]:
     """Return (offset, length) of the runs of rows that are adjacent in memory. `rows` are the offsets of rows of
     `row_bytes`, in the order of a payload."""
