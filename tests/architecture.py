@@ -160,7 +160,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mooncake", "shm"),
         ("socket", "one_sided"),
         ("stream", "loopback"),
-        ("queuing",),
+        ("budget",),
         ("base",),
     ),
     "kv.transports.stream": (

@@ -190,8 +190,8 @@ MUTANTS = [
     ),
     Mutant(
         "a page may have two keys",
-        "if key in self._pages or page in self._nodes or (parent",
-        "if key in self._pages or (parent",
+        "if key in self.pages or page in self._nodes or (parent",
+        "if key in self.pages or (parent",
         "kv/test_prefix.py::test_a_page_has_one_key",
     ),
     Mutant(

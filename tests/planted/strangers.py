@@ -57,13 +57,13 @@ MUTANTS = [
         "what has left still counts as waiting",
         "                    self._limits.waiting.give(self, self._leaving.cost_bytes)\n",
         "                    pass\n",
-        "test_queuing.py::test_a_link_that_is_read_holds_nothing_in_the_end",
+        "test_budget.py::test_a_link_that_is_read_holds_nothing_in_the_end",
     ),
     Mutant(
         "a link that holds little gives way to one that holds much",
         "if share.num_bytes >= even)",
         "if share.num_bytes >= 0)",
-        "test_queuing.py::test_who_holds_little_or_moves_never_gives_way_first",
+        "test_budget.py::test_who_holds_little_or_moves_never_gives_way_first",
     ),
     Mutant(
         "the answer to an unknown room carries what the peer said",

@@ -85,12 +85,10 @@ class DeviceCopies:
         """Return the contents of `spans`, see `Memory.read`."""
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
-        with on_stream(self._stream):
+        with self._waited_for():
             block_N = self._block(len(host_N))
             self._gather(starts, lengths, block_N)
             host_N.copy_(block_N, non_blocking=True)
-            done = record_event(self._device)
-        _sleep_until(done)
         return _views(host_N, lengths)
 
     def landing(self, spans: Spans) -> Landing:
@@ -106,11 +104,17 @@ class DeviceCopies:
 
     def lasting_block(self, num_bytes: int) -> Tensor:
         """Return memory of the device, uint8 [num_bytes], that a NIC may write: whoever had it before is done."""
+        with self._waited_for():
+            return self._block(num_bytes)
+
+    @contextlib.contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        """Queue on our stream, and wait until that is done."""
         with on_stream(self._stream):
-            block_N = self._block(num_bytes)
+            yield
             done = record_event(self._device)
-        _sleep_until(done)
-        return block_N
+        if done is not None:
+            done.synchronize()
 
     def _block(self, num_bytes: int) -> Tensor:
         """Return uninitialised memory of the device. Called on our stream, whose later blocks may take its place."""
@@ -118,18 +122,14 @@ class DeviceCopies:
 
     def gather(self, spans: Spans, block_N: Tensor) -> None:
         """Copy `spans` to the front of a block of the device. Return when they are there."""
-        with on_stream(self._stream):
+        with self._waited_for():
             self._gather(*_numbers(spans), block_N)
-            done = record_event(self._device)
-        _sleep_until(done)
 
     def scatter(self, spans: Spans, block_N: Tensor) -> None:
         """Copy the front of a block of the device to `spans`, as `landing` does. Return when it is read. The block
         begins at a multiple of WORD_BYTES."""
-        with on_stream(self._stream):
+        with self._waited_for():
             self._scatter(*_numbers(spans), block_N)
-            done = record_event(self._device)
-        _sleep_until(done)
 
     def _gather(self, starts: Ints, lengths: Ints, block_N: Tensor) -> None:
         _wait(self._stream, self._stepped)
@@ -227,11 +227,6 @@ def _wait(stream: torch.Stream | None, *events: torch.Event | None) -> None:
     for event in events:
         if stream is not None and event is not None:
             stream.wait_event(event)
-
-
-def _sleep_until(event: torch.Event | None) -> None:
-    if event is not None:
-        event.synchronize()
 
 
 def _numbers(spans: Spans) -> tuple[Ints, Ints]:

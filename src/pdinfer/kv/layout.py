@@ -62,14 +62,12 @@ class KVComponent(Value):
 
     def strides(self, page_size: int, num_pages: int) -> Strides:
         """Return the strides of its axes in a pool of `num_pages` pages."""
-        return Strides.of(
-            self.axes.order,
-            layers=len(self.layers),
-            pages=num_pages,
-            heads=self.num_heads,
-            tokens=page_size,
-            row_bytes=self.token_bytes,
-        )
+        sizes = {"L": len(self.layers), "B": num_pages, "H": self.num_heads, "N": page_size, "C": self.token_bytes}
+        strides, stride = {}, 1
+        for axis in reversed(self.axes.order.value):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        return Strides(strides["L"], strides["B"], strides["H"], strides["N"])
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of one layer."""

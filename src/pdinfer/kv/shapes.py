@@ -52,16 +52,6 @@ class Strides(NamedTuple):
     head: int
     token: int
 
-    @classmethod
-    def of(cls, order: AxisOrder, *, layers: int, pages: int, heads: int, tokens: int, row_bytes: int) -> Strides:
-        """Return the strides of axes of these sizes, where one token of one head has `row_bytes`."""
-        sizes = {"L": layers, "B": pages, "H": heads, "N": tokens, "C": row_bytes}
-        strides, stride = {}, 1
-        for axis in reversed(order.value):
-            strides[axis] = stride
-            stride *= sizes[axis]
-        return cls(strides["L"], strides["B"], strides["H"], strides["N"])
-
 
 @attrs.frozen(kw_only=True)
 class PageShape(Value):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.peer import Counts, Ledger, Occupied, Peer, Totals, Wanted
+from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounts, Totals, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import KVLayout
@@ -76,10 +76,10 @@ class LinkBook:
             key = None if identity is None else peer_key(identity)
             return next((peer for peer in known if endpoint in peer.endpoints or peer_key(peer) == key), None)
 
-    def peer_at(self, key: PeerKey) -> Peer | None:
+    def peer_at(self, key: PeerKey | None) -> Peer | None:
         """Return the record of the open link to a peer, or None."""
         with self.changed:
-            return self._linked.get(key)
+            return None if key is None else self._linked.get(key)
 
     def granted(self, addresses: Iterable[PeerAddress]) -> list[Peer | None]:
         """Return the records of the open links to these peers, None where there is none. The peers are no longer
@@ -87,7 +87,8 @@ class LinkBook:
         with self.changed:
             keys = list(map(peer_key, addresses))
             for key in keys:
-                self._ledger.grant(key)
+                for counts in self.counts(key):
+                    counts.granted = True
             return list(map(self._linked.get, keys))
 
     def tell(self, key: PeerKey, frame: bytes) -> None:
@@ -185,10 +186,6 @@ class LinkBook:
             if endpoint in wanted.address.endpoints and key != peer_key(now_there):
                 del self.wanted[key]
 
-    def is_current(self, wanted: Wanted) -> bool:
-        """Return whether this is still the current wish for its peer."""
-        return self.wanted.get(peer_key(wanted.address)) is wanted
-
     def is_dialling(self, key: PeerKey) -> bool:
         """Return whether this end is dialling the peer and has no answer yet."""
         with self.changed:
@@ -199,7 +196,7 @@ class LinkBook:
         key = peer_key(wanted.address)
         with self.changed:
             now = self.clock()
-            if not self.is_current(wanted) or key in self._linked or self.is_dialling(key) or now < wanted.due:
+            if self.wanted.get(key) is not wanted or key in self._linked or self.is_dialling(key) or now < wanted.due:
                 return False
             low, high = REDIAL_S
             wanted.due = now + min(high, low * 2.0**wanted.attempts)
@@ -213,7 +210,7 @@ class LinkBook:
 
     # -- what it tells ----------------------------------------------------------------------------------------------
 
-    def counts(self, key: PeerKey) -> list[Counts]:
+    def counts(self, key: PeerKey) -> list[PeerCounts]:
         """Return the counts of a peer, if it is or was linked. They are to be changed under the lock."""
         return [self._ledger[key]] if key in self._ledger else []
 
@@ -227,10 +224,16 @@ class LinkBook:
         each."""
         with self.changed:
             return tuple(
-                counts.stats(
+                PeerStats(
+                    address=counts.address,
                     connected=key in self._linked,
+                    bytes_sent=counts.bytes_sent,
+                    bytes_received=counts.bytes_received,
+                    mb_per_s=counts.bytes_received / 1e6 / counts.receive_s if counts.receive_s else 0.0,
                     inflight_bytes=inflight.get(key, 0),
                     window_bytes=window_bytes,
+                    retries=counts.retries,
+                    frames_dropped=counts.frames_dropped,
                     step_age_s=self._step_age_s(key),
                 )
                 for key, counts in self._ledger.items()

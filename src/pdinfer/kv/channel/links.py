@@ -275,11 +275,7 @@ class ChannelLinks:
                     return linked
             if occupied is not None and left <= 0:
                 raise occupied
-            peer = self.book.at(self._transport.connect(anyone.endpoints, timeout_s=max(0.0, left)))
-            with self._changed:
-                peer.asked_for = anyone
-                has_session = peer.has_session
-            self._introduce(peer, has_session)
+            peer = self._dial(anyone, max(0.0, left))
             problem = self._answer(peer, max(0.0, left))
             if problem is None and peer.address is not None:
                 with self._changed:
@@ -311,7 +307,7 @@ class ChannelLinks:
         """Dial until there is a link to the peer, whichever end dialled it."""
         key, left = peer_key(wanted.address), timeout_s
         while True:
-            problem = self._answer(self._dial(wanted, left), left)
+            problem = self._answer(self._dial(wanted.address, left, wanted), left)
             with self._changed:
                 if isinstance(problem, Occupied):
                     self._changed.wait_for(lambda: self.book.peer_at(key) is not None, REDIAL_S[0])
@@ -324,46 +320,39 @@ class ChannelLinks:
     def _answer(self, peer: Peer, timeout_s: float) -> PDInferError | None:
         """Wait for the end of the handshake. Return None when the link is open; otherwise close it and return why."""
         with self._changed:
-            self._changed.wait_for(lambda: not peer.is_pending or self._is_linked(peer), timeout_s)
+            self._changed.wait_for(lambda: not peer.is_pending or self.book.peer_at(peer.key) is not None, timeout_s)
             if peer.address is not None:
                 return None
             problem = peer.refusal
         self.book.abandon(peer)
         return problem or TransferError(f"{peer.link.endpoint} did not answer the handshake within {timeout_s} s")
 
-    def _is_linked(self, peer: Peer) -> bool:
-        return peer.key is not None and self.book.peer_at(peer.key) is not None
-
     def _redial(self, wanted: Wanted) -> None:
         """Dial the peer if it is due, without waiting for the answer."""
         if not self.book.begin_redial(wanted):
             return
         try:
-            self._dial(wanted, 0.0)
+            self._dial(wanted.address, 0.0, wanted)
         except TransferError as error:
             _log.info("a peer cannot be dialled: %s", error)
 
-    def _dial(self, wanted: Wanted, timeout_s: float) -> Peer:
-        """Dial the peer and return the record of the link.
+    def _dial(self, address: PeerAddress, timeout_s: float, wanted: Wanted | None = None) -> Peer:
+        """Dial a peer, because of a wish if there is one, and return the record of the link.
 
         The peer's first frame may arrive before `connect` returns and it is known who should answer. So this end
         introduces itself from the thread that comes second: this one, or the one that reads that frame.
         """
-        peer = self.book.at(self._transport.connect(wanted.address.endpoints, timeout_s=timeout_s))
+        key, peer = peer_key(address), self.book.at(self._transport.connect(address.endpoints, timeout_s=timeout_s))
         with self._changed:
-            if self.book.peer_at(peer_key(wanted.address)) is not None:
+            if self.book.peer_at(key) is not None:
                 self.book.refuse(peer, Occupied("the peer has dialled this end meanwhile"))
-            elif not self.book.is_current(wanted):
+            elif wanted is not None and self.book.wanted.get(key) is not wanted:
                 self.book.refuse(peer, TransferError("the peer was dropped while it was dialled"))
             if peer.refusal is not None:
                 return peer
-            peer.asked_for = wanted.address
+            peer.asked_for = address
             has_session = peer.has_session
-        self._introduce(peer, has_session)
-        return peer
-
-    def _introduce(self, peer: Peer, has_session: bool) -> None:
-        """Begin the handshake of a link that this end dialled."""
         self.handshake.open(peer)
         if has_session:
             self.handshake.introduce(peer)
+        return peer

@@ -18,7 +18,6 @@ from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
-from pdinfer.stats import PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 MAX_PAST = 32
@@ -48,21 +47,6 @@ class PeerCounts(Counts):
     left_at: float = 0.0
     retries: int = 0
 
-    def stats(self, *, connected: bool, inflight_bytes: int, window_bytes: int, step_age_s: float | None) -> PeerStats:
-        """Return a snapshot, completed with what the counts do not know."""
-        return PeerStats(
-            address=self.address,
-            connected=connected,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
-            mb_per_s=self.bytes_received / 1e6 / self.receive_s if self.receive_s else 0.0,
-            inflight_bytes=inflight_bytes,
-            window_bytes=window_bytes,
-            retries=self.retries,
-            frames_dropped=self.frames_dropped,
-            step_age_s=step_age_s,
-        )
-
 
 @attrs.define(eq=False)
 class Totals(Counts):
@@ -85,11 +69,6 @@ class Ledger(dict[PeerKey, PeerCounts]):
         else:
             counts.retries += 1
         self[key] = counts
-
-    def grant(self, key: PeerKey) -> None:
-        """Note that this host has given the peer something to do."""
-        if key in self:
-            self[key].granted = True
 
     def forget(self, now: float, kept: Collection[PeerKey]) -> None:
         """Drop the counts of peers that left long ago. Peers in `kept` have a link or are being dialled, and stay."""

@@ -77,15 +77,10 @@ def unpack_ints(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
-def check_packed(name: str, data: bytes) -> None:
-    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints."""
-    if len(data) % 4:
-        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
-
-
 def check_ids(name: str, data: bytes) -> None:
     """Raise ValueError, which refuses the message, unless `data` is a packed list of ints that are not negative."""
-    check_packed(name, data)
+    if len(data) % 4:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
     if data and np.frombuffer(data, dtype="<i4").min() < 0:
         raise ValueError(f"{name} holds an id below 0")
 

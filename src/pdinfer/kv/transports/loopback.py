@@ -20,8 +20,16 @@ import attrs
 from pdinfer.checks import typed
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.queuing import Message, QueuingTransport, WriteMessage
+from pdinfer.kv.transports.base import (
+    Link,
+    Message,
+    QueuingTransport,
+    Receiver,
+    Transfer,
+    WriteMessage,
+    check_arriving,
+    check_placed,
+)
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"
@@ -32,31 +40,15 @@ class Interrupted(TransferError):
 
 
 class LoopbackHub:
-    """The ends that can be reached in this process. Every transport of one hub sees every other. Safe from any thread.
+    """The transports that can be reached in this process, by endpoint. Every transport of one hub sees every other.
 
     `lock` guards the hub and the links of all its transports, and is never held during a callback.
     """
 
     def __init__(self) -> None:
         self.lock = new_lock()
-        self._numbers = itertools.count()
-        self._transports: dict[str, LoopbackTransport] = {}
-
-    def add(self, transport: LoopbackTransport) -> str:
-        """Return the endpoint at which `transport` is found from now on. Called with the lock held, like the other
-        methods."""
-        endpoint = f"{SCHEME}{next(self._numbers)}"
-        self._transports[endpoint] = transport
-        return endpoint
-
-    def remove(self, endpoint: str) -> None:
-        self._transports.pop(endpoint, None)
-
-    def find(self, endpoint: str) -> LoopbackTransport:
-        """Return the transport at `endpoint`. Raise TransferError when there is none."""
-        if endpoint not in self._transports:
-            raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
-        return self._transports[endpoint]
+        self.numbers = itertools.count()
+        self.transports: dict[str, LoopbackTransport] = {}
 
 
 @attrs.define(eq=False)
@@ -206,7 +198,8 @@ class LoopbackTransport(QueuingTransport):
 
     def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         with self._hub.lock:
-            self._endpoint = self._hub.add(self)
+            self._endpoint = f"{SCHEME}{next(self._hub.numbers)}"
+            self._hub.transports[self._endpoint] = self
         return (self._endpoint,)
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
@@ -214,7 +207,8 @@ class LoopbackTransport(QueuingTransport):
         if endpoint is None:
             raise TransferError(f"a loopback transport cannot reach {list(endpoints)}; it needs {SCHEME}<n>")
         with self._hub.lock:
-            other = self._hub.find(endpoint)
+            if (other := self._hub.transports.get(endpoint)) is None:
+                raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
             ours, theirs = self.new_end(endpoint), other.new_end(self._endpoint)
             ours.changed = theirs.changed
             ours.peer, theirs.peer = theirs, ours
@@ -255,7 +249,7 @@ class LoopbackTransport(QueuingTransport):
     def close(self) -> None:
         with self._hub.lock:
             self._closed = True
-            self._hub.remove(self._endpoint)
+            self._hub.transports.pop(self._endpoint, None)
             links = list(self._links)
         for link in links:
             self.fence(link)

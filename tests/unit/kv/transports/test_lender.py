@@ -7,8 +7,7 @@ import torch
 
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memfd import CAN_SHARE
-from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.queuing import WriteMessage
+from pdinfer.kv.transports.base import Transfer, WriteMessage
 from pdinfer.kv.transports.shm.sender import Lender
 from pdinfer.kv.view import PageMemory
 

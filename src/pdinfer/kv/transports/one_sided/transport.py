@@ -22,7 +22,8 @@ from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transport
+from pdinfer.kv.transports.base import Link, Message, QueuingTransport, Receiver, Transport, WriteMessage
+from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
@@ -36,7 +37,6 @@ from pdinfer.kv.transports.one_sided.ring import (
     SignalMemory,
 )
 from pdinfer.kv.transports.one_sided.writer import RingWriter
-from pdinfer.kv.transports.queuing import MAX_WAITING_BYTES, Budget, Message, QueuingTransport, WriteMessage
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 4 << 20

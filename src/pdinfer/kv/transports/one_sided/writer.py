@@ -21,10 +21,10 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
+from pdinfer.kv.transports.budget import Budget
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal, take
-from pdinfer.kv.transports.queuing import Budget, Message, WriteMessage
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3

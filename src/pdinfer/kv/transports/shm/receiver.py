@@ -27,8 +27,7 @@ from pdinfer.kv.digests.fused import FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
-from pdinfer.kv.transports.base import Link, Receiver, check_arriving, check_placed
-from pdinfer.kv.transports.queuing import WriteMessage
+from pdinfer.kv.transports.base import WriteMessage, check_arriving
 from pdinfer.kv.transports.shm.sender import (
     COUNT,
     PIECE_BYTES,
@@ -39,27 +38,21 @@ from pdinfer.kv.transports.shm.sender import (
     packed_spans,
 )
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
-from pdinfer.kv.transports.stream.payloads import check_digest, check_digested
+from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2
+DESCRIPTOR_BYTES = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 COPY_SPEED = 4
 """How much faster a copy is than a socket: the divisor of what a copy costs of a link's turn."""
 
 
 @attrs.define(eq=False)
-class MappedPayloads:
+class MappedPayloads(Payloads):
     """One link's payloads through shared memory. `pool` is the memfd that holds `memory`, if one does."""
 
-    descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
-
-    _link: Link
-    _memory: Memory
-    _receiver: Receiver
-    _digest: bool = attrs.field(kw_only=True)
     _pool: Memfd | None = attrs.field(kw_only=True)
     _lender: Lender = attrs.field(init=False)
-    _closed: bool = False
     _descriptors: list[int] = attrs.field(factory=list)
     _control: PeerMemfd | None = None
     _source: PeerMemfd | None = None
@@ -89,6 +82,10 @@ class MappedPayloads:
     def wants_turn(self) -> bool:
         return self._tells or self._lender.can_go_on
 
+    @property
+    def descriptor_bytes(self) -> int:
+        return DESCRIPTOR_BYTES
+
     def took(self, descriptors: list[int]) -> None:
         self._descriptors += descriptors
         if len(self._descriptors) > NUM_DESCRIPTORS:
@@ -107,7 +104,7 @@ class MappedPayloads:
                 raise TransferError(f"{self._link.endpoint} sent a {kind.name} message where none belongs")
 
     def shut(self, error: TransferError) -> None:
-        self._closed = True
+        super().shut(error)
         self._lender.revoke(error)
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -133,16 +130,12 @@ class MappedPayloads:
 
     def _write(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Copy a payload to where the receiver wants it, and verify it."""
-        check_digested(self._link, header, required=self._digest)
         if self._source is None:
             raise TransferError(f"{self._link.endpoint} sent a write and has shared no memory")
-        frame = yield from read(header.frame_bytes)
         num_bytes = header.payload_bytes
-        spans = self._receiver.place(self._link, frame, num_bytes)
+        frame, spans = yield from self._placed(header, read)
         if self._closed:
             return
-        if spans is not None:
-            check_placed(self._link, spans, self._memory, num_bytes)
         targets = None if spans is None else self._targets(spans, head + frame if header.digested else None, num_bytes)
         missing = num_bytes
         while missing:
@@ -158,7 +151,7 @@ class MappedPayloads:
         if targets is None:
             return
         self._check_revoked()
-        error = None if targets.digest is None else check_digest(self._link, num_bytes, said, targets.digest)
+        error = None if targets.digest is None else self._verified(num_bytes, said, targets.digest)
         if error is None:
             targets.commit()
         self._receiver.placed(self._link, frame, error)

@@ -23,8 +23,7 @@ from pdinfer.kv.digests.fused import FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.queuing import WriteMessage
+from pdinfer.kv.transports.base import Transfer, WriteMessage
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, digest_bytes
 
 RING_BYTES = 8 << 20

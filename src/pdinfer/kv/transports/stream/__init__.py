@@ -10,5 +10,5 @@
 
 Tested by tests/conformance/test_socket_transport.py; door and turns by tests/unit/kv/transports.
 
-May import: kv.memory, kv.transports.base, kv.transports.queuing, process, the ground.
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
 """

@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator, Iterator
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.transports.base import Link, Receiver, check_arriving
-from pdinfer.kv.transports.queuing import Limits, Message, WriteMessage
+from pdinfer.kv.transports.base import Link, Message, Receiver, WriteMessage, check_arriving
+from pdinfer.kv.transports.budget import Limits
 from pdinfer.kv.transports.stream.endpoints import complete_dial
 from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import Payloads

@@ -16,15 +16,8 @@ from collections.abc import Callable, Sequence
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver
-from pdinfer.kv.transports.queuing import (
-    MAX_ARRIVING_BYTES,
-    MAX_WAITING_BYTES,
-    Budget,
-    Limits,
-    Message,
-    QueuingTransport,
-)
+from pdinfer.kv.transports.base import Link, Message, QueuingTransport, Receiver
+from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.door import Acceptor, Door, Strangers
 from pdinfer.kv.transports.stream.endpoints import Addresses, Listener, dial
@@ -40,7 +33,7 @@ class StreamTransport(QueuingTransport):
     this transport moves.
 
     `strangers` limits how many accepted links may exist without being trusted, and for how long. All links together may
-    hold no more frames, waiting to be sent or arrived in part, than `kv.transports.queuing` says: past that limit the
+    hold no more frames, waiting to be sent or arrived in part, than `kv.transports.budget` says: past that limit the
     link that stands still is closed.
     """
 
