@@ -144,7 +144,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("transports", "events"),
         ("pool", "view"),
         ("copies",),
-        ("memory", "prefix", "memfd", "digests"),
+        ("memory", "prefix", "memfd", "fused"),
         ("layout",),
         ("shapes",),
     ),
@@ -155,7 +155,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("peer", "rooms", "offers"),
         ("wire", "snapshot", "complaints"),
     ),
-    "kv.digests": (("fused",),),
     "kv.transports": (
         ("mooncake", "shm"),
         ("socket", "one_sided"),

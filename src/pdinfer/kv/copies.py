@@ -82,7 +82,6 @@ class DeviceCopies:
             self._stepped = record_event(self._device)
 
     def read(self, spans: Spans) -> list[memoryview]:
-        """Return the contents of `spans`, see `Memory.read`."""
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
         with self._waited_for():
@@ -92,7 +91,6 @@ class DeviceCopies:
         return _views(host_N, lengths)
 
     def landing(self, spans: Spans) -> Landing:
-        """Return where to write what arrives for `spans`, see `Memory.landing`."""
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
 

@@ -61,7 +61,6 @@ class KVComponent(Value):
         return len(self.axes.heads)
 
     def strides(self, page_size: int, num_pages: int) -> Strides:
-        """Return the strides of its axes in a pool of `num_pages` pages."""
         sizes = {"L": len(self.layers), "B": num_pages, "H": self.num_heads, "N": page_size, "C": self.token_bytes}
         strides, stride = {}, 1
         for axis in reversed(self.axes.order.value):
@@ -70,7 +69,6 @@ class KVComponent(Value):
         return Strides(strides["L"], strides["B"], strides["H"], strides["N"])
 
     def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of a page of one layer."""
         return page_size * self.num_heads * self.token_bytes
 
     def part_of(self, layers: range) -> range:

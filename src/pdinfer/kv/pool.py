@@ -177,7 +177,6 @@ class PagePool(OfOneProcess):
         return tuple(self._generations[page] for page in pages)
 
     def states(self, pages: Sequence[int]) -> tuple[PageState, ...]:
-        """Return the state of each page."""
         return tuple(map(self._state, pages))
 
     def num_users(self, page: int) -> int:
@@ -209,12 +208,10 @@ class PagePool(OfOneProcess):
             self._index.use(page)
 
     def is_kept(self, page: int) -> bool:
-        """Whether the page is in the prefix index."""
         return page in self._index
 
     @property
     def keys(self) -> Collection[bytes]:
-        """The keys of all pages in the prefix index."""
         return self._index.pages.keys()
 
     def watch(self, watcher: PageWatcher) -> None:

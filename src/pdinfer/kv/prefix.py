@@ -122,7 +122,6 @@ class PrefixIndex:
         return len(self._resting)
 
     def find(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """Return the pages of the longest known beginning of `keys`."""
         pages = []
         for key in keys:
             if (page := self.pages.get(key)) is None:

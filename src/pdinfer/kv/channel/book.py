@@ -65,7 +65,6 @@ class LinkBook:
             return peer
 
     def peers(self) -> list[Peer]:
-        """Return the records of all links, open or not."""
         with self.changed:
             return list(self._by_link.values())
 
@@ -215,7 +214,6 @@ class LinkBook:
         return [self._ledger[key]] if key in self._ledger else []
 
     def forget_past(self, now: float) -> None:
-        """Drop the counts of peers that left long ago."""
         with self.changed:
             self._ledger.forget(now, self._linked.keys() | self.wanted.keys())
 
@@ -240,7 +238,6 @@ class LinkBook:
             )
 
     def snapshot(self) -> tuple[LinkSnapshot, ...]:
-        """Return a snapshot of every link, open or not."""
         with self.changed:
             return tuple(peer.snapshot() for peer in self._by_link.values())
 

@@ -294,12 +294,10 @@ class KVChannel(OfOneProcess):
         return float("inf") if self.transport.ticks else self.links.book.redial_in_s()
 
     def redial(self) -> None:
-        """Dial the lost peers that are due."""
         if self.redial_in_s() <= 0:
             self.links.redial()
 
     def wake(self) -> None:
-        """Wake those who wait for news."""
         with self._changed:
             self._changed.notify_all()
         for listener in self._listeners:

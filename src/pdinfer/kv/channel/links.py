@@ -295,7 +295,6 @@ class ChannelLinks:
             peer.fence()
 
     def redial(self) -> None:
-        """Dial the missing peers that are due."""
         for key, wanted in list(self.book.wanted.items()):
             if self._clock() - wanted.lost_at <= RELINK_S or self.book.peer_at(key) is not None:
                 self._redial(wanted)

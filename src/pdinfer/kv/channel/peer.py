@@ -184,7 +184,6 @@ class Peer:
         return self.asked_for is not None and self.address is None and self.refusal is None
 
     def snapshot(self) -> LinkSnapshot:
-        """Return the link as it is now."""
         return LinkSnapshot(
             endpoint=self.link.endpoint,
             address=self.address,
@@ -225,7 +224,6 @@ class Peer:
             write.complete(Transfer(0, done=True, error=broken))
 
     def post(self, frame: bytes, write: Write | None = None) -> None:
-        """Queue a frame and flush."""
         self.queue(frame, write)
         self.flush()
 
@@ -255,7 +253,6 @@ class Peer:
                 raise
 
     def fence(self) -> None:
-        """Close the link."""
         self.transport.fence(self.link)
 
     def _next(self) -> tuple[bytes, Write | None] | None:

@@ -62,7 +62,6 @@ class Tombstones:
             yield from rooms
 
     def has(self, peer: Hashable, room: bytes) -> bool:
-        """Return whether the peer has aborted the room."""
         return room in self._rooms.get(peer, ())
 
     def bury(self, peer: Hashable, room: bytes, now: float) -> None:
@@ -79,7 +78,6 @@ class Tombstones:
             self._pop_oldest(most)
 
     def decay(self, now: float) -> None:
-        """Forget the tombstones older than TOMBSTONE_S."""
         for peer in list(self._rooms):
             while (rooms := self._rooms.get(peer)) and next(iter(rooms.values())) < now - TOMBSTONE_S:
                 self._pop_oldest(peer)
@@ -120,7 +118,6 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every token of every head of every layer has arrived."""
         return self._num_missing == 0
 
     def announce(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
@@ -146,7 +143,6 @@ class Coverage:
             _insert(ranges, at, tokens)
 
     def arrive(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
-        """Note that an announced block has arrived and verified."""
         self._num_missing -= len(layers) * len(tokens) * len(heads)
 
     def _block(self, layers: range, tokens: range, heads: range) -> str:
@@ -195,11 +191,9 @@ class _Room:
     stopping_since: float | None = None
 
     def owing(self) -> list[PeerKey]:
-        """Return the writers that have not finished."""
         return [writer for writer in self.writers if writer not in self.handoffs]
 
     def snapshot(self) -> ExpectedRoom:
-        """Return the room as it is now."""
         stopped = ExpectedState.STOPPED if self.stopped else ExpectedState.OPEN
         return ExpectedRoom(
             state=stopped if self.fault is None else ExpectedState.DAMAGED,
@@ -335,7 +329,6 @@ class ReceiverRooms:
         return len(self._settled)
 
     def snapshot(self) -> dict[bytes, ExpectedRoom]:
-        """Return the rooms that have not settled."""
         return {room: state.snapshot() for room, state in self._rooms.items()}
 
     def _settle(self, state: _Room) -> None:
@@ -421,7 +414,6 @@ class SenderRooms:
                 self._stops.setdefault(room, error)
 
     def finish(self, room: bytes) -> None:
-        """Forget a room that this end has finished."""
         self._rooms.pop(room, None)
         self._stops.pop(room, None)
 
@@ -437,7 +429,6 @@ class SenderRooms:
         return len(self._stops)
 
     def snapshot(self) -> dict[bytes, AcceptedState]:
-        """Return the state of every room that is remembered."""
         states = dict.fromkeys(self.tombstones.rooms(), AcceptedState.TOMBSTONE)
         states.update(dict.fromkeys((room for room, _ in self._owed), AcceptedState.TURNED_AWAY))
         stopping, is_open = AcceptedState.STOPPING, AcceptedState.OPEN

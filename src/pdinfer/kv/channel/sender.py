@@ -22,7 +22,7 @@ from pdinfer.kv.channel.offers import DECLINED, Offers
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
-from pdinfer.kv.layout import KVLayout, Spans, common
+from pdinfer.kv.layout import Spans, common
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
@@ -34,9 +34,9 @@ come: what leaves ahead of it is not waited for when prefill is done. Below that
 
 @attrs.define(eq=False)
 class PushGroup:
-    """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination.
-    `heads` are those pushed, None where pages have none. `shares` are those of them that each destination gets, and
-    `bytes_to` how much that is."""
+    """A push, or several of one room with the same tokens and consecutive layers, which become one write to each
+    destination. `heads` are those pushed, None where pages have none. `shares` are those of them that each destination
+    gets, and `bytes_to` how much that is."""
 
     grant: PageGrant
     layers: range
@@ -44,28 +44,33 @@ class PushGroup:
     heads: range | None
     shares: Mapping[PeerKey, range | None]
     pages: tuple[int, ...]
-    transfer: Transfer = attrs.field(factory=lambda: Transfer(0))
-    bytes_to: Counter[PeerKey] = attrs.field(factory=Counter)
-    ready: list[Callable[[], None]] = attrs.field(factory=list)
+    transfer: Transfer
+    bytes_to: Counter[PeerKey]
+    ready: list[Callable[[], None]]
     num_writes: int = 0
     error: TransferError | None = None
 
-    def joins(self, layers: range, tokens: range, heads: range | None, pages: Sequence[int]) -> bool:
-        """Return whether these layers continue the group."""
-        same = self.tokens == tokens and self.heads == heads and self.layers.stop == layers.start
-        return same and self.pages == tuple(pages)
+    def is_continued_by(self, push: PushGroup) -> bool:
+        same = self.tokens == push.tokens and self.heads == push.heads and self.layers.stop == push.layers.start
+        return same and self.pages == push.pages
+
+    def join(self, push: PushGroup) -> None:
+        self.layers = range(self.layers.start, push.layers.stop)
+        self.transfer.num_bytes += push.transfer.num_bytes
+        self.bytes_to += push.bytes_to
+        self.ready += push.ready
 
     def wait_ready(self) -> None:
-        """Wait until the pages may be read."""
         for wait in self.ready:
             wait()
 
 
 @attrs.define(eq=False)
 class Pushes:
-    """The groups of one end. Methods take the lock of `changed`, which is notified when bytes have left."""
+    """The groups of one end, for pages with these `layers`. Methods take the lock of `changed`, which is notified when
+    bytes have left."""
 
-    _layout: KVLayout
+    _layers: range
     _changed: threading.Condition
     _open: dict[bytes, PushGroup] = attrs.field(factory=dict)
     _writing: Counter[bytes] = attrs.field(factory=Counter)
@@ -73,35 +78,19 @@ class Pushes:
     _unsent: set[Transfer] = attrs.field(factory=set)
     _inflight: Counter[PeerKey] = attrs.field(factory=Counter)
 
-    def add(
-        self,
-        grant: PageGrant,
-        layers: range,
-        tokens: range,
-        pages: Sequence[int],
-        ready: Callable[[], None] | None,
-        heads: range | None,
-        shares: Mapping[PeerKey, range | None],
-    ) -> tuple[Transfer, list[PushGroup]]:
+    def add(self, push: PushGroup) -> tuple[Transfer, list[PushGroup]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
         full: list[PushGroup] = []
         with self._changed:
-            group = self._open.get(grant.room)
-            if group is not None and not group.joins(layers, tokens, heads, pages):
-                full.append(self._take(group))
-                group = None
-            if group is None:
-                group = self._open[grant.room] = PushGroup(grant, layers, tokens, heads, shares, tuple(pages))
-                self._unsent.add(group.transfer)
-            group.layers = range(group.layers.start, layers.stop)
-            group.transfer.num_bytes += self._layout.payload_bytes(layers, tokens, heads)
-            for key, share in group.shares.items():
-                num_bytes = self._layout.payload_bytes(layers, tokens, share)
-                group.bytes_to[key] += num_bytes
-                self._inflight[key] += num_bytes
-            if ready is not None:
-                group.ready.append(ready)
-            num_missing = self._layout.layers.stop - layers.stop
+            self._inflight += push.bytes_to
+            group = self._open.get(push.grant.room)
+            if group is not None and group.is_continued_by(push):
+                group.join(push)
+            else:
+                full += [] if group is None else [self._take(group)]
+                group = self._open[push.grant.room] = push
+                self._unsent.add(push.transfer)
+            num_missing = self._layers.stop - push.layers.stop
             if not num_missing or group.transfer.num_bytes >= GROUP_BYTES // (1 if num_missing > 1 else 4):
                 full.append(self._take(group))
         return group.transfer, full
@@ -175,7 +164,7 @@ class HandoffSender:
         """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
         self._rooms = SenderRooms()
         self._offers = Offers(self._takes_offers)
-        self.pushes = Pushes(self._pool.layout, self._changed)
+        self.pushes = Pushes(self._pool.layout.layers, self._changed)
 
     # -- what a host asks for: see `KVChannel` ----------------------------------------------------------------------
 
@@ -214,12 +203,23 @@ class HandoffSender:
             read = pages[tokens.start // size : -(-tokens.stop // size)]
             if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
                 raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
-        transfer, groups = self.pushes.add(grant, layers, tokens, pages, ready, heads, self._shares(grant, heads))
+        shares, layout = self._shares(grant, heads), self._pool.layout
+        push = PushGroup(
+            grant,
+            layers,
+            tokens,
+            heads,
+            shares,
+            tuple(pages),
+            Transfer(layout.payload_bytes(layers, tokens, heads)),
+            Counter({key: layout.payload_bytes(layers, tokens, share) for key, share in shares.items()}),
+            [] if ready is None else [ready],
+        )
+        transfer, groups = self.pushes.add(push)
         self._write(groups)
         return transfer
 
     def flush(self) -> None:
-        """Send what waits for more layers to travel with."""
         self._write(self.pushes.flush())
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
@@ -289,7 +289,6 @@ class HandoffSender:
             self._offers.lost(key)
 
     def tick(self, now: float) -> None:
-        """Forget the tombstones that are old enough."""
         with self._changed:
             self._rooms.tombstones.decay(now)
 
@@ -306,7 +305,6 @@ class HandoffSender:
         return bool(self._rooms.num_stops or self._offers)
 
     def rooms(self) -> Mapping[bytes, AcceptedState]:
-        """Return the state of every room that is remembered."""
         return self._rooms.snapshot()
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -298,11 +298,9 @@ class FrameMac:
         return 8 if self.key is None else MAX_TAG_BYTES
 
     def sign(self, frame: bytes) -> bytes:
-        """Return the frame with its tag behind it."""
         return frame + self._next_tag(frame)
 
     def verify(self, tagged: bytes) -> bytes:
-        """Return the frame without its tag. Raises TransferError when it is not the next frame of the link."""
         frame, tag = tagged[: -self.tag_bytes], tagged[-self.tag_bytes :]
         if not hmac.compare_digest(tag, self._next_tag(frame)):
             what = "the peer's key differs, or " if self.key is not None else ""

@@ -40,7 +40,6 @@ class Budget(Generic[H]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held now."""
         return self._num_bytes
 
     def take(self, holder: H, num_bytes: int) -> H | None:
@@ -73,7 +72,6 @@ class Budget(Generic[H]):
                 del self._shares[holder]
 
     def drop(self, holder: H) -> None:
-        """Forget a holder that is gone."""
         with self._lock:
             share = self._shares.pop(holder, None)
             self._num_bytes -= 0 if share is None else share.num_bytes

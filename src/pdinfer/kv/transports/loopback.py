@@ -241,7 +241,6 @@ class LoopbackTransport(QueuingTransport):
             end.wait_gone()
 
     def cut(self) -> None:
-        """Close every link after an interrupt, which may have left them in any state."""
         for end in list(self._links.values()):
             end.cut()
             end.wait_gone()

@@ -36,6 +36,12 @@ def grant_of(room: int, destinations: tuple[PeerAddress, ...]) -> PageGrant:
     )
 
 
+def push_of(grant: PageGrant, layers: range, tokens: range) -> PushGroup:
+    num_bytes, keys = LAYOUT.payload_bytes(layers, tokens), [*map(peer_key, grant.destinations)]
+    shares, bytes_to = dict.fromkeys(keys), Counter(dict.fromkeys(keys, num_bytes))
+    return PushGroup(grant, layers, tokens, None, shares, grant.pages, Transfer(num_bytes), bytes_to, [])
+
+
 @attrs.define(eq=False)
 class Room:
     """What the machine knows of a room: the writes that still read its pages, and the transfer of its end."""
@@ -52,7 +58,7 @@ class PushesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pushes = Pushes(LAYOUT, threading.Condition(threading.RLock()))
+        self.pushes = Pushes(LAYOUT.layers, threading.Condition(threading.RLock()))
         self.rooms: list[Room] = []
         self.pushed: dict[Transfer, int] = {}
         self.failed: set[Transfer] = set()
@@ -77,15 +83,7 @@ class PushesMachine(RuleBasedStateMachine):
         before = sender.GROUP_BYTES
         sender.GROUP_BYTES = 1 if alone else before
         try:
-            transfer, groups = self.pushes.add(
-                room.grant,
-                range(layer, layer + 1),
-                tokens,
-                room.grant.pages,
-                None,
-                None,
-                dict.fromkeys(map(peer_key, room.grant.destinations)),
-            )
+            transfer, groups = self.pushes.add(push_of(room.grant, range(layer, layer + 1), tokens))
         finally:
             sender.GROUP_BYTES = before
         room.layer = (layer + 1) % LAYERS.stop
@@ -158,5 +156,5 @@ TestPushes = PushesMachine.TestCase
 
 @given(st.integers(0, 3))
 def test_an_end_without_writes_is_done(num_destinations: int) -> None:
-    ends = Pushes(LAYOUT, threading.Condition(threading.RLock()))
+    ends = Pushes(LAYOUT.layers, threading.Condition(threading.RLock()))
     assert ends.end(grant_of(0, PEERS[:num_destinations]).room).done

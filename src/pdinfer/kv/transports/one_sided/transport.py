@@ -165,7 +165,6 @@ class RingTransport(QueuingTransport):
         self._close_engine()
 
     def _close_engine(self) -> None:
-        """Close an engine that is not shared."""
         if self._engine is not self._segment:
             self._engine.close()
 

@@ -23,7 +23,7 @@ import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.digests.fused import FusedCopy, FusedDigest, loops_for
+from pdinfer.kv.fused import FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
@@ -114,7 +114,6 @@ class MappedPayloads(Payloads):
                 memfd.close()
 
     def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
-        """Map what the peer shows."""
         size = yield from _body(header, COUNT.size, read)
         if self._source is not None or len(self._descriptors) != NUM_DESCRIPTORS:
             raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
@@ -223,7 +222,6 @@ class _FusedTargets:
     digest: FusedDigest | None
 
     def copy(self, source: PeerMemfd, section: _Section) -> None:
-        """Copy the pieces in one call."""
         self._copies.take(source.address, section.spans)
 
     def commit(self) -> None:
@@ -272,7 +270,6 @@ class _Targets:
         self._rest = rest
 
     def _view(self) -> memoryview:
-        """Return what is to be filled next."""
         if self._next == len(self._landing.views):
             self._landing.commit()
             self._landing, self._next = next(self._landings), 0

@@ -19,7 +19,7 @@ import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.digests.fused import FusedDigest, loops_for
+from pdinfer.kv.fused import FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
@@ -71,7 +71,6 @@ class Lender:
         return 0 < self._awaited <= RING_BYTES - (self._named - self._copied)
 
     def parts(self, message: WriteMessage) -> Iterator[Buffers | None]:
-        """Yield what goes on the wire for a write, or None while the ring is full."""
         if message.ready is not None:
             message.ready()
         if self._revoked:
@@ -126,14 +125,12 @@ class Lender:
             self._settle()
 
     def _section_bytes(self) -> tuple[int, int]:
-        """Return how long sections are at first and at most."""
         if self._ring is not None:
             return STAGED_SECTION_BYTES, STAGED_SECTION_BYTES
         is_waited_for = self._named - self._copied < DIGESTED_SECTION_BYTES[0]
         return DIGESTED_SECTION_BYTES if self._digest and is_waited_for else (SECTION_BYTES, SECTION_BYTES)
 
     def _new_digest(self, start: bytes, num_bytes: int) -> xxhash.xxh3_64 | FusedDigest | None:
-        """Return what digests a payload, None when nothing is to."""
         if not self._digest:
             return None
         loops = None if self._pool is None else loops_for(num_bytes)

@@ -109,7 +109,6 @@ class StreamConnection:
 
     @property
     def wants_turn(self) -> bool:
-        """Whether arrivals have made something to send."""
         return self._payloads.wants_turn
 
     def transmit(self) -> bool:

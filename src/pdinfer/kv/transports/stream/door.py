@@ -188,7 +188,6 @@ class Acceptor:
         self._io.pause_listening(now + PACE_S)
 
     def sweep(self) -> None:
-        """Close the links of strangers that sent no whole message in time."""
         for connection, limit_s in self._door.late(self._clock()):
             reason = f"{connection.link.endpoint} sent no whole message for {limit_s:g} s and is not trusted"
             self._io.shut(connection, TransferError(reason))

@@ -128,7 +128,6 @@ class Buffers:
 
     @property
     def num_left(self) -> int:
-        """Bytes that are still to be moved."""
         return self._ends[-1] - self._position if self._ends else 0
 
     def fill(self, data: memoryview) -> int:
@@ -188,7 +187,6 @@ class Ahead:
         self._data = self.scratch[:num_bytes]
 
     def move(self, part: Buffers) -> None:
-        """Fill the front of a part that is wanted."""
         self._data = self._data[part.fill(self._data) :]
 
     def read(self, num_bytes: int) -> Generator[Buffers, None, bytes]:

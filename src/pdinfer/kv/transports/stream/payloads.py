@@ -109,7 +109,6 @@ class InlinePayloads(Payloads):
         message.transfer.complete()
 
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
-        """Read a write's payload to where the receiver wants it, and verify it."""
         check_arriving(self._link, header.frame_bytes, is_write=True)
         if header.kind is not MessageKind.WRITE:
             raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
