@@ -153,7 +153,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("links", "sender", "receiver"),
         ("book", "comparing"),
         ("peer", "rooms", "offers"),
-        ("wire", "snapshot", "complaints"),
+        ("wire", "snapshot"),
     ),
     "kv.transports": (
         ("mooncake", "shm"),

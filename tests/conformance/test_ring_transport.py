@@ -18,7 +18,7 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Landing
+from pdinfer.kv.memory import Landing, take
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.kv.transports.one_sided.block import HostBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
@@ -29,7 +29,6 @@ from pdinfer.kv.transports.one_sided.ring import (
     RingOffer,
     Signal,
     SignalMemory,
-    take,
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport

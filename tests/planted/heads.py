@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank of decode is sent every head",
-        "heads if heads is None or peer is None else common(heads, peer.heads)",
+        "heads if peer is None else common(heads, peer.heads)",
         "heads",
         CHANNEL + "test_every_byte_lands_between_ranks_with_other_heads",
     ),

@@ -142,7 +142,7 @@ class KVLayout(Value):
     @property
     def by_token(self) -> bool:
         """Whether payloads out of these pages hold token by token all heads, and not head by head all tokens."""
-        return self.components[0].axes.order.by_token
+        return self.shape is not None and self.shape.order.by_token
 
     @property
     def lookahead(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -75,19 +76,26 @@ class Pages(Protocol):
         the transport's thread too."""
 
 
+def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
+    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
+    taken = []
+    while num_bytes:
+        offset, length = spans.popleft()
+        if length > num_bytes:
+            spans.appendleft((offset + num_bytes, length - num_bytes))
+            length = num_bytes
+        taken.append((offset, length))
+        num_bytes -= length
+    return taken
+
+
 def in_blocks(spans: Spans, memory: Memory) -> Iterator[Spans]:
     """Cut spans into parts of at most `memory.block_bytes`, at least one part."""
-    left = memory.block_bytes
-    if left == memory.num_bytes or sum(length for _, length in spans) <= left:
+    if memory.block_bytes == memory.num_bytes:  # on the host, where a write may have thousands of spans
         yield spans
         return
-    part: Spans = []
-    for offset, length in spans:
-        while length >= left:
-            yield [*part, (offset, left)]
-            offset, length, part, left = offset + left, length - left, [], memory.block_bytes
-        if length:
-            part.append((offset, length))
-            left -= length
-    if part:
-        yield part
+    rest, missing = deque(spans), sum(length for _, length in spans)
+    while missing > memory.block_bytes:
+        yield take(rest, memory.block_bytes)
+        missing -= memory.block_bytes
+    yield list(rest)

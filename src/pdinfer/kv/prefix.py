@@ -100,19 +100,16 @@ class _Node:
     children: dict[int, None] = attrs.field(factory=dict)
 
 
+@attrs.define(eq=False)
 class PrefixIndex:
     """A tree of pages by key. A page is *resting* while no request uses it. Resting pages are evicted, the longest at
     rest first, but never before the pages that continue them: those could not be found any more. `pages` are the pages
     by key. `removed` is told the key of every page that leaves."""
 
-    def __init__(self, removed: Callable[[bytes], None] = lambda _: None) -> None:
-        self._removed = removed
-        self.pages: dict[bytes, int] = {}
-        self._nodes: dict[int, _Node] = {}
-        self._resting: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+    _removed: Callable[[bytes], None] = lambda _: None
+    pages: dict[bytes, int] = attrs.field(factory=dict)
+    _nodes: dict[int, _Node] = attrs.field(factory=dict)
+    _resting: OrderedDict[int, None] = attrs.field(factory=OrderedDict)
 
     def __contains__(self, page: int) -> bool:
         return page in self._nodes

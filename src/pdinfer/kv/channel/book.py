@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounts, Totals, Wanted
+from pdinfer.kv.channel.peer import Complaints, Ledger, Occupied, Peer, PeerCounts, Totals, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import KVLayout

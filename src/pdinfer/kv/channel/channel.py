@@ -28,7 +28,8 @@ from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.links import ChannelLinks
+from pdinfer.kv.channel.book import LinkBook
+from pdinfer.kv.channel.links import ChannelLinks, Handshake
 from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.snapshot import ChannelSnapshot
@@ -76,23 +77,19 @@ class KVChannel(OfOneProcess):
         self._clock = clock
         self._changed = threading.Condition(new_lock())
         self._listeners: list[Callable[[], None]] = []
-        self.links = ChannelLinks(
-            transport,
-            pool.layout,
-            self._changed,
-            tensors=getattr(pool, "tensors", NO_TENSORS),
-            key=key,
-            clock=clock,
-            random_bytes=random_bytes,
-        )
-        self.sender = HandoffSender(pool, self.links.book, self.wake, takes_offers=takes_offers)
-        self.receiver = HandoffReceiver(pool, self.links.book, self.wake)
+        book = LinkBook(transport, self._changed, clock=clock, random_bytes=random_bytes)
+        handshake = Handshake(book, pool.layout, getattr(pool, "tensors", NO_TENSORS), key)
+        self.links = ChannelLinks(transport, book, handshake)
+        self.sender = HandoffSender(pool, book, self.wake, takes_offers=takes_offers)
+        self.receiver = HandoffReceiver(pool, book, self.wake)
         self.looked_at = clock()
         self.in_doubt = False
         self.is_closed = False
         self.engine: weakref.ref[object] | None = None
         self.arrivals = ChannelArrivals(self, authenticates=key is not None)
-        self.address = self.links.register(pool.memory, self.arrivals)
+        engine_id, epoch = random_bytes(16), int.from_bytes(random_bytes(7), "little")
+        endpoints = transport.register(pool.memory, self.arrivals)
+        self.address = book.us = PeerAddress(engine_id, epoch, 0, endpoints)
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""

@@ -9,8 +9,6 @@ for RELINK_S.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from functools import partial
 
 import attrs
@@ -24,8 +22,7 @@ from pdinfer.kv.channel.comparing import MAX_COMPARES, answer, found, is_findabl
 from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Receiver, Transport
+from pdinfer.kv.transports.base import Transport
 from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -188,35 +185,14 @@ class Handshake:
 
 
 class ChannelLinks:
-    """The links of one channel: it opens, keeps and closes those in `book`. `changed` is the channel's condition; see
-    `LinkBook`."""
+    """The links of one channel: it opens, keeps and closes those in `book`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: KVLayout,
-        changed: threading.Condition,
-        *,
-        tensors: TensorDigests,
-        key: bytes | None,
-        clock: Callable[[], float],
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self.book = LinkBook(transport, changed, clock=clock, random_bytes=random_bytes)
-        self.handshake = Handshake(self.book, layout, tensors, key)
+    def __init__(self, transport: Transport, book: LinkBook, handshake: Handshake) -> None:
+        self.book = book
+        self.handshake = handshake
         self._transport = transport
-        self._changed = changed
-        self._clock = clock
-        self._random_bytes = random_bytes
-
-    # -- links that come, live and go -------------------------------------------------------------------------------
-
-    def register(self, memory: Memory, receiver: Receiver) -> PeerAddress:
-        """Start receiving. Return what peers need to reach and recognise this end, which is new every time."""
-        engine_id, epoch = self._random_bytes(16), int.from_bytes(self._random_bytes(7), "little")
-        endpoints = self._transport.register(memory, receiver)
-        self.book.us = PeerAddress(engine_id, epoch, 0, endpoints)
-        return self.book.us
+        self._changed = book.changed
+        self._clock = book.clock
 
     def tick(self, step_age_s: float) -> None:
         """Send a heartbeat on every open link, give up the links that are silent, and dial the missing peers."""

@@ -3,7 +3,9 @@ that is to be dialled."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -11,7 +13,6 @@ import attrs
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.complaints import Complaints
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout, Spans
@@ -25,6 +26,34 @@ MAX_PAST = 32
 them."""
 PAST_S = 120.0
 """How long such a peer appears there: twice as long as a lost peer is dialled."""
+
+MAX_WARNINGS = 20
+"""How many are logged in each WINDOW_S. The rest are counted."""
+WINDOW_S = 10.0
+
+_log = logging.getLogger("pdinfer")
+
+
+@attrs.define
+class Complaints:
+    """A logger of warnings that stops after MAX_WARNINGS in one window. The next window begins with the number of those
+    that were left out."""
+
+    clock: Callable[[], float] = time.monotonic
+    _since: float = -WINDOW_S
+    _num: int = 0
+
+    def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
+        """Log as `Logger.warning` does. May be called from any thread; a race miscounts by one."""
+        now = self.clock()
+        if now - self._since >= WINDOW_S:
+            unsaid = self._num - MAX_WARNINGS
+            self._since, self._num = now, 0
+            if unsaid > 0:
+                _log.warning("%d more warnings about peers were not logged", unsaid)
+        self._num += 1
+        if self._num <= MAX_WARNINGS:
+            _log.warning(text, *values, exc_info=exc_info)
 
 
 @attrs.define(eq=False)

@@ -311,10 +311,11 @@ class HandoffSender:
 
     def _shares(self, grant: PageGrant, heads: range | None) -> dict[PeerKey, range | None]:
         """Return those of `heads` that each destination of a grant holds, all of them for one that is lost."""
-        peers = {key: self._book.peer_at(key) for key in map(peer_key, grant.destinations)}
-        return {
-            key: heads if heads is None or peer is None else common(heads, peer.heads) for key, peer in peers.items()
-        }
+        keys = list(map(peer_key, grant.destinations))
+        if heads is None:
+            return dict.fromkeys(keys)
+        peers = zip(keys, map(self._book.peer_at, keys), strict=True)
+        return {key: heads if peer is None else common(heads, peer.heads) for key, peer in peers}
 
     def _write(self, groups: Iterable[PushGroup]) -> None:
         """Hand joined pushes to the transport, one write per destination."""

@@ -20,7 +20,7 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Landing, Memory
+from pdinfer.kv.memory import Landing, Memory, take
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
 from pdinfer.kv.transports.one_sided.block import RingBlock
 
@@ -150,19 +150,6 @@ class SignalMemory:
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         raise ConfigError("the stream beside an engine runs between processes")
-
-
-def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
-    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
-    taken = []
-    while num_bytes:
-        offset, length = spans.popleft()
-        if length > num_bytes:
-            spans.appendleft((offset + num_bytes, length - num_bytes))
-            length = num_bytes
-        taken.append((offset, length))
-        num_bytes -= length
-    return taken
 
 
 @attrs.define(eq=False)

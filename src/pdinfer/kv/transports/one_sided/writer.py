@@ -20,11 +20,11 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, take
 from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
-from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal, take
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3

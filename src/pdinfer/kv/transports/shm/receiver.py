@@ -18,12 +18,13 @@ import socket
 import struct
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from typing import ClassVar
 
 import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.fused import FusedCopy, FusedDigest, loops_for
+from pdinfer.kv.fused import SPAN_BYTES, FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
@@ -33,16 +34,14 @@ from pdinfer.kv.transports.shm.sender import (
     PIECE_BYTES,
     REVOKED,
     SECTION_BYTES,
-    SPAN_BYTES,
     Lender,
     packed_spans,
 )
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read, framed
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2
-DESCRIPTOR_BYTES = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 COPY_SPEED = 4
 """How much faster a copy is than a socket: the divisor of what a copy costs of a link's turn."""
 
@@ -50,6 +49,8 @@ COPY_SPEED = 4
 @attrs.define(eq=False)
 class MappedPayloads(Payloads):
     """One link's payloads through shared memory. `pool` is the memfd that holds `memory`, if one does."""
+
+    descriptor_bytes: ClassVar[int] = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 
     _pool: Memfd | None = attrs.field(kw_only=True)
     _lender: Lender = attrs.field(init=False)
@@ -76,15 +77,11 @@ class MappedPayloads(Payloads):
             return None
         self._tells = False
         self._told = self._copied
-        return Buffers([memoryview(Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(self._copied))])
+        return Buffers([memoryview(framed(MessageKind.COPIED, COUNT.pack(self._copied)))])
 
     @property
     def wants_turn(self) -> bool:
         return self._tells or self._lender.can_go_on
-
-    @property
-    def descriptor_bytes(self) -> int:
-        return DESCRIPTOR_BYTES
 
     def took(self, descriptors: list[int]) -> None:
         self._descriptors += descriptors

@@ -24,7 +24,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Transfer, WriteMessage
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, digest_bytes
+from pdinfer.kv.transports.stream.framing import Buffers, Digest, Header, MessageKind, digest_bytes, framed
 
 RING_BYTES = 8 << 20
 STAGED_SECTION_BYTES = 2 << 20
@@ -39,7 +39,6 @@ SECTION_SPANS = 4096
 PIECE_BYTES = 72 << 10
 """Bytes that are copied and digested at once: still in the core's cache, and below the size from which xxhash releases
 the interpreter lock, which a busy host gives back 5 ms later."""
-SPAN_BYTES = 16
 COUNT = struct.Struct("<Q")
 REVOKED = 1
 DIRECT_BYTES = 1 << 16
@@ -115,7 +114,7 @@ class Lender:
                 self._awaited = 0
                 spans = packed_spans(self._staged(self._ring, views, num_bytes))
             self._named += num_bytes
-            part += [Header(MessageKind.SPANS, len(spans)).packed(), spans]
+            part.append(framed(MessageKind.SPANS, spans))
             if self._named == self._begun:
                 part.append(_trailer(digest))
             yield b"".join(part), num_bytes
@@ -148,7 +147,7 @@ class Lender:
             for memfd in (self._control, source):
                 descriptors.append(memfd.readable())
                 opened.callback(os.close, descriptors[-1])
-            size = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(source.num_bytes)
+            size = framed(MessageKind.SHARE, COUNT.pack(source.num_bytes))
             yield Buffers([memoryview(size)], descriptors=descriptors)
 
     def _staged(self, ring: Memfd, views: Sequence[memoryview], num_bytes: int) -> Spans:
@@ -190,7 +189,7 @@ class Lender:
 
 def _trailer(digest: Digest | None) -> bytes:
     """Return the message behind the last section of a write, none without a digest."""
-    return b"" if digest is None else Header(MessageKind.DIGEST, DIGEST_BYTES).packed() + digest_bytes(digest)
+    return b"" if digest is None else framed(MessageKind.DIGEST, digest_bytes(digest))
 
 
 def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:

@@ -19,7 +19,16 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Link, Message, Receiver, WriteMessage, check_arriving
 from pdinfer.kv.transports.budget import Limits
 from pdinfer.kv.transports.stream.endpoints import complete_dial
-from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
+from pdinfer.kv.transports.stream.framing import (
+    AHEAD_BYTES,
+    HEADER,
+    IOV_MAX,
+    Ahead,
+    Buffers,
+    Header,
+    MessageKind,
+    framed,
+)
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
@@ -87,7 +96,7 @@ class StreamConnection:
         if isinstance(message, WriteMessage):
             data = self._payloads.whole(message)
         else:
-            data = _packed(message) if len(message.frame) <= DIRECT_BYTES else None
+            data = framed(MessageKind.FRAME, message.frame) if len(message.frame) <= DIRECT_BYTES else None
         if data is None:
             return False
         sent = 0
@@ -231,7 +240,7 @@ class StreamConnection:
             if message is None:
                 yield urgent
             elif rest or not isinstance(message, WriteMessage):
-                yield Buffers([memoryview(rest or _packed(message))])
+                yield Buffers([memoryview(rest or framed(MessageKind.FRAME, message.frame))])
             else:
                 for part in self._payloads.outgoing(message):
                     if urgent := self._payloads.urgent():
@@ -264,7 +273,3 @@ class StreamConnection:
         data = yield from self._ahead.read(num_bytes)
         self._limits.arriving.give(self, num_bytes)
         return data
-
-
-def _packed(message: Message) -> bytes:
-    return Header(MessageKind.FRAME, len(message.frame)).packed() + message.frame

@@ -83,6 +83,11 @@ class Header:
         return cls(known, frame_bytes, payload_bytes, bool(flags))
 
 
+def framed(kind: MessageKind, body: bytes) -> bytes:
+    """Return a message that has no payload."""
+    return Header(kind, len(body)).packed() + body
+
+
 class Digest(Protocol):
     """A digest of what a write has carried so far."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from typing import ClassVar
 
 import attrs
 import xxhash
@@ -22,6 +23,9 @@ SCRATCH_BYTES = 1 << 16
 class Payloads(ABC):
     """How the payloads of one link travel, with digests or without. Called in the I/O thread. A TransferError closes
     the link. What stands below `shut` is for payloads that do not travel on the stream."""
+
+    descriptor_bytes: ClassVar[int] = 0
+    """Room for the descriptors that a message may carry as ancillary data."""
 
     _link: Link
     _memory: Memory
@@ -55,11 +59,6 @@ class Payloads(ABC):
     def wants_turn(self) -> bool:
         """Whether arrivals have made something to send."""
         return False
-
-    @property
-    def descriptor_bytes(self) -> int:
-        """Room for the descriptors that a message may carry as ancillary data."""
-        return 0
 
     def took(self, descriptors: list[int]) -> None:
         """Take over descriptors that came with what has just arrived, or before it; they are ours to close."""
