@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "what waits for a peer that does not read is not bounded",
         "            if self.num_bytes <= self._limit_bytes:\n",
-        "            if self._num_bytes <= 1 << 60:\n",
+        "            if self.num_bytes <= 1 << 60:\n",
         "test_hostile_peers.py::test_a_peer_that_lives_and_does_not_read_loses_its_link",
     ),
     Mutant(

@@ -7,7 +7,7 @@
     prefix.py     which cached page holds which tokens
     events.py     which pages can be found, told as vLLM tells it
     memory.py     a pool's bytes, on any device
-    copies.py     what moves bytes to and from a device, beside its compute
+    copies.py     what moves bytes to and from a device while it computes
     memfd.py      memory that another process may read
     fused.py      payloads copied and digested in one pass, by the loops of fused.c
     view.py       the bytes as tensors

@@ -1,4 +1,4 @@
-"""Copies between a pool on a device and the host, or another pool of that device, beside what computes there.
+"""Copies between a pool on a device and the host, or another pool of that device, while that computes.
 
     read        pool ── gather ──► one block ── one copy ──► page-locked host memory
     landing     page-locked host memory ── one copy ──► one block ── scatter ──► pool
@@ -7,10 +7,10 @@
 They run on a stream of the pool's own, in the order in which they were asked for, and only `read` waits for them.
 Events order them with the steps of a model:
 
-- what a push reads is read behind the event that its step recorded after the layer (`computed`), and behind all steps
+- what a push reads is read after the event that its step recorded after the layer (`computed`), and after all steps
   before;
-- a step begins behind all that was committed or copied before, whatever stream its host uses (`step`);
-- what arrives is written behind the last step, of which some may still be queued.
+- a step begins after all that was committed or copied before, whatever stream its host uses (`step`);
+- what arrives is written after the last step, of which some may still be queued.
 
 Page-locked memory is torch's, which keeps what is freed and gives it out again, but not before copies from it are done.
 """
@@ -68,7 +68,7 @@ class DeviceCopies:
         self._stepped: torch.Event | None = None
 
     def computed(self) -> Callable[[], None]:
-        """Return what lets the pool be read behind what this thread has queued so far, without a wait."""
+        """Return what lets the pool be read after what this thread has queued so far, without a wait."""
         event = record_event(self._device)
         return lambda: _wait(self._stream, event)
 
@@ -221,7 +221,7 @@ def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[Cop
 
 
 def _wait(stream: torch.Stream | None, *events: torch.Event | None) -> None:
-    """Let what is queued on `stream` from now on begin behind `events`."""
+    """Let what is queued on `stream` from now on begin after `events`."""
     for event in events:
         if stream is not None and event is not None:
             stream.wait_event(event)

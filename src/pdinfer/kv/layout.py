@@ -240,7 +240,7 @@ class KVLayout(Value):
     def _rows(
         self, component: KVComponent, strides: Strides, slots: tuple[Ints, Ints], heads: range, by_token: bool
     ) -> tuple[Ints, int]:
-        """Return the offsets, behind the first byte of a layer, of the smallest units in the order of a payload, and
+        """Return the offsets, after the first byte of a layer, of the smallest units in the order of a payload, and
         their bytes: those of a token of one head, or of a page when pages are packed."""
         page, within = slots
         if component.axes.packed:

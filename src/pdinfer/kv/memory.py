@@ -49,11 +49,11 @@ class Memory(Protocol):
 
 
 class Pages(Protocol):
-    """What a channel asks of the pages behind it. A `PagePool` has all of it, and so may the pages of another engine:
+    """What a channel asks of its pages. A `PagePool` has all of it, and so may the pages of another engine:
     accounts of who uses which page are not the channel's business.
 
     `layout` says what the bytes mean, and `memory` holds them: for each (component, layer), component first, one region
-    of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages behind them are scratch, and
+    of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages after them are scratch, and
     the two numbers are equal where there is none. A pool of a model whose weights were read also has their `tensors`
     (`identity.TensorDigests`): the channel names those that differ from a peer's.
     """

@@ -106,7 +106,7 @@ class PagePool(OfOneProcess):
 
     @property
     def memory_pages(self) -> int:
-        """The pages of `memory`: those of the pool, and behind them the scratch page, which no request ever gets. What
+        """The pages of `memory`: those of the pool, and after them the scratch page, which no request ever gets. What
         steps compute only to have an even shape is written there."""
         return self.num_pages + 1
 

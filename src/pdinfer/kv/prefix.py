@@ -25,7 +25,7 @@ from pdinfer.values import Value
 
 
 def digest(*fields: bytes) -> bytes:
-    """Return SHA-256 over `fields`, each behind its length: without lengths, salt "org_1" before "2345" would hash as
+    """Return SHA-256 over `fields`, each after its length: without lengths, salt "org_1" before "2345" would hash as
     "org_12345" before nothing. A collision would serve one user's context to another, so a fast hash will not do."""
     hashed = hashlib.sha256()
     for field in fields:

@@ -86,7 +86,7 @@ class PageMemory:
         return flat.view(self.num_pages, self.layout.page_size, component.width)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread runs a step over the pages: behind what has arrived in them."""
+        """Return a context in which this thread runs a step over the pages: after what has arrived in them."""
         return contextlib.nullcontext() if self.copies is None else self.copies.step()
 
     def computed(self) -> Callable[[], None] | None:

@@ -182,7 +182,7 @@ class KVChannel(OfOneProcess):
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
-        """Finish a room with this writer's hand-off, behind all its pushes. ABORTED is allowed at any time. When the
+        """Finish a room with this writer's hand-off, after all its pushes. ABORTED is allowed at any time. When the
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
         hand-off's state is too long to travel; the room stays open then."""
         with self._in_doubt_after():

@@ -122,7 +122,7 @@ class Occupied(TransferError):
 
 @attrs.define(eq=False)
 class Write:
-    """The payload behind a frame; see `Transport.write`. `then` is called exactly once, whatever happens."""
+    """The payload of a frame; see `Transport.write`. `then` is called exactly once, whatever happens."""
 
     source: Spans
     ready: Callable[[], None] | None
@@ -161,7 +161,7 @@ class Peer:
     """The other end of `link`: its `address` once the handshake is done, or the reason why it is not welcome
     (`refusal`). Between the two, while both ends look for a tensor that differs, `difference` is what is known of the
     reason, and `num_compared` how often the peer has told of tensors. `stepped_at` is the time, by our clock, when the
-    engine behind it last looked at its channel.
+    engine of that end last looked at its channel.
 
     `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock.
     """
@@ -259,7 +259,7 @@ class Peer:
     def flush(self) -> None:
         """Send what is queued, unless another thread is doing so. No lock is held while the transport is called: it may
         call back, or deliver to an end that posts to this one. A frame that the transport cannot send closes the link,
-        since no frame behind a missing one verifies."""
+        since no frame after a missing one verifies."""
         with self._lock:
             if self._posting:
                 return

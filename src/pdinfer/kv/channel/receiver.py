@@ -82,7 +82,7 @@ class HandoffReceiver:
     # -- what arrives -----------------------------------------------------------------------------------------------
 
     def place(self, peer: Peer, frame: bytes, num_bytes: int, now: float) -> Spans | None:
-        """Return where the payload behind the frame goes, None when its room is over."""
+        """Return where the payload of a frame goes, None when its room is over."""
         message = wire.decode(peer.verify(frame))
         if not isinstance(message, wire.Data):
             raise TransferError(f"a payload was announced by a {type(message).__name__} frame")

@@ -41,7 +41,7 @@ MAX_PIECES = 64
 """The most ranges of a layer's tokens with gaps between them, per writer of a room. Honest writers leave one or two,
 since they send in the order of the tokens."""
 MAX_STATE_BYTES = 16 << 20
-"""The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
+"""The most state that hand-offs may bring next to KV, over all rooms that have not been taken."""
 NO_HEADS = range(1)
 """The heads of pages without a head axis, for counting."""
 

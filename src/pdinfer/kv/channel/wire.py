@@ -3,7 +3,7 @@
 Unknown fields are ignored within a major version, so fields may be added at the end. A feature that a peer must
 understand goes into `Hello.required`. Long lists of ints travel as packed little-endian int32.
 
-The tag behind each frame makes a link's frames one sequence that cannot be broken unnoticed. It covers the session (the
+The tag after each frame makes a link's frames one sequence that cannot be broken unnoticed. It covers the session (the
 nonces of both ends), the direction, and the frame's number, which is counted and never sent. So the check fails at the
 next frame, and the link is closed, when a frame was lost, doubled, reordered, altered, replayed from another session or
 reflected. Without a key the tag is xxh3_64 and finds accidents. With a key it is HMAC-SHA256, which only an end that
@@ -166,7 +166,7 @@ class Data(msgspec.Struct, tag="data", omit_defaults=True):
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """A writer's hand-off of a room, behind all of its payloads."""
+    """A writer's hand-off of a room, after all of its payloads."""
 
     handoff: Handoff
 
@@ -186,7 +186,7 @@ class Offer(msgspec.Struct, tag="offer"):
 
 class Beat(msgspec.Struct, tag="beat"):
     """A heartbeat, sent by both ends all the time: a link without heartbeats is dead. `step_age_s` is how long ago the
-    engine behind the sending end looked at its channel, so that a host that hangs can be told from one that is gone."""
+    engine of the sending end looked at its channel, which tells a host that hangs from one that is gone."""
 
     step_age_s: Seconds
 

@@ -11,7 +11,7 @@ sender never names an address of its peer.
                     Transfer.done              receiver.placed(link, frame, error)
 
 `source` and `where` are spans, each in the memory of its own end; see `kv/memory.py`. A transport may call `place` when
-the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits behind it.
+the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Transport(Protocol):
         opening (it takes frames already), and a link that cannot be opened is `closed` with the reason."""
 
     def send(self, link: Link, frame: bytes) -> None:
-        """Queue a control frame behind everything sent before, without blocking. A closed link swallows the frame.
+        """Queue a control frame after everything sent before, without blocking. A closed link swallows the frame.
         Raise ConfigError for a frame that no transport carries.
 
         A peer may live and not read, so what waits must be bounded. Past the bound, close a link or raise
@@ -146,7 +146,7 @@ class Transport(Protocol):
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Queue a frame and the payload at `source` in our memory, without blocking. `ready` is called before the
-        payload is read, in the thread that reads it; for pages on a device it puts the reading behind what writes them.
+        payload is read, in the thread that reads it; for pages on a device it puts the reading after what writes them.
         An exception from `ready` closes the link, since what follows the lost write would be misread. On a closed link
         the transfer is done, with an error. Raise ConfigError as `send` does, and for a source outside our memory.
         `then` is called with the transfer when it is done, from the thread that moved the bytes.
@@ -169,7 +169,7 @@ class Transport(Protocol):
         return True
 
     def cut(self) -> None:
-        """Close every link after a call that was interrupted at any line. The channel fences each link behind that,
+        """Close every link after a call that was interrupted at any line. The channel fences each link after that,
         which is enough where such a call leaves nothing half changed."""
         return
 

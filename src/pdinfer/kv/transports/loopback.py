@@ -176,7 +176,7 @@ class _End:
 class LoopbackTransport(QueuingTransport):
     """Moves frames and bytes between engines of one process, found through `hub`.
 
-    A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A
+    A write is done when `write` returns, unless it had to wait for a delivery of its link that was under way. A
     callback may fence its own link. Fencing from inside a callback a link to which another thread is delivering waits
     for that thread.
     """

@@ -25,7 +25,7 @@ from pdinfer.kv.transports.base import Link, Receiver, check_placed
 from pdinfer.kv.transports.one_sided.block import RingBlock
 
 PROBE_BYTES = 64
-"""Room behind the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
+"""Room after the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
 MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
@@ -44,7 +44,7 @@ class Signal(enum.IntEnum):
     CREDIT = 5
     """That slot is free again, as a Credit."""
     ALIVE = 6
-    """Nothing; it only keeps the link from looking dead while frames wait behind a write."""
+    """Nothing; it only keeps the link from looking dead while frames wait after a write."""
 
 
 @attrs.frozen
@@ -126,7 +126,7 @@ class Credit:
 
 
 class SignalMemory:
-    """The memory of the stream beside the engine: a `Signal` of value k travels as k bytes of it, whose contents mean
+    """The memory of the stream next to the engine: a `Signal` of value k travels as k bytes of it, whose contents mean
     nothing.
 
     So frames pass as they are, under the limits that the stream has for them anyway, and everything that concerns rings

@@ -246,7 +246,7 @@ class RingTransport(QueuingTransport):
                 writer.credited(Credit.parse(frame).slot)
 
     def tick(self) -> None:
-        """Tell peers that this end lives while a frame waits behind a write, since such a frame cannot."""
+        """Tell peers that this end lives while a frame waits after a write, since such a frame cannot."""
         with self._lock:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:

@@ -57,7 +57,7 @@ class _Part:
 class RingWriter:
     """The sending direction of a link: frames and writes leave in the order in which they were queued.
 
-    `send` and `say` queue on the stream beside the engine and never block; `fail` closes the link. Any thread may call
+    `send` and `say` queue on the stream next to the engine and never block; `fail` closes the link. Any thread may call
     the public methods, which do not block. A transfer is done when its bytes are gathered.
     """
 
@@ -112,7 +112,7 @@ class RingWriter:
         return True
 
     def give_up(self) -> None:
-        """Close the link: too much waits behind a write that the peer does not take."""
+        """Close the link: too much waits for a write that the peer does not take."""
         self._fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
 
     def offered(self, ring: RingOffer) -> None:

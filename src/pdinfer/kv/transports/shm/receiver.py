@@ -153,7 +153,7 @@ class MappedPayloads(Payloads):
         self._receiver.placed(self._link, frame, error)
 
     def _targets(self, spans: Spans, start: bytes | None, num_bytes: int) -> _Targets | _FusedTargets:
-        """Return where a payload goes. It is digested behind `start`, unless that is None."""
+        """Return where a payload goes. It is digested after `start`, unless that is None."""
         loops = None if self._pool is None else loops_for(num_bytes)
         if loops is None or self._pool is None:
             return _Targets(spans, self._memory, None if start is None else xxhash.xxh3_64(start))

@@ -31,7 +31,7 @@ STAGED_SECTION_BYTES = 2 << 20
 """The part of a payload that is staged and named at once, so that a ring holds several."""
 DIGESTED_SECTION_BYTES = 4 << 20, 8 << 20
 """The part that is named at once when it is digested where it lies, at first and at most. The sender digests a section
-while the receiver copies the one before; each is twice as long, since each costs both ends the same time beside it."""
+while the receiver copies the one before; each is twice as long, since each costs both ends the same time besides."""
 SECTION_BYTES = 16 << 20
 """The same without a digest, or while the receiver still has a first section to copy. It is the most that a receiver
 accepts."""
@@ -188,7 +188,7 @@ class Lender:
 
 
 def _trailer(digest: Digest | None) -> bytes:
-    """Return the message behind the last section of a write, none without a digest."""
+    """Return the message after the last section of a write, none without a digest."""
     return b"" if digest is None else framed(MessageKind.DIGEST, digest_bytes(digest))
 
 

@@ -74,7 +74,7 @@ class StreamConnection:
         self._filling = next(self._incoming)
 
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
-        """Put `message` behind the others, and call `wake` when there were none. Return False when the link is closed.
+        """Put `message` after the others, and call `wake` when there were none. Return False when the link is closed.
         Any thread may call it. A small message with nothing before it leaves at once, since waking the I/O thread takes
         longer than sending. When too much waits, some link is closed: this one or another."""
         with self._lock:

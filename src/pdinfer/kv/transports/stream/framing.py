@@ -103,7 +103,7 @@ class Buffers:
     """Host buffers that a socket empties or fills from the front, however the kernel cuts them.
 
     `digest`, when given, is fed every byte just after the kernel has read or written it. `descriptors` leave with the
-    first byte. `weight` is how many bytes were moved to make this part, beside its own. With `payload`, every byte that
+    first byte. `weight` is how many bytes were moved to make this part. With `payload`, every byte that
     arrives shows that the peer is alive. Without it only the last byte does: a damaged length would otherwise be waited
     for as long as the peer sends anything. False when nothing is left.
     """

@@ -1,4 +1,4 @@
-"""How the payloads of a link's writes travel: the part of a connection that transports differ in. Here, behind their
+"""How the payloads of a link's writes travel: the part of a connection that transports differ in. Here, after their
 frames."""
 
 from __future__ import annotations
