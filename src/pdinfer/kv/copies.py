@@ -25,12 +25,12 @@ from typing import Protocol
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing
+from pdinfer.kv.shapes import Ints
 from pdinfer.process.locks import new_lock
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import current_stream, new_stream, on_stream, record_event
@@ -40,8 +40,6 @@ BLOCK_BYTES = 8 << 20
 
 WORD_BYTES = 8
 """The most bytes that a thread of the device copies at once."""
-
-Ints = npt.NDArray[np.int64]
 
 
 class PageOps(Protocol):

@@ -166,18 +166,20 @@ class KVLayout(Value):
         first one begins with `first_token`."""
         if self.shape is None:
             if heads is not None:
-                raise ConfigError(f"heads {_text(heads)} are asked for, and these pages have no heads")
+                raise ConfigError(f"heads {text_of(heads)} are asked for, and these pages have no heads")
             return None
         held, size = self.shape.heads, self.page_size
         asked = held if heads is None else heads
         if common(asked, held) != asked:
-            raise ConfigError(f"heads {_text(asked)} are asked for, and these pages hold {_text(held)}")
+            raise ConfigError(f"heads {text_of(asked)} are asked for, and these pages hold {text_of(held)}")
         if self.shape.packed:
             if asked != held:
-                raise ConfigError(f"heads {_text(asked)} are asked for, and packed pages hold {_text(held)} as a whole")
+                raise ConfigError(
+                    f"heads {text_of(asked)} are asked for, and packed pages hold {text_of(held)} as a whole"
+                )
             if (tokens.start - first_token) % size or (tokens.stop - first_token) % size:
                 raise ConfigError(
-                    f"tokens {_text(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
+                    f"tokens {text_of(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
                 )
         return asked
 
@@ -275,7 +277,7 @@ class KVLayout(Value):
         ours, theirs = dict(self._described()), dict(other._described())
         if self.shape is not None and self.shape.packed:
             may_differ: set[str] = set()
-            ours["heads"], theirs["heads"] = _text(self.shape.heads), _text(other.heads or range(0))
+            ours["heads"], theirs["heads"] = text_of(self.shape.heads), text_of(other.heads or range(0))
         else:
             may_differ = {"page_size", *(f"components.{part.name}.order" for part in self.components)}
         may_differ |= self._ids_not_compared(other)
@@ -320,5 +322,6 @@ def common(left: range, right: range) -> range:
     return range(start, max(start, min(left.stop, right.stop)))
 
 
-def _text(span: range) -> str:
+def text_of(span: range) -> str:
+    """Return a range as a half-open interval."""
     return f"[{span.start}, {span.stop})"

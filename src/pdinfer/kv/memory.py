@@ -11,10 +11,6 @@ import attrs
 from pdinfer.kv.layout import KVLayout, Spans
 
 
-def _in_place() -> None:
-    """Do nothing: what was written is in the memory."""
-
-
 @attrs.frozen(eq=False)
 class Landing:
     """Where bytes arrive before they are in a memory. `views` are writable host buffers, one per span: the memory
@@ -22,7 +18,7 @@ class Landing:
     it waits for no device."""
 
     views: list[memoryview]
-    commit: Callable[[], None] = _in_place
+    commit: Callable[[], None] = lambda: None
 
 
 class Memory(Protocol):

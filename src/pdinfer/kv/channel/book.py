@@ -189,18 +189,6 @@ class LinkBook:
         with self.changed:
             return any(peer.is_pending and peer.key == key for peer in self._by_link.values())
 
-    def begin_redial(self, wanted: Wanted) -> bool:
-        """Return whether to dial the peer now. If so, the next attempt is put off."""
-        key = peer_key(wanted.address)
-        with self.changed:
-            now = self.clock()
-            if self.wanted.get(key) is not wanted or key in self._linked or self.is_dialling(key) or now < wanted.due:
-                return False
-            low, high = REDIAL_S
-            wanted.due = now + min(high, low * 2.0**wanted.attempts)
-            wanted.attempts += 1
-            return True
-
     def redial_in_s(self) -> float:
         """Return in how many seconds the next missing peer is due, infinity when none is missing."""
         missing = (wanted.due for key, wanted in list(self.wanted.items()) if key not in self._linked)

@@ -318,16 +318,15 @@ class ChannelArrivals:
     def __init__(self, channel: KVChannel, *, authenticates: bool) -> None:
         self.authenticates = authenticates
         self._channel = channel
-        self._links, self._sender, self._receiver = channel.links, channel.sender, channel.receiver
-        self._book = channel.links.book
+        self._sender, self._receiver, self._book = channel.sender, channel.receiver, channel.links.book
 
     def opened(self, link: Link) -> None:
-        self._links.handshake.open(self._book.at(link, dialled=False))
+        self._channel.links.handshake.open(self._book.at(link, dialled=False))
 
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._book.at(link)
         if peer.refusal is not None or peer.address is None:
-            self._links.handshake.read(peer, frame)
+            self._channel.links.handshake.read(peer, frame)
             self._sender.answer_turned_away(peer)
             return
         key, message = peer_key(peer.address), wire.decode(peer.verify(frame))
@@ -355,7 +354,7 @@ class ChannelArrivals:
         now = self._book.clock()
         self._sender.tick(now)
         self._receiver.tick(now)
-        self._links.tick(max(0.0, now - self._channel.looked_at))
+        self._channel.links.tick(max(0.0, now - self._channel.looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         self._channel.in_doubt |= isinstance(error, Interrupted)

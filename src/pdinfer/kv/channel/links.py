@@ -34,16 +34,6 @@ ANYONE = b"\0"
 _log = logging.getLogger("pdinfer")
 
 
-def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
-    """Return the reason to refuse the peer's first frame, or None. `keyed` tells whether this end has a key."""
-    if message.version[0] != wire.MAJOR:
-        return TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
-    if message.keyed != keyed:
-        has, lacks = ("the peer", "this end") if message.keyed else ("this end", "the peer")
-        return TransferError(f"{has} has a key and {lacks} has none; give both ends the same one")
-    return None
-
-
 def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddress, layout: KVLayout) -> None:
     """Raise TransferError or LayoutMismatch when the peer is not welcome at `us`."""
     if isinstance(message, wire.Hello) == peer.dialled:
@@ -109,8 +99,14 @@ class Handshake:
         if not isinstance(message, wire.Open):
             raise TransferError(f"a link begins with its peer's nonce, not with a {type(message).__name__} frame")
         self.open(peer)
-        if (error := check_open(message, keyed=self._key is not None)) is not None:
-            self._book.refuse(peer, error)
+        has_key = self._key is not None
+        if message.version[0] != wire.MAJOR:
+            reason = f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}"
+            self._book.refuse(peer, TransferError(reason))
+        elif message.keyed != has_key:
+            has, lacks = ("this end", "the peer") if has_key else ("the peer", "this end")
+            reason = f"{has} has a key and {lacks} has none; give both ends the same one"
+            self._book.refuse(peer, TransferError(reason))
         else:
             with self._book.changed:
                 peer.begin_session(message.nonce, self._key)
@@ -304,8 +300,14 @@ class ChannelLinks:
 
     def _redial(self, wanted: Wanted) -> None:
         """Dial the peer if it is due, without waiting for the answer."""
-        if not self.book.begin_redial(wanted):
-            return
+        key, now, (low, high) = peer_key(wanted.address), self._clock(), REDIAL_S
+        with self._changed:
+            if self.book.wanted.get(key) is not wanted or self.book.peer_at(key) is not None:
+                return
+            if now < wanted.due or self.book.is_dialling(key):
+                return
+            wanted.due = now + min(high, low * 2.0**wanted.attempts)
+            wanted.attempts += 1
         try:
             self._dial(wanted.address, 0.0, wanted)
         except TransferError as error:

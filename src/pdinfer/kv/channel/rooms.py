@@ -25,6 +25,7 @@ import attrs
 from pdinfer.checks import within
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.snapshot import AcceptedState, ExpectedRoom, ExpectedState
+from pdinfer.kv.layout import text_of
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
 MAX_TOMBSTONES = 1 << 15
@@ -132,7 +133,7 @@ class Coverage:
             ranges = self._announced.setdefault(row, [])
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
-                raise TransferError(f"tokens {_text(tokens)} of {self._named(row)} were announced twice")
+                raise TransferError(f"tokens {text_of(tokens)} of {self._named(row)} were announced twice")
             if len(ranges) >= self.max_pieces:
                 raise TransferError(
                     f"{self._named(row)} was announced in more than {self.max_pieces} pieces with gaps between "
@@ -146,8 +147,8 @@ class Coverage:
         self._num_missing -= len(layers) * len(tokens) * len(heads)
 
     def _block(self, layers: range, tokens: range, heads: range) -> str:
-        of_heads = "" if self.heads is NO_HEADS else f" x heads {_text(heads)}"
-        return f"layers {_text(layers)} x tokens {_text(tokens)}{of_heads}"
+        of_heads = "" if self.heads is NO_HEADS else f" x heads {text_of(heads)}"
+        return f"layers {text_of(layers)} x tokens {text_of(tokens)}{of_heads}"
 
     def _row(self, layer: int, head: int) -> int:
         """Return the number of a head of a layer: without heads that of the layer."""
@@ -166,10 +167,6 @@ def _insert(ranges: list[range], at: int, tokens: range) -> None:
     if at < len(ranges) and ranges[at].start == stop:
         last, stop = at + 1, ranges[at].stop
     ranges[first:last] = [range(start, stop)]
-
-
-def _text(span: range) -> str:
-    return f"[{span.start}, {span.stop})"
 
 
 class StaleFrame(TransferError):
