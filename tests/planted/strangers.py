@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "past peers are reported for ever",
-        "self[key].left_at < now - PAST_S]",
+        "self._left_at(key) < now - PAST_S]",
         "self[key].left_at < 0.0]",
         "test_links.py::test_peers_that_come_and_go_are_forgotten",
     ),

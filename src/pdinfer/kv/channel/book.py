@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv.channel.peer import Complaints, Ledger, Occupied, Peer, PeerCounts, Totals, Wanted
+from pdinfer.kv.channel.peer import Complaints, Occupied, Peer, PeerCounts, Totals, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import KVLayout
@@ -21,6 +21,12 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first attempt to reach a peer again, and the most before a later one. The pause doubles."""
+MAX_PAST = 32
+"""How many peers without a link still appear in the stats, the latest to leave first. Every step's report carries
+them."""
+PAST_S = 120.0
+"""How long such a peer appears there: twice as long as a lost peer is dialled."""
+
 MAX_GUESTS = 256
 """How many peers may be linked that this end neither dialled nor gave anything to do. Past it the oldest gives way."""
 
@@ -48,7 +54,7 @@ class LinkBook:
         self.wanted: dict[PeerKey, Wanted] = {}
         self._by_link: dict[Link, Peer] = {}
         self._linked: dict[PeerKey, Peer] = {}
-        self._ledger = Ledger()
+        self._ledger: dict[PeerKey, PeerCounts] = {}  # in the order of their latest links
         self._complaints = Complaints(clock)
 
     # -- who is there -----------------------------------------------------------------------------------------------
@@ -103,12 +109,14 @@ class LinkBook:
             peer.address = address
             peer.layout = layout
             peer.link.trusted = True
-            self._ledger.meet(address)
+            counts = self._ledger[key] = self._ledger.pop(key, PeerCounts(address=address))
+            counts.num_links += 1
             self._linked[key] = peer
             if key in self.wanted:
                 self.wanted[key].attempts = 0
             self.changed.notify_all()
-            guests = self._ledger.guests(self._linked.keys() - self.wanted.keys())
+            linked = self._linked.keys() - self.wanted.keys()
+            guests = [key for key, counts in self._ledger.items() if not counts.granted and key in linked]
             return self._linked[guests[0]] if len(guests) > MAX_GUESTS else None
 
     def refuse(self, peer: Peer, error: PDInferError) -> None:
@@ -202,7 +210,14 @@ class LinkBook:
 
     def forget_past(self, now: float) -> None:
         with self.changed:
-            self._ledger.forget(now, self._linked.keys() | self.wanted.keys())
+            past = [key for key in self._ledger if key not in self._linked and key not in self.wanted]
+            past.sort(key=self._left_at)
+            late = [key for key in past if self._left_at(key) < now - PAST_S]
+            for key in past[: max(len(late), len(past) - MAX_PAST)]:
+                del self._ledger[key]
+
+    def _left_at(self, key: PeerKey) -> float:
+        return self._ledger[key].left_at
 
     def stats(self, inflight: Mapping[PeerKey, int], window_bytes: int) -> tuple[PeerStats, ...]:
         """Return the stats of every peer that is or was lately linked. `inflight` holds the bytes on their way to
@@ -217,7 +232,7 @@ class LinkBook:
                     mb_per_s=counts.bytes_received / 1e6 / counts.receive_s if counts.receive_s else 0.0,
                     inflight_bytes=inflight.get(key, 0),
                     window_bytes=window_bytes,
-                    retries=counts.retries,
+                    retries=counts.num_links - 1,
                     frames_dropped=counts.frames_dropped,
                     step_age_s=self._step_age_s(key),
                 )

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import attrs
 
@@ -20,12 +20,6 @@ from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
 from pdinfer.types import PeerAddress, PeerKey, peer_key
-
-MAX_PAST = 32
-"""How many peers without a link still appear in the stats, the latest to leave first. Every step's report carries
-them."""
-PAST_S = 120.0
-"""How long such a peer appears there: twice as long as a lost peer is dialled."""
 
 MAX_WARNINGS = 20
 """How many are logged in each WINDOW_S. The rest are counted."""
@@ -74,7 +68,7 @@ class PeerCounts(Counts):
     address: PeerAddress = attrs.field(kw_only=True)
     granted: bool = False
     left_at: float = 0.0
-    retries: int = 0
+    num_links: int = 0
 
 
 @attrs.define(eq=False)
@@ -84,31 +78,6 @@ class Totals(Counts):
     writes_sent: int = 0
     writes_received: int = 0
     writes_damaged: int = 0
-
-
-class Ledger(dict[PeerKey, PeerCounts]):
-    """The counts of every peer that is linked or was linked lately, in the order of their latest links."""
-
-    def meet(self, address: PeerAddress) -> None:
-        """Note that a peer has a link, for the first time or again."""
-        key = peer_key(address)
-        counts = self.pop(key, None)
-        if counts is None:
-            counts = PeerCounts(address=address)
-        else:
-            counts.retries += 1
-        self[key] = counts
-
-    def forget(self, now: float, kept: Collection[PeerKey]) -> None:
-        """Drop the counts of peers that left long ago. Peers in `kept` have a link or are being dialled, and stay."""
-        past = sorted((key for key in self if key not in kept), key=lambda key: self[key].left_at)
-        late = [key for key in past if self[key].left_at < now - PAST_S]
-        for key in past[: max(len(late), len(past) - MAX_PAST)]:
-            del self[key]
-
-    def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
-        """Return the peers in `linked` that have been given nothing to do, the longest linked first."""
-        return [key for key, counts in self.items() if not counts.granted and key in linked]
 
 
 class Occupied(TransferError):
