@@ -61,6 +61,9 @@ class KVComponent(Value):
         return len(self.axes.heads)
 
     def strides(self, page_size: int, num_pages: int) -> Strides:
+        if self.shape is UNSET:
+            page_bytes = page_size * self.token_bytes
+            return Strides(num_pages * page_bytes, page_bytes, 0, self.token_bytes)
         sizes = {"L": len(self.layers), "B": num_pages, "H": self.num_heads, "N": page_size, "C": self.token_bytes}
         strides, stride = {}, 1
         for axis in reversed(self.axes.order.value):

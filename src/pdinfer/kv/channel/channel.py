@@ -127,7 +127,7 @@ class KVChannel(OfOneProcess):
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
         transfer."""
-        linked = [self.links.book.peer_at(peer_key(peer)) for peer in peers]
+        linked = map(self.links.book.peer_at, map(peer_key, peers))
         return all(peer is not None and peer.link.same_memory for peer in linked)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class KVChannel(OfOneProcess):
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
         inflight = self.sender.pushes.inflight()
-        return any(inflight.get(peer_key(peer), 0) > self.window_bytes for peer in grant.destinations)
+        return any(inflight[peer_key(peer)] > self.window_bytes for peer in grant.destinations)
 
     # -- both -------------------------------------------------------------------------------------------------------
 

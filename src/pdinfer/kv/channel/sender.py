@@ -22,7 +22,7 @@ from pdinfer.kv.channel.offers import DECLINED, Offers
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
-from pdinfer.kv.layout import Spans, common
+from pdinfer.kv.layout import KVLayout, Spans, common
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
@@ -36,7 +36,7 @@ come: what leaves ahead of it is not waited for when prefill is done. Below that
 class PushGroup:
     """A push, or several of one room with the same tokens and consecutive layers, which become one write to each
     destination. `heads` are those pushed, None where pages have none. `shares` are those of them that each destination
-    gets, and `bytes_to` how much that is."""
+    gets."""
 
     grant: PageGrant
     layers: range
@@ -45,7 +45,6 @@ class PushGroup:
     shares: Mapping[PeerKey, range | None]
     pages: tuple[int, ...]
     transfer: Transfer
-    bytes_to: Counter[PeerKey]
     ready: list[Callable[[], None]]
     num_writes: int = 0
     error: TransferError | None = None
@@ -57,7 +56,6 @@ class PushGroup:
     def join(self, push: PushGroup) -> None:
         self.layers = range(self.layers.start, push.layers.stop)
         self.transfer.num_bytes += push.transfer.num_bytes
-        self.bytes_to += push.bytes_to
         self.ready += push.ready
 
     def wait_ready(self) -> None:
@@ -67,30 +65,27 @@ class PushGroup:
 
 @attrs.define(eq=False)
 class Pushes:
-    """The groups of one end, for pages with these `layers`. Methods take the lock of `changed`, which is notified when
-    bytes have left."""
+    """The groups of one end. Methods take the lock of `changed`, which is notified when bytes have left."""
 
-    _layers: range
+    _layout: KVLayout
     _changed: threading.Condition
     _open: dict[bytes, PushGroup] = attrs.field(factory=dict)
     _writing: Counter[bytes] = attrs.field(factory=Counter)
     _ended: dict[bytes, Transfer] = attrs.field(factory=dict)
-    _unsent: set[Transfer] = attrs.field(factory=set)
-    _inflight: Counter[PeerKey] = attrs.field(factory=Counter)
+    _unsent: set[PushGroup] = attrs.field(factory=set)
 
     def add(self, push: PushGroup) -> tuple[Transfer, list[PushGroup]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
         full: list[PushGroup] = []
         with self._changed:
-            self._inflight += push.bytes_to
             group = self._open.get(push.grant.room)
             if group is not None and group.is_continued_by(push):
                 group.join(push)
             else:
                 full += [] if group is None else [self._take(group)]
                 group = self._open[push.grant.room] = push
-                self._unsent.add(push.transfer)
-            num_missing = self._layers.stop - push.layers.stop
+                self._unsent.add(push)
+            num_missing = self._layout.layers.stop - push.layers.stop
             if not num_missing or group.transfer.num_bytes >= GROUP_BYTES // (1 if num_missing > 1 else 4):
                 full.append(self._take(group))
         return group.transfer, full
@@ -114,8 +109,7 @@ class Pushes:
             group.error = group.error or error
             if group.num_writes:
                 return
-            self._unsent.discard(group.transfer)
-            self._inflight -= group.bytes_to  # which leaves out those to which nothing is on its way
+            self._unsent.discard(group)
             group.transfer.complete(group.error)
             room = group.grant.room
             self._writing[room] -= 1
@@ -134,12 +128,16 @@ class Pushes:
     def unsent_bytes(self) -> int:
         """The bytes pushed and not yet read from our pages."""
         with self._changed:
-            return sum(transfer.num_bytes for transfer in self._unsent)
+            return sum(group.transfer.num_bytes for group in self._unsent)
 
-    def inflight(self) -> dict[PeerKey, int]:
+    def inflight(self) -> Counter[PeerKey]:
         """Return the unsent bytes per destination."""
+        inflight: Counter[PeerKey] = Counter()
         with self._changed:
-            return dict(self._inflight)
+            for group in self._unsent:
+                for key, share in group.shares.items():
+                    inflight[key] += self._layout.payload_bytes(group.layers, group.tokens, share)
+        return inflight
 
     def _take(self, group: PushGroup) -> PushGroup:
         del self._open[group.grant.room]
@@ -164,7 +162,7 @@ class HandoffSender:
         """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
         self._rooms = SenderRooms()
         self._offers = Offers(self._takes_offers)
-        self.pushes = Pushes(self._pool.layout.layers, self._changed)
+        self.pushes = Pushes(self._pool.layout, self._changed)
 
     # -- what a host asks for: see `KVChannel` ----------------------------------------------------------------------
 
@@ -203,18 +201,9 @@ class HandoffSender:
             read = pages[tokens.start // size : -(-tokens.stop // size)]
             if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
                 raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
-        shares, layout = self._shares(grant, heads), self._pool.layout
-        push = PushGroup(
-            grant,
-            layers,
-            tokens,
-            heads,
-            shares,
-            tuple(pages),
-            Transfer(layout.payload_bytes(layers, tokens, heads)),
-            Counter({key: layout.payload_bytes(layers, tokens, share) for key, share in shares.items()}),
-            [] if ready is None else [ready],
-        )
+        transfer = Transfer(self._pool.layout.payload_bytes(layers, tokens, heads))
+        waits = [] if ready is None else [ready]
+        push = PushGroup(grant, layers, tokens, heads, self._shares(grant, heads), tuple(pages), transfer, waits)
         transfer, groups = self.pushes.add(push)
         self._write(groups)
         return transfer
@@ -339,7 +328,7 @@ class HandoffSender:
                 self._write_to(key, group, heads, sources[heads])
 
     def _write_to(self, key: PeerKey, group: PushGroup, heads: range | None, source: Spans) -> None:
-        pushes, num_bytes = self.pushes, group.bytes_to[key]
+        pushes, num_bytes = self.pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
 
         def sent(write: Transfer) -> None:
             pushes.written(group, write.error)

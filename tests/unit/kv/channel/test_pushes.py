@@ -37,9 +37,8 @@ def grant_of(room: int, destinations: tuple[PeerAddress, ...]) -> PageGrant:
 
 
 def push_of(grant: PageGrant, layers: range, tokens: range) -> PushGroup:
-    num_bytes, keys = LAYOUT.payload_bytes(layers, tokens), [*map(peer_key, grant.destinations)]
-    shares, bytes_to = dict.fromkeys(keys), Counter(dict.fromkeys(keys, num_bytes))
-    return PushGroup(grant, layers, tokens, None, shares, grant.pages, Transfer(num_bytes), bytes_to, [])
+    shares, transfer = dict.fromkeys(map(peer_key, grant.destinations)), Transfer(LAYOUT.payload_bytes(layers, tokens))
+    return PushGroup(grant, layers, tokens, None, shares, grant.pages, transfer, [])
 
 
 @attrs.define(eq=False)
@@ -58,7 +57,7 @@ class PushesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pushes = Pushes(LAYOUT.layers, threading.Condition(threading.RLock()))
+        self.pushes = Pushes(LAYOUT, threading.Condition(threading.RLock()))
         self.rooms: list[Room] = []
         self.pushed: dict[Transfer, int] = {}
         self.failed: set[Transfer] = set()
@@ -156,5 +155,5 @@ TestPushes = PushesMachine.TestCase
 
 @given(st.integers(0, 3))
 def test_an_end_without_writes_is_done(num_destinations: int) -> None:
-    ends = Pushes(LAYOUT.layers, threading.Condition(threading.RLock()))
+    ends = Pushes(LAYOUT, threading.Condition(threading.RLock()))
     assert ends.end(grant_of(0, PEERS[:num_destinations]).room).done
