@@ -70,9 +70,8 @@ class Pushes:
     _layout: KVLayout
     _changed: threading.Condition
     _open: dict[bytes, PushGroup] = attrs.field(factory=dict)
-    _writing: Counter[bytes] = attrs.field(factory=Counter)
-    _ended: dict[bytes, Transfer] = attrs.field(factory=dict)
     _unsent: set[PushGroup] = attrs.field(factory=set)
+    _ended: dict[bytes, Transfer] = attrs.field(factory=dict)
 
     def add(self, push: PushGroup) -> tuple[Transfer, list[PushGroup]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
@@ -98,7 +97,7 @@ class Pushes:
     def end(self, room: bytes) -> Transfer:
         """Note that nothing more is pushed for the room. The Transfer is done when none of its pages are being read."""
         with self._changed:
-            if room not in self._writing:
+            if room not in self.rooms():
                 return Transfer(0, done=True)
             return self._ended.setdefault(room, Transfer(0))
 
@@ -112,17 +111,14 @@ class Pushes:
             self._unsent.discard(group)
             group.transfer.complete(group.error)
             room = group.grant.room
-            self._writing[room] -= 1
-            if not self._writing[room]:
-                del self._writing[room]
-                if room in self._ended:
-                    self._ended.pop(room).complete()
+            if room in self._ended and room not in self.rooms():
+                self._ended.pop(room).complete()
             self._changed.notify_all()
 
     def rooms(self) -> frozenset[bytes]:
         """Return the rooms whose pushes wait for more layers or are still being read."""
         with self._changed:
-            return frozenset((*self._open, *self._writing, *self._ended))
+            return frozenset(group.grant.room for group in self._unsent)
 
     @property
     def unsent_bytes(self) -> int:
@@ -141,7 +137,6 @@ class Pushes:
 
     def _take(self, group: PushGroup) -> PushGroup:
         del self._open[group.grant.room]
-        self._writing[group.grant.room] += 1
         group.num_writes = len(group.shares)
         return group
 
