@@ -52,10 +52,9 @@ class Tombstones:
     """The aborted rooms of each peer and when they were aborted, the peer that was quiet for longest first."""
 
     _rooms: OrderedDict[Hashable, OrderedDict[bytes, float]] = attrs.field(factory=OrderedDict)
-    _num: int = 0
 
     def __len__(self) -> int:
-        return self._num
+        return sum(map(len, self._rooms.values()))
 
     def rooms(self) -> Iterator[bytes]:
         """Iterate over all rooms that some peer has aborted."""
@@ -69,12 +68,11 @@ class Tombstones:
         """Note that the peer has aborted a room that is unknown here."""
         rooms = self._rooms.setdefault(peer, OrderedDict())
         self._rooms.move_to_end(peer)
-        self._num += room not in rooms
         rooms[room] = now
         rooms.move_to_end(room)
         while len(self._rooms) > MAX_TOMBSTONE_PEERS:
-            self._num -= len(self._rooms.popitem(last=False)[1])
-        while self._num > MAX_TOMBSTONES:
+            self._rooms.popitem(last=False)
+        while len(self) > MAX_TOMBSTONES:
             most = max(self._rooms, key=lambda each: len(self._rooms[each]))
             self._pop_oldest(most)
 
@@ -85,7 +83,6 @@ class Tombstones:
 
     def _pop_oldest(self, peer: Hashable) -> None:
         self._rooms[peer].popitem(last=False)
-        self._num -= 1
         if not self._rooms[peer]:
             del self._rooms[peer]
 
