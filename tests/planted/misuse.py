@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "a transport is copied",
-        "    __reduce_ex__ = NotCopied.__reduce_ex__\n",
+        "    __reduce_ex__ = NotCopied.__reduce_ex__  # nor is it copied before that\n",
         "",
         f"{MISUSE}::test_what_belongs_to_a_process_is_not_copied[deepcopy]",
     ),

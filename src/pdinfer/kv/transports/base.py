@@ -250,7 +250,7 @@ class QueuingTransport(OfOneProcess, Transport):
     in a forked child every method raises Forked, except `close`, which does nothing."""
 
     _owned: tuple[Memory, Receiver] | None = None
-    __reduce_ex__ = NotCopied.__reduce_ex__
+    __reduce_ex__ = NotCopied.__reduce_ex__  # nor is it copied before that
 
     @property
     def _is_shared_by_fork(self) -> bool:
