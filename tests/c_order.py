@@ -20,7 +20,7 @@ UNITS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("vectors",),
         ("sets",),
     ),
-    "kv/digests": (("fused",),),
+    "kv": (("fused",),),
 }
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

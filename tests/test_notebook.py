@@ -25,7 +25,7 @@ SHOWN = (
     "calc 47+38=85;",
     "3 processes",
     "(1, 64) copy k3v9 > k3v9;",
-    "Fit.REPAGE",
+    "cannot exchange pages",
     "components.latent.dtype                    bfloat16            float32",
     "failed | prompt[1] is 70000",
     "page_size must be",

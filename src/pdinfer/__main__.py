@@ -11,7 +11,7 @@ from pathlib import Path
 from pdinfer.diagnosis.doctor import doctor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native.build import EXTENSIONS, families
-from pdinfer.kv.digests.fused import SOURCES
+from pdinfer.kv.fused import SOURCES
 from pdinfer.process.ahead import Built, build_ahead
 
 

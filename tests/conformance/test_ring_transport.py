@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -19,9 +18,9 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Landing
+from pdinfer.kv.memory import Landing, take
 from pdinfer.kv.transports.base import Link, Transport
-from pdinfer.kv.transports.one_sided.block import HostBlock, NamedEngine, take
+from pdinfer.kv.transports.one_sided.block import HostBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_SLOTS,
     PROBE_BYTES,
@@ -355,17 +354,9 @@ def test_addresses_of_dead_rings_are_kept_but_not_their_memory(network: Network)
 def ring_of(segment: NamedEngine) -> RingOffer:
     """Return the offer of a ring of 16 MiB that was filled and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
-    ring = RingIncoming(
-        Link("peer"),
-        segment,
-        memory,
-        receiver,
-        make_block=partial(HostBlock, segment),
-        slot_bytes=1 << 24,
-        num_slots=1,
-        digest=True,
-        credit=lambda _: None,
-    )
+    block = HostBlock(segment, (1 << 24) + PROBE_BYTES)
+    offer = RingOffer(segment.name, block.address, 1 << 24, 1)
+    ring = RingIncoming(Link("peer"), memory, receiver, block, offer, lambda _: None, digest=True)
     ctypes.memset(ring.offer.address, 1, 1 << 24)
     ring.close()
     return ring.offer

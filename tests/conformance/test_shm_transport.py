@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.digests import fused
-from pdinfer.kv.digests.fused import FusedCopy
+from pdinfer.kv import fused
+from pdinfer.kv.fused import FusedCopy
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.memory import Landing

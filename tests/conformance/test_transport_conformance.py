@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdinfer.kv.digests import fused
+from pdinfer.kv import fused
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.memory import Memory

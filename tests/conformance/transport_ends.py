@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.errors import TransferError
+from pdinfer.errors import Forked, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
@@ -168,7 +168,7 @@ class End:
         return link, other.receiver.wait("opened", count + 1)[count].link
 
     def num_refused(self, link: Link, other: End) -> int:
-        """Try all four calls that a forked child may not make, and count those that raise TransferError."""
+        """Try all four calls that a forked child may not make, and count those that raise Forked."""
         count = 0
         for call in (
             lambda: self.transport.send(link, b"f"),
@@ -178,7 +178,7 @@ class End:
         ):
             try:
                 call()
-            except TransferError:
+            except Forked:
                 count += 1
         return count
 

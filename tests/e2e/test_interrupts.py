@@ -47,7 +47,7 @@ def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS = ("shared", "loopback", "tcp")
-POOL = "own grant adopt release generations chain find num_unused share is_kept keep forget rebuild"
+POOL = "own grant adopt release generations find num_unused share is_kept keep forget rebuild"
 CHANNEL = "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial recover"
 ARRIVALS = "received place placed closed"
 OWNERS = (pd.PagePool, POOL), (pd.KVChannel, CHANNEL), (ChannelArrivals, ARRIVALS)

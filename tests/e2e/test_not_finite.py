@@ -115,7 +115,7 @@ def test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten(transport
 
 def keys_of(pool: pd.PagePool, prompt: tuple[int, ...] = PROMPT) -> list[bytes]:
     """Of the full pages of a prompt."""
-    chain = pool.chain(b"")
+    chain = pool.key_scheme.chain(b"")
     chain.extend(prompt)
     return chain.keys
 

@@ -196,7 +196,7 @@ def test_known_pages_hold_what_their_tokens_give(transport: str) -> None:
             (stream,) = ask(setup, [request]).values()
             tokens = [*request.prompt, *(event.token for event in stream if event.token is not None)]
             for pool in {engine.channel.pool for engine in setup.engines}:
-                chain = pool.chain(b"")
+                chain = pool.key_scheme.chain(b"")
                 chain.extend(tokens)
                 pages = pool.find(chain.keys)
                 assert pages

@@ -19,8 +19,8 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, total_bytes
-from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits, Message
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, WriteMessage, total_bytes
+from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.ring import RingOffer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
@@ -146,7 +146,7 @@ def mapped(data: bytes) -> None:
     def connection(sock: socket.socket) -> StreamConnection:
         made = StreamConnection(sock, link, payloads, host, _no_time, limits=_limits())
         if more & 8:
-            made.queue(Message(b"ours", ours, OUR_WRITE), lambda: None)
+            made.queue(WriteMessage(b"ours", ours, OUR_WRITE, None), lambda: None)
             made.transmit()
         else:
             ours.complete()

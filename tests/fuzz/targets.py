@@ -22,11 +22,12 @@ from pdinfer.files import parse_json
 from pdinfer.identity import TensorDigest
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import NONCE_BYTES
+from pdinfer.kv.fused import SPAN_BYTES
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.shapes import PageShape
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES
 from pdinfer.kv.transports.one_sided.ring import Credit, Landed, Signal
-from pdinfer.kv.transports.shm.sender import COUNT, SPAN_BYTES, packed_spans
+from pdinfer.kv.transports.shm.sender import COUNT, packed_spans
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, MessageKind, digest_bytes
 from pdinfer.remote import messages
 from pdinfer.testing import tiny_config_dict

@@ -10,8 +10,7 @@ import torch
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transports.base import Link, Transfer
-from pdinfer.kv.transports.budget import Message
+from pdinfer.kv.transports.base import Link, Transfer, WriteMessage
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
@@ -45,7 +44,7 @@ class _Recorded(LoopbackTransport):
         transfer = Transfer(sum(length for _, length in source))
         self.sent.append(b"")
         for part in InlinePayloads(link, memory, receiver, digest=True).outgoing(
-            Message(frame, None, source), transfer
+            WriteMessage(frame, transfer, source, None)
         ):
             assert part is not None
             views, num_bytes = part.batch()

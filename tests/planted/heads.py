@@ -11,14 +11,14 @@ SHAPES = "test_shapes.py::"
 MUTANTS = [
     Mutant(
         "a rank's first head counts as head 0",
-        "(np.arange(heads.start, heads.stop) - held.start)",
+        "(np.arange(heads.start, heads.stop) - component.axes.heads.start)",
         "np.arange(heads.start, heads.stop)",
         SHAPES + "test_a_payload_means_the_same_in_another_order_page_size_and_slice_of_heads",
     ),
     Mutant(
         "every rank of decode is sent every head",
-        "return self.shares.get(destination, self.heads)",
-        "return self.heads",
+        "heads if peer is None else common(heads, peer.heads)",
+        "heads",
         CHANNEL + "test_every_byte_lands_between_ranks_with_other_heads",
     ),
     Mutant(

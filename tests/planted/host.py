@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     Mutant(
         "pages that an interrupt freed keep their generation",
-        "            count + (state is PageState.FREE) for",
-        "            count for",
+        "            if self._state(page) is PageState.FREE:\n                self._to_free(page)\n",
+        "            if self._state(page) is PageState.FREE:\n                self._free.append(page)\n",
         f"{REBUILT} {INTERRUPTS}test_a_grant_that_an_interrupt_took_back_is_not_computed",
     ),
     Mutant(

@@ -54,8 +54,8 @@ MUTANTS = [
     ),
     Mutant(
         "bytes leave before they have come from the device",
-        "        _sleep_until(done)\n        return _views(host_N, lengths)\n",
-        "        return _views(host_N, lengths)\n",
+        "        with self._waited_for():\n            block_N",
+        "        with on_stream(self._stream):\n            block_N",
         TRANSFERS + "test_reading_is_one_launch_for_each_component_and_one_copy",
     ),
     Mutant(

@@ -22,7 +22,7 @@ from pdinfer.kv.channel.sender import Pushes
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.prefix import PrefixChain, PrefixIndex
+from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
@@ -30,6 +30,7 @@ from pdinfer.scheduling import rules
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.testing import Placement, SimNetwork
 from pdinfer.testing.network import SimTransport
+from pdinfer.types import PeerAddress
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
 
@@ -166,13 +167,13 @@ def sources_are_free_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
 def the_last_write_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
     """A room's pages return when its last write is done, though an earlier one may not be."""
 
-    def take(self: Pushes, group: Any) -> Any:
-        taken = original(self, group)
-        self._writing[group.grant.room] = 1
-        return taken
+    def written_for_all(self: Pushes, group: Any, error: Any) -> None:
+        if group.num_writes == 1:
+            self._unsent = {each for each in self._unsent if each.grant.room != group.grant.room}
+        written(self, group, error)
 
-    original = Pushes._take
-    patch.setattr(Pushes, "_take", take)
+    written = Pushes.written
+    patch.setattr(Pushes, "written", written_for_all)
 
 
 @bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped",))
@@ -390,12 +391,12 @@ def a_request_on_its_way_to_another_decode_is_lost(patch: pytest.MonkeyPatch) ->
 def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
     """Others find a page though the cell that drafting needs of its last token is for another token behind it, or is
     not there yet."""
-    of = PrefixChain.of
+    chain = KeyScheme.chain
 
-    def without_lookahead(layout_id: bytes, salt: bytes, page_size: int, *, lookahead: int) -> PrefixChain:
-        return of(layout_id, salt, page_size)
+    def without_lookahead(self: KeyScheme, salt: bytes, writers: tuple[PeerAddress, ...] = ()) -> PrefixChain:
+        return chain(attrs.evolve(self, lookahead=0), salt, writers)
 
-    patch.setattr(PrefixChain, "of", without_lookahead)
+    patch.setattr(KeyScheme, "chain", without_lookahead)
 
 
 @bug(chunks=(8,))

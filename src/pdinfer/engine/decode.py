@@ -217,7 +217,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         except PDInferError as error:
             self._events.append(Refused(request_id=request_id, error=error))
             return
-        chain, now, eos = self.pool.chain(request.cache_salt), self._clock(), self.model.config.eos_token_ids
+        chain, now, eos = self.pool.key_scheme.chain(request.cache_salt), self._clock(), self.model.config.eos_token_ids
         sequence = Sequence.of(request, writers, self._arrivals, now, chain, eos_token_ids=eos, processor=processor)
         self._arrivals += 1
         self._sequences[request_id] = sequence

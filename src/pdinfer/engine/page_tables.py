@@ -71,7 +71,7 @@ class PageTables(_Tables):
         """Return how many pages with the beginning of a waiting sequence are in use anyway. It may find those that its
         current writers wrote; in a pool that is shared with them there are only our own."""
         writers = () if self._channel.shares_pool(sequence.writers) else sequence.writers
-        chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
+        chain = self._pool.key_scheme.chain(sequence.request.cache_salt, writers=writers)
         if chain.root != sequence.chain.root:
             sequence.chain = chain
         sequence.extend_chain()
@@ -189,7 +189,7 @@ class PromptTables(_Tables):
 
     def look_up(self, prompt: Prompt) -> None:
         """Give a new prompt its keys, and note how much of it is known."""
-        chain = self._pool.chain(prompt.request.cache_salt)
+        chain = self._pool.key_scheme.chain(prompt.request.cache_salt)
         chain.extend(prompt.request.tokens)
         prompt.keys = chain.keys
         found = self._pool.count_known(self._to_find(prompt.keys, prompt.num_tokens))

@@ -7,9 +7,9 @@
     prefix.py     which cached page holds which tokens
     events.py     which pages can be found, told as vLLM tells it
     memory.py     a pool's bytes, on any device
-    copies.py     what moves bytes to and from a device, beside its compute
+    copies.py     what moves bytes to and from a device while it computes
     memfd.py      memory that another process may read
-    digests/      digests of payloads, computed while their bytes are copied
+    fused.py      payloads copied and digested in one pass, by the loops of fused.c
     view.py       the bytes as tensors
     channel/      the rules of a hand-off between two engines
     transports/   what moves frames and bytes: loopback, sockets, shared memory, Mooncake

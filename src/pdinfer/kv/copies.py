@@ -1,4 +1,4 @@
-"""Copies between a pool on a device and the host, or another pool of that device, beside what computes there.
+"""Copies between a pool on a device and the host, or another pool of that device, while that computes.
 
     read        pool ── gather ──► one block ── one copy ──► page-locked host memory
     landing     page-locked host memory ── one copy ──► one block ── scatter ──► pool
@@ -7,10 +7,10 @@
 They run on a stream of the pool's own, in the order in which they were asked for, and only `read` waits for them.
 Events order them with the steps of a model:
 
-- what a push reads is read behind the event that its step recorded after the layer (`computed`), and behind all steps
+- what a push reads is read after the event that its step recorded after the layer (`computed`), and after all steps
   before;
-- a step begins behind all that was committed or copied before, whatever stream its host uses (`step`);
-- what arrives is written behind the last step, of which some may still be queued.
+- a step begins after all that was committed or copied before, whatever stream its host uses (`step`);
+- what arrives is written after the last step, of which some may still be queued.
 
 Page-locked memory is torch's, which keeps what is freed and gives it out again, but not before copies from it are done.
 """
@@ -25,12 +25,12 @@ from typing import Protocol
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing
+from pdinfer.kv.shapes import Ints
 from pdinfer.process.locks import new_lock
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import current_stream, new_stream, on_stream, record_event
@@ -40,8 +40,6 @@ BLOCK_BYTES = 8 << 20
 
 WORD_BYTES = 8
 """The most bytes that a thread of the device copies at once."""
-
-Ints = npt.NDArray[np.int64]
 
 
 class PageOps(Protocol):
@@ -68,7 +66,7 @@ class DeviceCopies:
         self._stepped: torch.Event | None = None
 
     def computed(self) -> Callable[[], None]:
-        """Return what lets the pool be read behind what this thread has queued so far, without a wait."""
+        """Return what lets the pool be read after what this thread has queued so far, without a wait."""
         event = record_event(self._device)
         return lambda: _wait(self._stream, event)
 
@@ -82,19 +80,15 @@ class DeviceCopies:
             self._stepped = record_event(self._device)
 
     def read(self, spans: Spans) -> list[memoryview]:
-        """Return the contents of `spans`, see `Memory.read`."""
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
-        with on_stream(self._stream):
+        with self._waited_for():
             block_N = self._block(len(host_N))
             self._gather(starts, lengths, block_N)
             host_N.copy_(block_N, non_blocking=True)
-            done = record_event(self._device)
-        _sleep_until(done)
         return _views(host_N, lengths)
 
     def landing(self, spans: Spans) -> Landing:
-        """Return where to write what arrives for `spans`, see `Memory.landing`."""
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
 
@@ -106,11 +100,17 @@ class DeviceCopies:
 
     def lasting_block(self, num_bytes: int) -> Tensor:
         """Return memory of the device, uint8 [num_bytes], that a NIC may write: whoever had it before is done."""
+        with self._waited_for():
+            return self._block(num_bytes)
+
+    @contextlib.contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        """Queue on our stream, and wait until that is done."""
         with on_stream(self._stream):
-            block_N = self._block(num_bytes)
+            yield
             done = record_event(self._device)
-        _sleep_until(done)
-        return block_N
+        if done is not None:
+            done.synchronize()
 
     def _block(self, num_bytes: int) -> Tensor:
         """Return uninitialised memory of the device. Called on our stream, whose later blocks may take its place."""
@@ -118,18 +118,14 @@ class DeviceCopies:
 
     def gather(self, spans: Spans, block_N: Tensor) -> None:
         """Copy `spans` to the front of a block of the device. Return when they are there."""
-        with on_stream(self._stream):
+        with self._waited_for():
             self._gather(*_numbers(spans), block_N)
-            done = record_event(self._device)
-        _sleep_until(done)
 
     def scatter(self, spans: Spans, block_N: Tensor) -> None:
         """Copy the front of a block of the device to `spans`, as `landing` does. Return when it is read. The block
         begins at a multiple of WORD_BYTES."""
-        with on_stream(self._stream):
+        with self._waited_for():
             self._scatter(*_numbers(spans), block_N)
-            done = record_event(self._device)
-        _sleep_until(done)
 
     def _gather(self, starts: Ints, lengths: Ints, block_N: Tensor) -> None:
         _wait(self._stream, self._stepped)
@@ -223,15 +219,10 @@ def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[Cop
 
 
 def _wait(stream: torch.Stream | None, *events: torch.Event | None) -> None:
-    """Let what is queued on `stream` from now on begin behind `events`."""
+    """Let what is queued on `stream` from now on begin after `events`."""
     for event in events:
         if stream is not None and event is not None:
             stream.wait_event(event)
-
-
-def _sleep_until(event: torch.Event | None) -> None:
-    if event is not None:
-        event.synchronize()
 
 
 def _numbers(spans: Spans) -> tuple[Ints, Ints]:

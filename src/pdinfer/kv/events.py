@@ -105,11 +105,9 @@ class KVEvents:
         return msgspec.msgpack.encode(_mapped(batch) if self._as_maps else batch)
 
     def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
-        """Note new blocks. The pool calls it."""
         self._add(BlockStored(list(keys), parent, list(tokens), page_size, None, self._medium), len(keys))
 
     def removed(self, key: bytes) -> None:
-        """Note a block that is gone. The pool calls it."""
         with self._lock:
             last = self._events[-1] if self._events else None
             if isinstance(last, BlockRemoved) and self._num_blocks < MAX_BLOCKS:
@@ -119,7 +117,6 @@ class KVEvents:
         self._add(BlockRemoved([key], self._medium), 1)
 
     def cleared(self) -> None:
-        """Note that all blocks are gone. The pool calls it."""
         with self._lock:
             self._events, self._num_blocks = [AllBlocksCleared()], 0
 

@@ -11,7 +11,6 @@ A component with a `shape` has heads, and its axes may lie in another order; see
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
-from pdinfer.kv.shapes import Ints, PageShape, Strides, joined, slots_of
+from pdinfer.kv.shapes import ONE_HEAD, Ints, PageShape, Strides, joined, slots_of
 from pdinfer.values import Value
 
 MTP_PREFIX = "mtp."
@@ -35,13 +34,6 @@ WEIGHTS_IDS = ("weights_id", "mtp_weights_id", "sampled_weights_id")
 
 Spans = list[tuple[int, int]]
 """(offset, length) pieces of a pool's bytes, in the order in which their contents are sent."""
-
-
-class Fit(enum.Enum):
-    """How two layouts relate: the same pages, or the same tokens in pages of another size."""
-
-    IDENTICAL = "identical"
-    REPAGE = "repage"
 
 
 @attrs.frozen(kw_only=True)
@@ -59,23 +51,28 @@ class KVComponent(Value):
     shape: PageShape | UnsetType = UNSET
 
     @property
+    def axes(self) -> PageShape:
+        """Its shape: that of a single head without a head axis."""
+        return ONE_HEAD if self.shape is UNSET else self.shape
+
+    @property
     def num_heads(self) -> int:
         """The number of heads that this rank holds: 1 without a head axis."""
-        return 1 if self.shape is UNSET else len(self.shape.heads)
+        return len(self.axes.heads)
 
     def strides(self, page_size: int, num_pages: int) -> Strides:
-        """Return the strides of its axes in a pool of `num_pages` pages."""
         if self.shape is UNSET:
             page_bytes = page_size * self.token_bytes
             return Strides(num_pages * page_bytes, page_bytes, 0, self.token_bytes)
-        return Strides.of(
-            self.shape.order,
-            layers=len(self.layers),
-            pages=num_pages,
-            heads=self.num_heads,
-            tokens=page_size,
-            row_bytes=self.token_bytes,
-        )
+        sizes = {"L": len(self.layers), "B": num_pages, "H": self.num_heads, "N": page_size, "C": self.token_bytes}
+        strides, stride = {}, 1
+        for axis in reversed(self.axes.order.value):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        return Strides(strides["L"], strides["B"], strides["H"], strides["N"])
+
+    def page_bytes(self, page_size: int) -> int:
+        return page_size * self.num_heads * self.token_bytes
 
     def part_of(self, layers: range) -> range:
         """Return the positions of those of its layers that are in `layers`. They are adjacent, since the ids ascend."""
@@ -162,7 +159,7 @@ class KVLayout(Value):
     def border(self, stop: int, *, up: bool) -> int:
         """Return up to which token pages move when `stop` is asked for: up to `stop`, or where pages are packed to the
         border of pages at or below it, with `up` at or above it."""
-        if self.shape is None or not self.shape.packed:
+        if not self.components[0].axes.packed:
             return stop
         return (stop + (self.page_size - 1 if up else 0)) // self.page_size * self.page_size
 
@@ -172,29 +169,28 @@ class KVLayout(Value):
         first one begins with `first_token`."""
         if self.shape is None:
             if heads is not None:
-                raise ConfigError(f"heads {_text(heads)} are asked for, and these pages have no heads")
+                raise ConfigError(f"heads {text_of(heads)} are asked for, and these pages have no heads")
             return None
         held, size = self.shape.heads, self.page_size
         asked = held if heads is None else heads
         if common(asked, held) != asked:
-            raise ConfigError(f"heads {_text(asked)} are asked for, and these pages hold {_text(held)}")
+            raise ConfigError(f"heads {text_of(asked)} are asked for, and these pages hold {text_of(held)}")
         if self.shape.packed:
             if asked != held:
-                raise ConfigError(f"heads {_text(asked)} are asked for, and packed pages hold {_text(held)} as a whole")
+                raise ConfigError(
+                    f"heads {text_of(asked)} are asked for, and packed pages hold {text_of(held)} as a whole"
+                )
             if (tokens.start - first_token) % size or (tokens.stop - first_token) % size:
                 raise ConfigError(
-                    f"tokens {_text(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
+                    f"tokens {text_of(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
                 )
         return asked
 
     def region_offset(self, name: str, layer: int, num_pages: int) -> int:
         """Return the first byte of (component, layer) in a pool of `num_pages` pages."""
-        offset = 0
-        for component in self.components:
+        for component, offset in self._regions(num_pages):
             if component.name == name:
-                at = component.layers.index(layer)
-                return offset + at * component.strides(self.page_size, num_pages).layer
-            offset += num_pages * self._page_bytes(component) * len(component.layers)
+                return offset + component.layers.index(layer) * component.strides(self.page_size, num_pages).layer
         raise ConfigError(f"layout has no component {name!r}; it has {[c.name for c in self.components]}")
 
     def payload_bytes(self, layers: range, tokens: range, heads: range | None = None) -> int:
@@ -227,37 +223,35 @@ class KVLayout(Value):
         if any(start < 0 or start + count > num_pages * self.page_size for start, count in runs):
             raise ConfigError(f"one of the pages {list(pages)[:8]} … is not in a pool of {num_pages}")
         spans: Spans = []
-        region = 0
-        for component in self.components:
-            size = component.token_bytes
-            if heads is None:
+        for component, region in self._regions(num_pages):
+            strides, size = component.strides(self.page_size, num_pages), component.token_bytes
+            if heads is None:  # the tokens of a page are adjacent: no more than its runs need be looked at
                 within = [(start * size, count * size) for start, count in runs]
             else:
                 slots = slots_of(tokens, pages, first_token, self.page_size)
-                within = joined(*self._rows(component, num_pages, slots, heads, by_token))
-            stride = component.strides(self.page_size, num_pages).layer
+                within = joined(*self._rows(component, strides, slots, heads, by_token))
             for index in component.part_of(layers):
-                first = region + index * stride
-                spans.extend((first + start, length) for start, length in within)
-            region += num_pages * self._page_bytes(component) * len(component.layers)
+                first = region + index * strides.layer
+                spans += [(first + start, length) for start, length in within]
         return spans
 
-    def _page_bytes(self, component: KVComponent) -> int:
-        """Return the bytes of a page of one layer."""
-        return self.page_size * component.num_heads * component.token_bytes
+    def _regions(self, num_pages: int) -> Iterator[tuple[KVComponent, int]]:
+        """Yield each component and its first byte in a pool of `num_pages` pages."""
+        offset = 0
+        for component in self.components:
+            yield component, offset
+            offset += num_pages * component.page_bytes(self.page_size) * len(component.layers)
 
     def _rows(
-        self, component: KVComponent, num_pages: int, slots: tuple[Ints, Ints], heads: range, by_token: bool
+        self, component: KVComponent, strides: Strides, slots: tuple[Ints, Ints], heads: range, by_token: bool
     ) -> tuple[Ints, int]:
-        """Return the offsets, behind the first byte of a layer, of the smallest units in the order of a payload, and
+        """Return the offsets, after the first byte of a layer, of the smallest units in the order of a payload, and
         their bytes: those of a token of one head, or of a page when pages are packed."""
-        assert component.shape is not UNSET
-        strides, held = component.strides(self.page_size, num_pages), component.shape.heads
         page, within = slots
-        if component.shape.packed:
-            return page[:: self.page_size] * strides.page, self._page_bytes(component)
+        if component.axes.packed:
+            return page[:: self.page_size] * strides.page, component.page_bytes(self.page_size)
         tokens_T = page * strides.page + within * strides.token
-        heads_H = (np.arange(heads.start, heads.stop) - held.start) * strides.head
+        heads_H = (np.arange(heads.start, heads.stop) - component.axes.heads.start) * strides.head
         rows = tokens_T[:, None] + heads_H if by_token else heads_H[:, None] + tokens_T
         return rows.ravel(), component.token_bytes
 
@@ -279,14 +273,14 @@ class KVLayout(Value):
         if count:
             yield start, count
 
-    def compatible_with(self, other: KVLayout) -> Fit:
-        """Return how pages move between `self` (ours) and `other` (theirs). Only the page size, the heads of a rank and
-        the order of the axes may differ, and with packed pages none of them: raise LayoutMismatch with every other
-        field that differs."""
+    def compatible_with(self, other: KVLayout) -> None:
+        """Raise LayoutMismatch with every field in which `self` (ours) and `other` (theirs) differ, unless pages move
+        between them. The page size, the heads of a rank and the order of the axes may differ, except with packed
+        pages."""
         ours, theirs = dict(self._described()), dict(other._described())
         if self.shape is not None and self.shape.packed:
             may_differ: set[str] = set()
-            ours["heads"], theirs["heads"] = _text(self.shape.heads), _text(other.heads or range(0))
+            ours["heads"], theirs["heads"] = text_of(self.shape.heads), text_of(other.heads or range(0))
         else:
             may_differ = {"page_size", *(f"components.{part.name}.order" for part in self.components)}
         may_differ |= self._ids_not_compared(other)
@@ -294,7 +288,6 @@ class KVLayout(Value):
         fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] not in may_differ)
         if fields:
             raise LayoutMismatch.of(fields)
-        return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
 
     def _ids_not_compared(self, other: KVLayout) -> set[str]:
         """Return which ids of weights say nothing of whether two ends have the same."""
@@ -332,5 +325,6 @@ def common(left: range, right: range) -> range:
     return range(start, max(start, min(left.stop, right.stop)))
 
 
-def _text(span: range) -> str:
+def text_of(span: range) -> str:
+    """Return a range as a half-open interval."""
     return f"[{span.start}, {span.stop})"

@@ -26,7 +26,7 @@ F_SEAL_FUTURE_WRITE = 0x10
 
 
 class Memfd:
-    """`num_bytes` of zeroed memory behind a descriptor. The kernel takes a page when it is first touched, and gives it
+    """`num_bytes` of zeroed memory with a descriptor. The kernel takes a page when it is first touched, and gives it
     back when the last map is gone: this one, those made from `readable`, and those of forked children, which see and
     change the very same bytes. Raises ConfigError when the system refuses."""
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
 
 from pdinfer.kv.layout import KVLayout, Spans
-
-
-def _in_place() -> None:
-    """Do nothing: what was written is in the memory."""
 
 
 @attrs.frozen(eq=False)
@@ -21,7 +18,7 @@ class Landing:
     it waits for no device."""
 
     views: list[memoryview]
-    commit: Callable[[], None] = _in_place
+    commit: Callable[[], None] = lambda: None
 
 
 class Memory(Protocol):
@@ -48,11 +45,11 @@ class Memory(Protocol):
 
 
 class Pages(Protocol):
-    """What a channel asks of the pages behind it. A `PagePool` has all of it, and so may the pages of another engine:
+    """What a channel asks of its pages. A `PagePool` has all of it, and so may the pages of another engine:
     accounts of who uses which page are not the channel's business.
 
     `layout` says what the bytes mean, and `memory` holds them: for each (component, layer), component first, one region
-    of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages behind them are scratch, and
+    of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages after them are scratch, and
     the two numbers are equal where there is none. A pool of a model whose weights were read also has their `tensors`
     (`identity.TensorDigests`): the channel names those that differ from a peer's.
     """
@@ -75,19 +72,26 @@ class Pages(Protocol):
         the transport's thread too."""
 
 
+def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
+    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
+    taken = []
+    while num_bytes:
+        offset, length = spans.popleft()
+        if length > num_bytes:
+            spans.appendleft((offset + num_bytes, length - num_bytes))
+            length = num_bytes
+        taken.append((offset, length))
+        num_bytes -= length
+    return taken
+
+
 def in_blocks(spans: Spans, memory: Memory) -> Iterator[Spans]:
     """Cut spans into parts of at most `memory.block_bytes`, at least one part."""
-    left = memory.block_bytes
-    if left == memory.num_bytes or sum(length for _, length in spans) <= left:
+    if memory.block_bytes == memory.num_bytes:  # on the host, where a write may have thousands of spans
         yield spans
         return
-    part: Spans = []
-    for offset, length in spans:
-        while length >= left:
-            yield [*part, (offset, left)]
-            offset, length, part, left = offset + left, length - left, [], memory.block_bytes
-        if length:
-            part.append((offset, length))
-            left -= length
-    if part:
-        yield part
+    rest, missing = deque(spans), sum(length for _, length in spans)
+    while missing > memory.block_bytes:
+        yield take(rest, memory.block_bytes)
+        missing -= memory.block_bytes
+    yield list(rest)

@@ -23,10 +23,9 @@ from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.identity import NO_TENSORS, TensorDigests
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, count_known
+from pdinfer.kv.prefix import KeyScheme, PrefixIndex, count_known
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.modes import own_modes
-from pdinfer.types import PeerAddress
 
 
 class PageState(enum.Enum):
@@ -85,19 +84,18 @@ class PagePool(OfOneProcess):
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
         self.memory = model.allocate_pages(self.layout, self.memory_pages, config.memory)
         self.prefix_cache = config.prefix_cache
-        self._key_scheme = KeyScheme(
+        self.key_scheme = KeyScheme(
             layout_id=self.layout.layout_id,
             page_size=self.layout.page_size,
             lookahead=self.layout.lookahead,
             by_writer=config.trust_domain != "all",
         )
         self._free = list(range(self.num_pages - 1, -1, -1))
-        self._states = [PageState.FREE] * self.num_pages
+        self._granted: set[int] = set()
         self._generations = [0] * self.num_pages
         self._users = [0] * self.num_pages
         self._watchers: list[PageWatcher] = []
         self._index = PrefixIndex(self._removed)
-        self._num_granted = 0
         self._holders: list[WeakMethod[Callable[[], Held]]] = []
 
     def __repr__(self) -> str:
@@ -108,7 +106,7 @@ class PagePool(OfOneProcess):
 
     @property
     def memory_pages(self) -> int:
-        """The pages of `memory`: those of the pool, and behind them the scratch page, which no request ever gets. What
+        """The pages of `memory`: those of the pool, and after them the scratch page, which no request ever gets. What
         steps compute only to have an even shape is written there."""
         return self.num_pages + 1
 
@@ -118,7 +116,7 @@ class PagePool(OfOneProcess):
 
     @property
     def num_granted(self) -> int:
-        return self._num_granted
+        return len(self._granted)
 
     @property
     def num_cached(self) -> int:
@@ -126,7 +124,7 @@ class PagePool(OfOneProcess):
 
     @property
     def num_owned(self) -> int:
-        return self.num_pages - self.num_available - self._num_granted
+        return self.num_pages - self.num_available - self.num_granted
 
     @property
     def num_available(self) -> int:
@@ -136,7 +134,7 @@ class PagePool(OfOneProcess):
     @typed
     def own(self, count: int) -> tuple[int, ...]:
         """Take pages for a request of this engine. Raise Overloaded when there are too few."""
-        pages = self._take(count, PageState.OWNED)
+        pages = self._take(count)
         for page in pages:
             self._users[page] = 1
         return pages
@@ -145,8 +143,8 @@ class PagePool(OfOneProcess):
     def grant(self, count: int) -> tuple[int, ...]:
         """Take pages for a peer to write. They come back through `adopt`, or through `release` once the writer has
         stopped."""
-        pages = self._take(count, PageState.GRANTED)
-        self._num_granted += count
+        pages = self._take(count)
+        self._granted.update(pages)
         return pages
 
     @typed
@@ -154,24 +152,21 @@ class PagePool(OfOneProcess):
         """Turn granted pages whose hand-off has landed into owned ones."""
         self._expect(pages, PageState.GRANTED)
         for page in pages:
-            self._states[page] = PageState.OWNED
             self._users[page] = 1
-        self._num_granted -= len(pages)
+        self._granted.difference_update(pages)
 
     @typed
     def release(self, pages: Sequence[int]) -> None:
         """Let go of a request's pages, given in the order of their tokens. Owned pages become cached or free, unless
         another request uses them. Granted pages become free; their writer must be proven to have stopped."""
-        granted = bool(pages) and 0 <= pages[0] < self.num_pages and self._states[pages[0]] is PageState.GRANTED
+        granted = bool(pages) and pages[0] in self._granted
         self._expect(pages, PageState.GRANTED if granted else PageState.OWNED)
-        if granted:
-            self._num_granted -= len(pages)
+        self._granted.difference_update(pages)
         for page in reversed(pages):  # what continues a page is evicted before it
             self._users[page] -= not granted
             if self._users[page]:
                 continue
             if page in self._index:
-                self._states[page] = PageState.CACHED
                 self._index.rest(page)
             else:
                 self._to_free(page)
@@ -182,8 +177,7 @@ class PagePool(OfOneProcess):
         return tuple(self._generations[page] for page in pages)
 
     def states(self, pages: Sequence[int]) -> tuple[PageState, ...]:
-        """Return the state of each page."""
-        return tuple(self._states[page] for page in pages)
+        return tuple(map(self._state, pages))
 
     def num_users(self, page: int) -> int:
         """Return how many requests use a page. More than one share it, and it is not written again."""
@@ -191,20 +185,9 @@ class PagePool(OfOneProcess):
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
-    def chain(self, salt: bytes, *, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
-        """Return the empty chain of keys of a sequence that shares pages with sequences of equal `salt`. When `writers`
-        fill pages for it, it shares only with sequences of the same writers, unless `CacheConfig.trust_domain` is
-        "all"."""
-        return self._key_scheme.chain(salt, writers)
-
-    @property
-    def key_scheme(self) -> KeyScheme:
-        """How the keys of this pool's pages are made."""
-        return self._key_scheme
-
     def count_known(self, keys: Sequence[bytes]) -> int:
         """Return how many of `keys`, from the first, belong to pages in the prefix index."""
-        return count_known(keys, self._index.keys)
+        return count_known(keys, self._index.pages)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Return the pages that hold the longest known beginning of a sequence with these `keys`. They belong to nobody
@@ -222,17 +205,14 @@ class PagePool(OfOneProcess):
             raise PDInferError(f"a page of {clip(list(pages))} is not in the prefix index")
         for page in pages:
             self._users[page] += 1
-            self._states[page] = PageState.OWNED
             self._index.use(page)
 
     def is_kept(self, page: int) -> bool:
-        """Whether the page is in the prefix index."""
         return page in self._index
 
     @property
     def keys(self) -> Collection[bytes]:
-        """The keys of all pages in the prefix index."""
-        return self._index.keys
+        return self._index.pages.keys()
 
     def watch(self, watcher: PageWatcher) -> None:
         """Tell `watcher` from now on which pages can be found. It is told in the thread that steps the engine."""
@@ -253,7 +233,7 @@ class PagePool(OfOneProcess):
         while first and kept[first - 1] not in self._index:
             first -= 1
         for at in range(first, len(kept)):
-            known = self._index.page_of(keys[at])
+            known = self._index.pages.get(keys[at])
             if known is not None:
                 self.share((known,))
                 self.release((kept[at],))
@@ -295,55 +275,50 @@ class PagePool(OfOneProcess):
         known."""
         held = [holder() for known in self._holders if (holder := known())]
         users = Counter(page for owned, _ in held for page in owned)
-        granted = {page for _, pages in held for page in pages} - users.keys()
-        states = {**dict.fromkeys(granted, PageState.GRANTED), **dict.fromkeys(users, PageState.OWNED)}
-        self._states = [states.get(page, PageState.FREE) for page in range(self.num_pages)]
+        self._granted = {page for _, pages in held for page in pages} - users.keys()
         self._users = [users[page] for page in range(self.num_pages)]
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in states]
-        self._generations = [
-            count + (state is PageState.FREE) for count, state in zip(self._generations, self._states, strict=True)
-        ]
-        self._index = PrefixIndex(self._removed)
+        self._free, self._index = [], PrefixIndex(self._removed)
+        for page in range(self.num_pages - 1, -1, -1):
+            if self._state(page) is PageState.FREE:
+                self._to_free(page)
         for watcher in self._watchers:
             watcher.cleared()
-        self._num_granted = len(granted)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise PDInferError unless every page is counted once and is in the state that the counts say."""
-        counts = {state: self._states.count(state) for state in PageState}
+        states = self.states(range(self.num_pages))
+        counts = {state: states.count(state) for state in PageState}
         said = {
             PageState.FREE: self.num_free,
             PageState.OWNED: self.num_owned,
             PageState.GRANTED: self.num_granted,
             PageState.CACHED: self.num_cached,
         }
-        free = {page for page, state in enumerate(self._states) if state is PageState.FREE}
-        if counts != said or set(self._free) != free:
+        if counts != said or any(states[page] is not PageState.FREE for page in self._free):
             raise PDInferError(f"page accounting is broken: counted {counts}, recorded {said}")
-        for page, state in enumerate(self._states):
-            used = self._users[page] > 0
-            if used != (state is PageState.OWNED) or (
-                not used and (page in self._index) != (state is PageState.CACHED)
-            ):
-                raise PDInferError(f"page accounting is broken: page {page} is {state.value}")
+        if twice := [page for page in self._granted if self._users[page] or page in self._index]:
+            raise PDInferError(f"page accounting is broken: peers may write {twice}, which requests use or find")
         self._index.check(page for page, users in enumerate(self._users) if users)
 
-    def _take(self, count: int, state: PageState) -> tuple[int, ...]:
+    def _state(self, page: int) -> PageState:
+        if self._users[page]:
+            return PageState.OWNED
+        if page in self._granted:
+            return PageState.GRANTED
+        return PageState.CACHED if page in self._index else PageState.FREE
+
+    def _take(self, count: int) -> tuple[int, ...]:
         if count < 0:
             raise PDInferError(f"{count} pages were asked for")
         if count > self.num_available:
             raise Overloaded(f"{count} pages asked for, {self.num_available} of {self.num_pages} are free or cached")
         while len(self._free) < count:
             self._to_free(self._index.evict())
-        pages = tuple(self._free.pop() for _ in range(count))
-        for page in pages:
-            self._states[page] = state
-        return pages
+        return tuple(self._free.pop() for _ in range(count))
 
     def _to_free(self, page: int) -> None:
-        self._states[page] = PageState.FREE
         self._generations[page] += 1
         self._free.append(page)
 
@@ -353,5 +328,5 @@ class PagePool(OfOneProcess):
         if any(not 0 <= page < self.num_pages for page in pages):
             raise PDInferError(f"a page of {clip(list(pages))} is not in a pool of {self.num_pages}")
         for page in pages:
-            if self._states[page] is not state:
-                raise PDInferError(f"page {page} is {self._states[page].value}, expected {state.value}")
+            if (found := self._state(page)) is not state:
+                raise PDInferError(f"page {page} is {found.value}, expected {state.value}")

@@ -14,7 +14,7 @@ import hashlib
 import struct
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import attrs
 
@@ -25,7 +25,7 @@ from pdinfer.values import Value
 
 
 def digest(*fields: bytes) -> bytes:
-    """Return SHA-256 over `fields`, each behind its length: without lengths, salt "org_1" before "2345" would hash as
+    """Return SHA-256 over `fields`, each after its length: without lengths, salt "org_1" before "2345" would hash as
     "org_12345" before nothing. A collision would serve one user's context to another, so a fast hash will not do."""
     hashed = hashlib.sha256()
     for field in fields:
@@ -55,13 +55,6 @@ class PrefixChain:
     lookahead: int = 0
     keys: list[bytes] = attrs.field(factory=list)
 
-    @classmethod
-    def of(
-        cls, layout_id: bytes, salt: bytes, page_size: int, *, domain: bytes = OWN_DOMAIN, lookahead: int = 0
-    ) -> PrefixChain:
-        """Return the chain of a sequence without tokens."""
-        return cls(page_size, digest(b"pdinfer prefix 2", layout_id, salt, domain), lookahead)
-
     def num_full(self, num_tokens: int) -> int:
         """Return how many pages a sequence of `num_tokens` fills."""
         return max(0, num_tokens - self.lookahead) // self.page_size
@@ -85,9 +78,11 @@ class KeyScheme(Value):
     by_writer: bool = False
 
     def chain(self, salt: bytes, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
-        """Return the chain of a sequence without tokens, whose pages these `writers` fill, or the pool's own engine."""
+        """Return the chain of a sequence without tokens, which shares pages with sequences of equal `salt`. Its pages
+        are filled by these `writers`, or by the pool's own engine."""
         domain = domain_of(writers) if writers and self.by_writer else OWN_DOMAIN
-        return PrefixChain.of(self.layout_id, salt, self.page_size, domain=domain, lookahead=self.lookahead)
+        root = digest(b"pdinfer prefix 2", self.layout_id, salt, domain)
+        return PrefixChain(self.page_size, root, self.lookahead)
 
 
 def count_known(keys: Sequence[bytes], known: Container[bytes]) -> int:
@@ -105,19 +100,16 @@ class _Node:
     children: dict[int, None] = attrs.field(factory=dict)
 
 
+@attrs.define(eq=False)
 class PrefixIndex:
     """A tree of pages by key. A page is *resting* while no request uses it. Resting pages are evicted, the longest at
-    rest first, but never before the pages that continue them: those could not be found any more. `removed` is told the
-    key of every page that leaves."""
+    rest first, but never before the pages that continue them: those could not be found any more. `pages` are the pages
+    by key. `removed` is told the key of every page that leaves."""
 
-    def __init__(self, removed: Callable[[bytes], None] = lambda _: None) -> None:
-        self._removed = removed
-        self._pages: dict[bytes, int] = {}
-        self._nodes: dict[int, _Node] = {}
-        self._resting: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+    _removed: Callable[[bytes], None] = lambda _: None
+    pages: dict[bytes, int] = attrs.field(factory=dict)
+    _nodes: dict[int, _Node] = attrs.field(factory=dict)
+    _resting: OrderedDict[int, None] = attrs.field(factory=OrderedDict)
 
     def __contains__(self, page: int) -> bool:
         return page in self._nodes
@@ -126,29 +118,19 @@ class PrefixIndex:
     def num_resting(self) -> int:
         return len(self._resting)
 
-    @property
-    def keys(self) -> Collection[bytes]:
-        """The keys of all pages, as they are at any moment."""
-        return self._pages.keys()
-
-    def page_of(self, key: bytes) -> int | None:
-        """Return the page with this key."""
-        return self._pages.get(key)
-
     def find(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """Return the pages of the longest known beginning of `keys`."""
         pages = []
         for key in keys:
-            if (page := self._pages.get(key)) is None:
+            if (page := self.pages.get(key)) is None:
                 break
             pages.append(page)
         return tuple(pages)
 
     def add(self, key: bytes, page: int, parent: int | None) -> None:
         """Add a page in use that continues `parent`."""
-        if key in self._pages or page in self._nodes or (parent is not None and parent not in self._nodes):
+        if key in self.pages or page in self._nodes or (parent is not None and parent not in self._nodes):
             raise PDInferError(f"page {page} cannot be indexed: it or its key is there already, or its parent is not")
-        self._pages[key] = page
+        self.pages[key] = page
         self._nodes[page] = _Node(key, parent)
         if parent is not None:
             self._nodes[parent].children[page] = None
@@ -188,7 +170,7 @@ class PrefixIndex:
         """Raise PDInferError unless the tree is whole, every page is either in `used` or resting, and every page before
         one in use is in use."""
         used = {page for page in used if page in self._nodes}
-        keys = {page: key for key, page in self._pages.items()}
+        keys = {page: key for key, page in self.pages.items()}
         for page, node in self._nodes.items():
             parent = None if node.parent is None else self._nodes.get(node.parent)
             attached = node.parent is None or (parent is not None and page in parent.children)
@@ -204,7 +186,7 @@ class PrefixIndex:
 
     def _remove(self, page: int) -> None:
         node = self._nodes.pop(page)
-        del self._pages[node.key]
+        del self.pages[node.key]
         self._removed(node.key)
         self._resting.pop(page, None)
         if node.parent is not None:

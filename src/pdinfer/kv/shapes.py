@@ -52,16 +52,6 @@ class Strides(NamedTuple):
     head: int
     token: int
 
-    @classmethod
-    def of(cls, order: AxisOrder, *, layers: int, pages: int, heads: int, tokens: int, row_bytes: int) -> Strides:
-        """Return the strides of axes of these sizes, where one token of one head has `row_bytes`."""
-        sizes = {"L": layers, "B": pages, "H": heads, "N": tokens, "C": row_bytes}
-        strides, stride = {}, 1
-        for axis in reversed(order.value):
-            strides[axis] = stride
-            stride *= sizes[axis]
-        return cls(strides["L"], strides["B"], strides["H"], strides["N"])
-
 
 @attrs.frozen(kw_only=True)
 class PageShape(Value):
@@ -83,6 +73,10 @@ class PageShape(Value):
             raise ValueError(f"heads {self.heads} are not some of {self.num_heads} that follow each other")
         if self.packed and not self.order.keeps_pages_whole:
             raise ValueError(f"a packed page is one piece, and {self.order.value} has one for each head")
+
+
+ONE_HEAD = PageShape(heads=range(1), num_heads=1)
+"""The axes of a component without heads."""
 
 
 def joined(rows: Ints, row_bytes: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -14,7 +15,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.copies import BLOCK_BYTES, DeviceCopies, PageOps
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
-from pdinfer.kv.memory import Landing, Memory
+from pdinfer.kv.memory import Landing, Memory, take
 from pdinfer.values import Value
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,7 +86,7 @@ class PageMemory:
         return flat.view(self.num_pages, self.layout.page_size, component.width)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread runs a step over the pages: behind what has arrived in them."""
+        """Return a context in which this thread runs a step over the pages: after what has arrived in them."""
         return contextlib.nullcontext() if self.copies is None else self.copies.step()
 
     def computed(self) -> Callable[[], None] | None:
@@ -134,17 +135,11 @@ def _check_kind(memory: str, device: torch.device) -> None:
 def _paired(left: Spans, right: Spans) -> list[tuple[int, int, int]]:
     """Cut two span lists of the same total length at each other's borders. Return (left offset, right offset,
     length)."""
-    pieces = []
-    remaining = iter(right)
-    start, available = 0, 0
+    rest, pieces = deque(right), []
     for offset, length in left:
-        while length:
-            if not available:
-                start, available = next(remaining)
-            step = min(length, available)
+        for start, step in take(rest, length):
             pieces.append((offset, start, step))
-            offset, length = offset + step, length - step
-            start, available = start + step, available - step
+            offset += step
     return pieces
 
 

@@ -10,15 +10,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import TransferError
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, Transport, check_frame, total_bytes
+from pdinfer.kv.transports.base import TICK_S, Link, Message, QueuingTransport, Receiver, WriteMessage
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Parcel, ParcelKind
 from pdinfer.testing.simulation import Simulation
@@ -120,7 +119,7 @@ class SimChannel(KVChannel):
         self._changed.wait_for = lambda predicate, timeout=None: predicate()  # type: ignore[method-assign]
 
 
-class SimTransport(Transport):
+class SimTransport(QueuingTransport):
     """A Transport inside a `SimNetwork`. It calls `tick` about every TICK_S of virtual time. `connect` with a timeout
     and the handshake that follows it take no time at all, and fail at once when the peer cannot answer."""
 
@@ -128,8 +127,7 @@ class SimTransport(Transport):
         self.node = node
         self._network = network
         self._placement = placement
-        self._owned: tuple[Memory, Receiver] | None = None
-        self._ends: dict[Link, End] = {}
+        self._links: dict[Link, End] = {}
         self._endpoint = ""
         self._closed = False
 
@@ -140,26 +138,21 @@ class SimTransport(Transport):
     @property
     def ends(self) -> list[End]:
         """This side of every open link."""
-        return [end for end in self._ends.values() if end.open]
+        return [end for end in self._links.values() if end.open]
 
-    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        if self._owned is not None:
-            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
-        self._owned = (memory, receiver)
+    def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         self._endpoint = self._network.listen(self)
         self._network.simulation.every(TICK_S, self._tick, node=self.node)
         return (self._endpoint,)
 
     def _tick(self) -> None:
-        if not self._closed and self._owned is not None:
-            self._owned[1].tick()
+        if not self._closed:
+            self._receiver.tick()
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         endpoint = next((e for e in endpoints if e.startswith(SCHEME)), None)
         if endpoint is None:
             raise TransferError(f"a simulated transport cannot reach {list(endpoints)}; it needs {SCHEME}node/n")
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver before connecting")
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
         network = self._network
@@ -186,41 +179,25 @@ class SimTransport(Transport):
 
     def new_end(self, endpoint: str, *, eager: bool) -> End:
         """Return this side of a new link to the transport at `endpoint`."""
-        assert self._owned is not None
-        self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.unreported}
+        self._links = {link: end for link, end in self._links.items() if end.open or end.queue or end.unreported}
         link = Link(endpoint, heard_at=self._network.simulation.clock.now_s)
-        end = End(self._network, self.node, link, *self._owned, self._placement, eager)
-        self._ends[link] = end
+        end = End(self._network, self.node, link, *self._registered, self._placement, eager)
+        self._links[link] = end
         return end
 
-    def send(self, link: Link, frame: bytes) -> None:
-        check_frame(frame)
-        end = self._ends.get(link)
-        if end is not None:
-            end.send(Parcel(ParcelKind.FRAME, frame))
-
-    def write(
-        self,
-        link: Link,
-        frame: bytes,
-        source: Spans,
-        *,
-        ready: Callable[[], None] | None = None,
-        then: Callable[[Transfer], None] | None = None,
-    ) -> Transfer:
-        check_frame(frame)
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver before writing")
-        transfer = Transfer(total_bytes(source, self._owned[0]), then)
-        end = self._ends.get(link)
+    def _queue(self, link: Link, message: Message) -> bool:
+        end = self._links.get(link)
         if end is None:
-            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
+            return False
+        if isinstance(message, WriteMessage):
+            write = Parcel(ParcelKind.WRITE, message.frame, message.transfer, list(message.source), message.ready)
+            end.send(write)
         else:
-            end.send(Parcel(ParcelKind.WRITE, frame, transfer, list(source), ready))
-        return transfer
+            end.send(Parcel(ParcelKind.FRAME, message.frame))
+        return True
 
     def fence(self, link: Link) -> None:
-        end = self._ends.get(link)
+        end = self._links.get(link)
         if end is not None:
             end.shut(None)
 
@@ -228,11 +205,11 @@ class SimTransport(Transport):
         if not self._closed:
             self._closed = True
             self._network.transports.pop(self._endpoint, None)
-            for end in list(self._ends.values()):
+            for end in list(self._links.values()):
                 end.finish()
 
     def vanish(self) -> None:
         """End with this process, without any cleanup but its kernel's, which informs the peers."""
         self._closed = True
-        for end in self._ends.values():
+        for end in self._links.values():
             end.vanish()

@@ -118,7 +118,7 @@ def running(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, protected:
     spare = list(pool.own(pool.layout.num_pages(max_tokens) - len(held))) if protected else []
     sampling = SamplingParams(max_new_tokens=max_tokens - num_tokens + 1)
     request = Request(request_id="a", prompt=(1,) * (num_tokens - 1), sampling=sampling)
-    sequence = Sequence.of(request, (), 0, 0.0, pool.chain(b""), eos_token_ids=(), processor=None)
+    sequence = Sequence.of(request, (), 0, 0.0, pool.key_scheme.chain(b""), eos_token_ids=(), processor=None)
     sequence.state, sequence.output, sequence.protected = SequenceState.RUNNING, [7], protected
     sequence.pages, sequence.spare, sequence.draft = held, spare, Draft.of(torch.zeros(1, 4))
     return sequence

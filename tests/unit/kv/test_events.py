@@ -22,7 +22,7 @@ def pool_of(num_pages: int = 8) -> PagePool:
 
 def keep(pool: PagePool, tokens: tuple[int, ...]) -> tuple[list[bytes], tuple[int, ...]]:
     """Let a request leave these tokens, whose pages are full."""
-    chain = pool.chain(b"")
+    chain = pool.key_scheme.chain(b"")
     chain.extend(tokens)
     known = pool.find(chain.keys)
     pool.share(known)

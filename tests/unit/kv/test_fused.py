@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from pdinfer.kv.digests import fused
+from pdinfer.kv import fused
 from pdinfer.kv.layout import Spans
 
 

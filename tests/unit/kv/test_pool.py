@@ -178,7 +178,7 @@ def test_check_notices_a_page_that_is_counted_twice() -> None:
 def test_check_notices_a_page_in_the_wrong_state() -> None:
     pool = pool_of()
     (page,) = pool.own(1)
-    pool._states[page] = PageState.GRANTED
+    pool._granted.add(page)
     with pytest.raises(PDInferError, match="page accounting is broken"):
         pool.check()
 

@@ -15,7 +15,7 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, digest, domain_of
+from pdinfer.kv.prefix import KeyScheme, PrefixIndex, digest, domain_of
 from pdinfer.types import PeerAddress
 
 SIZE = 2
@@ -41,7 +41,7 @@ def pool_of(num_pages: int = 8, **more: bool) -> PagePool:
 
 
 def keys_of(pool: PagePool, tokens: tuple[int, ...], salt: bytes = b"") -> list[bytes]:
-    chain = pool.chain(salt)
+    chain = pool.key_scheme.chain(salt)
     chain.extend(tokens)
     return chain.keys
 
@@ -72,6 +72,10 @@ def test_a_field_ends_where_it_ends() -> None:
     assert digest() != digest(b"")
 
 
+def scheme(layout_id: bytes, lookahead: int = 0) -> KeyScheme:
+    return KeyScheme(layout_id=layout_id, page_size=SIZE, lookahead=lookahead)
+
+
 @attrs.frozen
 class Beginning:
     """Everything that a page's latents depend on."""
@@ -81,7 +85,7 @@ class Beginning:
     tokens: tuple[int, ...]
 
     def keys(self, lookahead: int = 0) -> list[bytes]:
-        chain = PrefixChain.of(self.layout_id, self.salt, SIZE, lookahead=lookahead)
+        chain = scheme(self.layout_id, lookahead).chain(self.salt)
         chain.extend(self.tokens)
         return chain.keys
 
@@ -108,9 +112,9 @@ def test_pages_have_one_key_where_everything_up_to_them_is_the_same(
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=9).map(tuple), st.integers(0, 9))
 def test_a_chain_grows_with_its_sequence(tokens: tuple[int, ...], first: int) -> None:
-    whole = PrefixChain.of(b"layout", b"salt", SIZE)
+    whole = scheme(b"layout").chain(b"salt")
     whole.extend(tokens)
-    grown = PrefixChain.of(b"layout", b"salt", SIZE)
+    grown = scheme(b"layout").chain(b"salt")
     grown.extend(tokens[:first])
     assert len(grown.keys) == len(tokens[:first]) // SIZE, "a page that is not full has no key"
     grown.extend(tokens)
@@ -473,7 +477,7 @@ TestPrefixes.settings = settings(max_examples=150, stateful_step_count=40, deadl
         lambda pool: pool._index._nodes.pop(2),
         lambda pool: pool._index._nodes[0].children.clear(),
         lambda pool: pool._index._nodes[0].children.update({5: None}),
-        lambda pool: pool._index._pages.popitem(),
+        lambda pool: pool._index.pages.popitem(),
         lambda pool: pool.share((2,)),
     ],
 )

@@ -33,7 +33,7 @@ def test_the_mirror_has_the_pages_of_the_pool(happens: list[tuple[str, int, int]
     assert news.take() is None
     assert len(mirror) == len(pool.keys)
     assert all(key in mirror for key in pool.keys)
-    chain = pool.chain(b"")
+    chain = pool.key_scheme.chain(b"")
     chain.extend(tuple(range(24)))
     assert mirror.count_known(chain.keys) == pool.count_known(chain.keys) == len(pool.find(chain.keys))
 

@@ -11,7 +11,6 @@
     rooms.py        the rules of a room as state machines, without I/O, clock or tensor
     wire.py         the messages between two ends, their bytes, and the tag without which no frame is accepted
     snapshot.py     what a channel holds at one moment
-    complaints.py   warnings that a stranger can cause, limited in number
 
 May import: kv.layout, kv.memory, kv.transports, process, the ground.
 """

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounters, Wanted
+from pdinfer.kv.channel.peer import Complaints, Occupied, Peer, PeerCounts, Totals, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import KVLayout
@@ -22,6 +21,12 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first attempt to reach a peer again, and the most before a later one. The pause doubles."""
+MAX_PAST = 32
+"""How many peers without a link still appear in the stats, the latest to leave first. Every step's report carries
+them."""
+PAST_S = 120.0
+"""How long such a peer appears there: twice as long as a lost peer is dialled."""
+
 MAX_GUESTS = 256
 """How many peers may be linked that this end neither dialled nor gave anything to do. Past it the oldest gives way."""
 
@@ -29,7 +34,7 @@ MAX_GUESTS = 256
 class LinkBook:
     """The links of one channel. `changed` is the channel's condition. Its lock guards the book and is never held while
     the transport is called; it is notified when a handshake ends. `us` is the address of this end, known once the
-    transport has an endpoint."""
+    transport has an endpoint. `wanted` are the peers to dial whenever there is no link to them."""
 
     us: PeerAddress
 
@@ -45,10 +50,11 @@ class LinkBook:
         self.clock = clock
         self._transport = transport
         self._random_bytes = random_bytes
+        self.totals = Totals()
+        self.wanted: dict[PeerKey, Wanted] = {}
         self._by_link: dict[Link, Peer] = {}
-        self._links: dict[PeerKey, Link] = {}
-        self._wanted: dict[PeerKey, Wanted] = {}
-        self._ledger = Ledger()
+        self._linked: dict[PeerKey, Peer] = {}
+        self._ledger: dict[PeerKey, PeerCounts] = {}  # in the order of their latest links
         self._complaints = Complaints(clock)
 
     # -- who is there -----------------------------------------------------------------------------------------------
@@ -64,27 +70,20 @@ class LinkBook:
             return peer
 
     def peers(self) -> list[Peer]:
-        """Return the records of all links, open or not."""
         with self.changed:
             return list(self._by_link.values())
-
-    def link_to(self, key: PeerKey) -> Link | None:
-        """Return the open link to a peer, or None."""
-        with self.changed:
-            return self._links.get(key)
 
     def linked_at(self, endpoint: str, identity: PeerAddress | None = None) -> PeerAddress | None:
         """Return the linked peer that listens at an endpoint, or that has this identity, or None."""
         with self.changed:
-            there = [self._by_link[link].address for link in self._links.values() if link in self._by_link]
-            known = [peer for peer in there if peer is not None]
+            known = [peer.address for peer in self._linked.values() if peer.address is not None]
             key = None if identity is None else peer_key(identity)
             return next((peer for peer in known if endpoint in peer.endpoints or peer_key(peer) == key), None)
 
-    def peer_at(self, key: PeerKey) -> Peer | None:
+    def peer_at(self, key: PeerKey | None) -> Peer | None:
         """Return the record of the open link to a peer, or None."""
         with self.changed:
-            return self._by_link.get(self._links[key]) if key in self._links else None
+            return None if key is None else self._linked.get(key)
 
     def granted(self, addresses: Iterable[PeerAddress]) -> list[Peer | None]:
         """Return the records of the open links to these peers, None where there is none. The peers are no longer
@@ -92,8 +91,9 @@ class LinkBook:
         with self.changed:
             keys = list(map(peer_key, addresses))
             for key in keys:
-                self._ledger.grant(key)
-            return list(map(self.peer_at, keys))
+                for counts in self.counts(key):
+                    counts.granted = True
+            return list(map(self._linked.get, keys))
 
     def tell(self, key: PeerKey, frame: bytes) -> None:
         """Send a frame to a peer. Without a link nothing is sent: both ends were told that it is gone."""
@@ -109,13 +109,15 @@ class LinkBook:
             peer.address = address
             peer.layout = layout
             peer.link.trusted = True
-            self._links[key] = peer.link
-            self._ledger.meet(address)
-            if key in self._wanted:
-                self._wanted[key].attempts = 0
+            counts = self._ledger[key] = self._ledger.pop(key, PeerCounts(address=address))
+            counts.num_links += 1
+            self._linked[key] = peer
+            if key in self.wanted:
+                self.wanted[key].attempts = 0
             self.changed.notify_all()
-            guests = self._ledger.guests(self._links.keys() - self._wanted.keys())
-            return self.peer_at(guests[0]) if len(guests) > MAX_GUESTS else None
+            linked = self._linked.keys() - self.wanted.keys()
+            guests = [key for key, counts in self._ledger.items() if not counts.granted and key in linked]
+            return self._linked[guests[0]] if len(guests) > MAX_GUESTS else None
 
     def refuse(self, peer: Peer, error: PDInferError) -> None:
         """Note why the link must not be open, or not any longer."""
@@ -150,15 +152,14 @@ class LinkBook:
                 self._by_link[link] = peer  # lost before the thread that dials could look: let it find out
             self.changed.notify_all()
             if peer.asked_for is not None and isinstance(peer.refusal, LayoutMismatch):
-                self._wanted.pop(peer_key(peer.asked_for), None)
-            if peer.address is None or self._links.get(peer_key(peer.address)) is not link:
+                self.wanted.pop(peer_key(peer.asked_for), None)
+            if peer.address is None or self._linked.get(peer_key(peer.address)) is not peer:
                 return None, reason
             key, now = peer_key(peer.address), self.clock()
-            del self._links[key]
-            self._ledger.leave(key, now)
+            del self._linked[key]
+            self._ledger[key].left_at = now
             self.forget_past(now)
-            if key in self._wanted:
-                wanted = self._wanted[key]
+            if (wanted := self.wanted.get(key)) is not None:
                 wanted.lost_at, wanted.due, wanted.attempts = now, now + REDIAL_S[0], 1
             return key, reason
 
@@ -168,8 +169,8 @@ class LinkBook:
             self._transport.fence(link)
         with self.changed:
             self._by_link = {link: peer for link, peer in self._by_link.items() if link not in links}
-            self._links = {key: link for key, link in self._links.items() if link not in links}
-            for wanted in self._wanted.values():
+            self._linked = {key: peer for key, peer in self._linked.items() if peer.link not in links}
+            for wanted in self.wanted.values():
                 wanted.lost_at = wanted.due = self.clock()
 
     # -- whom this end dials ----------------------------------------------------------------------------------------
@@ -179,94 +180,68 @@ class LinkBook:
         otherwise the caller dials until the time is over."""
         with self.changed:
             now = self.clock()
-            wanted = self._wanted.setdefault(peer_key(address), Wanted(address, now, math.inf))
+            wanted = self.wanted.setdefault(peer_key(address), Wanted(address, now, math.inf))
             wanted.address, wanted.lost_at = address, now + timeout_s
             if timeout_s <= 0:
                 wanted.due = now
             return wanted
 
-    def unwant(self, key: PeerKey) -> None:
-        """Note that the peer is not to be dialled any more."""
-        with self.changed:
-            self._wanted.pop(key, None)
-
     def forget_at(self, endpoint: str, now_there: PeerAddress) -> None:
         """Stop dialling the peers that listened at an endpoint where another one answers now."""
-        for wanted in self.wanted():
-            if endpoint in wanted.address.endpoints and peer_key(wanted.address) != peer_key(now_there):
-                self.unwant(peer_key(wanted.address))
-
-    def is_wanted(self, key: PeerKey) -> bool:
-        """Return whether the peer is to be dialled when there is no link to it."""
-        return key in self._wanted
-
-    def is_current(self, wanted: Wanted) -> bool:
-        """Return whether this is still the current wish for its peer."""
-        return self._wanted.get(peer_key(wanted.address)) is wanted
-
-    def wanted(self) -> list[Wanted]:
-        """Return the peers that are to be dialled when there is no link to them."""
-        return list(self._wanted.values())
+        for key, wanted in list(self.wanted.items()):
+            if endpoint in wanted.address.endpoints and key != peer_key(now_there):
+                del self.wanted[key]
 
     def is_dialling(self, key: PeerKey) -> bool:
         """Return whether this end is dialling the peer and has no answer yet."""
         with self.changed:
             return any(peer.is_pending and peer.key == key for peer in self._by_link.values())
 
-    def begin_redial(self, wanted: Wanted) -> bool:
-        """Return whether to dial the peer now. If so, the next attempt is put off."""
-        key = peer_key(wanted.address)
-        with self.changed:
-            now = self.clock()
-            if not self.is_current(wanted) or key in self._links or self.is_dialling(key) or now < wanted.due:
-                return False
-            low, high = REDIAL_S
-            wanted.due = now + min(high, low * 2.0**wanted.attempts)
-            wanted.attempts += 1
-            return True
-
     def redial_in_s(self) -> float:
         """Return in how many seconds the next missing peer is due, infinity when none is missing."""
-        missing = (wanted for wanted in self.wanted() if self.link_to(peer_key(wanted.address)) is None)
-        return min((wanted.due for wanted in missing), default=math.inf) - self.clock()
+        missing = (wanted.due for key, wanted in list(self.wanted.items()) if key not in self._linked)
+        return min(missing, default=math.inf) - self.clock()
 
     # -- what it tells ----------------------------------------------------------------------------------------------
 
-    def counters(self, key: PeerKey) -> PeerCounters | None:
-        """Return the counts of a peer that is or was linked, to be changed under the lock."""
-        return self._ledger.get(key)
+    def counts(self, key: PeerKey) -> list[PeerCounts]:
+        """Return the counts of a peer, if it is or was linked. They are to be changed under the lock."""
+        return [self._ledger[key]] if key in self._ledger else []
 
     def forget_past(self, now: float) -> None:
-        """Drop the counts of peers that left long ago."""
         with self.changed:
-            self._ledger.forget(now, self._links.keys() | self._wanted.keys())
+            past = [key for key in self._ledger if key not in self._linked and key not in self.wanted]
+            past.sort(key=self._left_at)
+            late = [key for key in past if self._left_at(key) < now - PAST_S]
+            for key in past[: max(len(late), len(past) - MAX_PAST)]:
+                del self._ledger[key]
+
+    def _left_at(self, key: PeerKey) -> float:
+        return self._ledger[key].left_at
 
     def stats(self, inflight: Mapping[PeerKey, int], window_bytes: int) -> tuple[PeerStats, ...]:
         """Return the stats of every peer that is or was lately linked. `inflight` holds the bytes on their way to
         each."""
         with self.changed:
             return tuple(
-                counters.stats(
-                    connected=key in self._links,
+                PeerStats(
+                    address=counts.address,
+                    connected=key in self._linked,
+                    bytes_sent=counts.bytes_sent,
+                    bytes_received=counts.bytes_received,
+                    mb_per_s=counts.bytes_received / 1e6 / counts.receive_s if counts.receive_s else 0.0,
                     inflight_bytes=inflight.get(key, 0),
                     window_bytes=window_bytes,
+                    retries=counts.num_links - 1,
+                    frames_dropped=counts.frames_dropped,
                     step_age_s=self._step_age_s(key),
                 )
-                for key, counters in self._ledger.items()
+                for key, counts in self._ledger.items()
             )
 
     def snapshot(self) -> tuple[LinkSnapshot, ...]:
-        """Return a snapshot of every link, open or not."""
         with self.changed:
-            return tuple(
-                LinkSnapshot(
-                    endpoint=peer.link.endpoint,
-                    address=peer.address,
-                    num_frames_waiting=peer.num_waiting,
-                    num_writes_arriving=len(peer.arriving),
-                )
-                for peer in self._by_link.values()
-            )
+            return tuple(peer.snapshot() for peer in self._by_link.values())
 
     def _step_age_s(self, key: PeerKey) -> float | None:
         peer = self.peer_at(key)

@@ -22,12 +22,14 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import attrs
+
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.links import ChannelLinks
-from pdinfer.kv.channel.peer import Totals
+from pdinfer.kv.channel.book import LinkBook
+from pdinfer.kv.channel.links import ChannelLinks, Handshake
 from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.snapshot import ChannelSnapshot
@@ -75,25 +77,19 @@ class KVChannel(OfOneProcess):
         self._clock = clock
         self._changed = threading.Condition(new_lock())
         self._listeners: list[Callable[[], None]] = []
-        self._totals = Totals()
-        self.links = ChannelLinks(
-            transport,
-            pool.layout,
-            self._changed,
-            tensors=getattr(pool, "tensors", NO_TENSORS),
-            key=key,
-            clock=clock,
-            random_bytes=random_bytes,
-        )
-        parts = pool, self.links.book, self._changed, self._totals, self.wake
-        self.sender = HandoffSender(*parts, takes_offers=takes_offers)
-        self.receiver = HandoffReceiver(*parts)
+        book = LinkBook(transport, self._changed, clock=clock, random_bytes=random_bytes)
+        handshake = Handshake(book, pool.layout, getattr(pool, "tensors", NO_TENSORS), key)
+        self.links = ChannelLinks(transport, book, handshake)
+        self.sender = HandoffSender(pool, book, self.wake, takes_offers=takes_offers)
+        self.receiver = HandoffReceiver(pool, book, self.wake)
         self.looked_at = clock()
         self.in_doubt = False
         self.is_closed = False
         self.engine: weakref.ref[object] | None = None
         self.arrivals = ChannelArrivals(self, authenticates=key is not None)
-        self.address = self.links.register(pool.memory, self.arrivals)
+        engine_id, epoch = random_bytes(16), int.from_bytes(random_bytes(7), "little")
+        endpoints = transport.register(pool.memory, self.arrivals)
+        self.address = book.us = PeerAddress(engine_id, epoch, 0, endpoints)
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""
@@ -125,14 +121,14 @@ class KVChannel(OfOneProcess):
     @typed
     def connected(self, peer: PeerAddress) -> bool:
         """Return whether there is an open link to this very peer."""
-        return self.links.book.link_to(peer_key(peer)) is not None
+        return self.links.book.peer_at(peer_key(peer)) is not None
 
     @typed
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
         transfer."""
-        links = (self.links.book.link_to(peer_key(peer)) for peer in peers)
-        return all(link is not None and link.same_memory for link in links)
+        linked = map(self.links.book.peer_at, map(peer_key, peers))
+        return all(peer is not None and peer.link.same_memory for peer in linked)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
 
@@ -186,7 +182,7 @@ class KVChannel(OfOneProcess):
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
-        """Finish a room with this writer's hand-off, behind all its pushes. ABORTED is allowed at any time. When the
+        """Finish a room with this writer's hand-off, after all its pushes. ABORTED is allowed at any time. When the
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
         hand-off's state is too long to travel; the room stays open then."""
         with self._in_doubt_after():
@@ -208,7 +204,8 @@ class KVChannel(OfOneProcess):
     def is_full(self, grant: PageGrant) -> bool:
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
-        return self.sender.pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
+        inflight = self.sender.pushes.inflight()
+        return any(inflight[peer_key(peer)] > self.window_bytes for peer in grant.destinations)
 
     # -- both -------------------------------------------------------------------------------------------------------
 
@@ -216,12 +213,12 @@ class KVChannel(OfOneProcess):
     def has_news(self) -> bool:
         """Whether `poll`, `poll_stops` or `poll_offers` would return anything."""
         with self._changed:
-            return bool(self.receiver.num_settled or self.sender.num_stops or self.sender.num_offers)
+            return bool(self.receiver.num_settled) or self.sender.has_news
 
     @property
     def stats(self) -> ChannelStats:
         """What has moved so far."""
-        return self._totals.stats(self.peers())
+        return ChannelStats(**attrs.asdict(self.links.book.totals), peers=self.peers())
 
     def peers(self) -> tuple[PeerStats, ...]:
         """Return what `stats` says of every peer that is linked, or was lately."""
@@ -233,7 +230,7 @@ class KVChannel(OfOneProcess):
         with self._changed:
             return ChannelSnapshot(
                 links=book.snapshot(),
-                wanted=tuple(wanted.address for wanted in book.wanted()),
+                wanted=tuple(wanted.address for wanted in book.wanted.values()),
                 expected=self.receiver.rooms(),
                 accepted=self.sender.rooms(),
                 pushing=self.sender.pushes.rooms(),
@@ -294,12 +291,10 @@ class KVChannel(OfOneProcess):
         return float("inf") if self.transport.ticks else self.links.book.redial_in_s()
 
     def redial(self) -> None:
-        """Dial the lost peers that are due."""
         if self.redial_in_s() <= 0:
             self.links.redial()
 
     def wake(self) -> None:
-        """Wake those who wait for news."""
         with self._changed:
             self._changed.notify_all()
         for listener in self._listeners:
@@ -323,16 +318,15 @@ class ChannelArrivals:
     def __init__(self, channel: KVChannel, *, authenticates: bool) -> None:
         self.authenticates = authenticates
         self._channel = channel
-        self._links, self._sender, self._receiver = channel.links, channel.sender, channel.receiver
-        self._book = channel.links.book
+        self._sender, self._receiver, self._book = channel.sender, channel.receiver, channel.links.book
 
     def opened(self, link: Link) -> None:
-        self._links.opened(link)
+        self._channel.links.handshake.open(self._book.at(link, dialled=False))
 
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._book.at(link)
         if peer.refusal is not None or peer.address is None:
-            self._links.handshake.read(peer, frame)
+            self._channel.links.handshake.read(peer, frame)
             self._sender.answer_turned_away(peer)
             return
         key, message = peer_key(peer.address), wire.decode(peer.verify(frame))
@@ -343,7 +337,7 @@ class ChannelArrivals:
         elif isinstance(message, wire.Offer):
             self._sender.offered(peer, key, message)
         elif isinstance(message, wire.Beat):
-            self._links.beaten(peer, message.step_age_s)
+            peer.stepped_at = self._book.clock() - message.step_age_s
         else:
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 
@@ -360,7 +354,7 @@ class ChannelArrivals:
         now = self._book.clock()
         self._sender.tick(now)
         self._receiver.tick(now)
-        self._links.tick(max(0.0, now - self._channel.looked_at))
+        self._channel.links.tick(max(0.0, now - self._channel.looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         self._channel.in_doubt |= isinstance(error, Interrupted)

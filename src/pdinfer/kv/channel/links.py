@@ -9,8 +9,6 @@ for RELINK_S.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from functools import partial
 
 import attrs
@@ -24,8 +22,7 @@ from pdinfer.kv.channel.comparing import MAX_COMPARES, answer, found, is_findabl
 from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transport
+from pdinfer.kv.transports.base import Transport
 from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -35,16 +32,6 @@ ANYONE = b"\0"
 """The engine id in what this end asks for when it dials an endpoint and not a peer."""
 
 _log = logging.getLogger("pdinfer")
-
-
-def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
-    """Return the reason to refuse the peer's first frame, or None. `keyed` tells whether this end has a key."""
-    if message.version[0] != wire.MAJOR:
-        return TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
-    if message.keyed != keyed:
-        has, lacks = ("the peer", "this end") if message.keyed else ("this end", "the peer")
-        return TransferError(f"{has} has a key and {lacks} has none; give both ends the same one")
-    return None
 
 
 def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddress, layout: KVLayout) -> None:
@@ -112,8 +99,14 @@ class Handshake:
         if not isinstance(message, wire.Open):
             raise TransferError(f"a link begins with its peer's nonce, not with a {type(message).__name__} frame")
         self.open(peer)
-        if (error := check_open(message, keyed=self._key is not None)) is not None:
-            self._book.refuse(peer, error)
+        has_key = self._key is not None
+        if message.version[0] != wire.MAJOR:
+            reason = f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}"
+            self._book.refuse(peer, TransferError(reason))
+        elif message.keyed != has_key:
+            has, lacks = ("this end", "the peer") if has_key else ("the peer", "this end")
+            reason = f"{has} has a key and {lacks} has none; give both ends the same one"
+            self._book.refuse(peer, TransferError(reason))
         else:
             with self._book.changed:
                 peer.begin_session(message.nonce, self._key)
@@ -170,7 +163,7 @@ class Handshake:
         """
         with self._book.changed:
             key = peer_key(message.address)
-            if self._book.link_to(key) is not None:
+            if self._book.peer_at(key) is not None:
                 why = "this peer has an open link already; drop that one before opening another"
                 raise Occupied(why, message.address)
             if isinstance(message, wire.Hello):
@@ -188,43 +181,14 @@ class Handshake:
 
 
 class ChannelLinks:
-    """The links of one channel: it opens, keeps and closes those in `book`. `changed` is the channel's condition; see
-    `LinkBook`."""
+    """The links of one channel: it opens, keeps and closes those in `book`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: KVLayout,
-        changed: threading.Condition,
-        *,
-        tensors: TensorDigests,
-        key: bytes | None,
-        clock: Callable[[], float],
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self.book = LinkBook(transport, changed, clock=clock, random_bytes=random_bytes)
-        self.handshake = Handshake(self.book, layout, tensors, key)
+    def __init__(self, transport: Transport, book: LinkBook, handshake: Handshake) -> None:
+        self.book = book
+        self.handshake = handshake
         self._transport = transport
-        self._changed = changed
-        self._clock = clock
-        self._random_bytes = random_bytes
-
-    # -- links that come, live and go -------------------------------------------------------------------------------
-
-    def register(self, memory: Memory, receiver: Receiver) -> PeerAddress:
-        """Start receiving. Return what peers need to reach and recognise this end, which is new every time."""
-        engine_id, epoch = self._random_bytes(16), int.from_bytes(self._random_bytes(7), "little")
-        endpoints = self._transport.register(memory, receiver)
-        self.book.us = PeerAddress(engine_id, epoch, 0, endpoints)
-        return self.book.us
-
-    def opened(self, link: Link) -> None:
-        """Greet a peer that has dialled this end."""
-        self.handshake.open(self.book.at(link, dialled=False))
-
-    def beaten(self, peer: Peer, step_age_s: float) -> None:
-        """Note a heartbeat. The engine behind the peer looked at its channel `step_age_s` ago."""
-        peer.stepped_at = self._clock() - step_age_s
+        self._changed = book.changed
+        self._clock = book.clock
 
     def tick(self, step_age_s: float) -> None:
         """Send a heartbeat on every open link, give up the links that are silent, and dial the missing peers."""
@@ -250,14 +214,13 @@ class ChannelLinks:
     # -- dialling ---------------------------------------------------------------------------------------------------
 
     def connect(self, address: PeerAddress, *, timeout_s: float) -> None:
-        """Open a link; see `KVChannel.connect`."""
         key = peer_key(address)
         if key == peer_key(self.book.us):
             raise TransferError("this is the end's own address; a channel has no link to itself")
         with self._changed:
-            if self.book.link_to(key) is not None:
+            if self.book.peer_at(key) is not None:
                 return
-            is_new = not self.book.is_wanted(key)
+            is_new = key not in self.book.wanted
             wanted = self.book.want(address, timeout_s)
         if timeout_s <= 0:
             self._redial(wanted)
@@ -266,7 +229,7 @@ class ChannelLinks:
             self._reach(wanted, timeout_s)
         except BaseException:
             if is_new:
-                self.book.unwant(key)
+                self.book.wanted.pop(key, None)
             raise
 
     @typed
@@ -284,11 +247,7 @@ class ChannelLinks:
                     return linked
             if occupied is not None and left <= 0:
                 raise occupied
-            peer = self.book.at(self._transport.connect(anyone.endpoints, timeout_s=max(0.0, left)))
-            with self._changed:
-                peer.asked_for = anyone
-                has_session = peer.has_session
-            self._introduce(peer, has_session)
+            peer = self._dial(anyone, max(0.0, left))
             problem = self._answer(peer, max(0.0, left))
             if problem is None and peer.address is not None:
                 with self._changed:
@@ -303,30 +262,28 @@ class ChannelLinks:
 
     def drop(self, key: PeerKey) -> None:
         """Close the link to this peer, or the one that is being opened, and stop dialling it."""
-        self.book.unwant(key)
+        self.book.wanted.pop(key, None)
         for peer in [peer for peer in self.book.peers() if peer.key == key]:
             peer.fence()
 
     def redial(self) -> None:
-        """Dial the missing peers that are due."""
-        for wanted in self.book.wanted():
-            key = peer_key(wanted.address)
-            if self._clock() - wanted.lost_at <= RELINK_S or self.book.link_to(key) is not None:
+        for key, wanted in list(self.book.wanted.items()):
+            if self._clock() - wanted.lost_at <= RELINK_S or self.book.peer_at(key) is not None:
                 self._redial(wanted)
             else:
                 _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
-                self.book.unwant(key)
+                self.book.wanted.pop(key, None)
 
     def _reach(self, wanted: Wanted, timeout_s: float) -> None:
         """Dial until there is a link to the peer, whichever end dialled it."""
         key, left = peer_key(wanted.address), timeout_s
         while True:
-            problem = self._answer(self._dial(wanted, left), left)
+            problem = self._answer(self._dial(wanted.address, left, wanted), left)
             with self._changed:
                 if isinstance(problem, Occupied):
-                    self._changed.wait_for(lambda: self.book.link_to(key) is not None, REDIAL_S[0])
+                    self._changed.wait_for(lambda: self.book.peer_at(key) is not None, REDIAL_S[0])
                     left -= REDIAL_S[0]
-                if problem is None or self.book.link_to(key) is not None:
+                if problem is None or self.book.peer_at(key) is not None:
                     return
             if not isinstance(problem, Occupied) or left <= 0:
                 raise problem
@@ -334,46 +291,45 @@ class ChannelLinks:
     def _answer(self, peer: Peer, timeout_s: float) -> PDInferError | None:
         """Wait for the end of the handshake. Return None when the link is open; otherwise close it and return why."""
         with self._changed:
-            self._changed.wait_for(lambda: not peer.is_pending or self._is_linked(peer), timeout_s)
+            self._changed.wait_for(lambda: not peer.is_pending or self.book.peer_at(peer.key) is not None, timeout_s)
             if peer.address is not None:
                 return None
             problem = peer.refusal
         self.book.abandon(peer)
         return problem or TransferError(f"{peer.link.endpoint} did not answer the handshake within {timeout_s} s")
 
-    def _is_linked(self, peer: Peer) -> bool:
-        return peer.key is not None and self.book.link_to(peer.key) is not None
-
     def _redial(self, wanted: Wanted) -> None:
         """Dial the peer if it is due, without waiting for the answer."""
-        if not self.book.begin_redial(wanted):
-            return
+        key, now, (low, high) = peer_key(wanted.address), self._clock(), REDIAL_S
+        with self._changed:
+            if self.book.wanted.get(key) is not wanted or self.book.peer_at(key) is not None:
+                return
+            if now < wanted.due or self.book.is_dialling(key):
+                return
+            wanted.due = now + min(high, low * 2.0**wanted.attempts)
+            wanted.attempts += 1
         try:
-            self._dial(wanted, 0.0)
+            self._dial(wanted.address, 0.0, wanted)
         except TransferError as error:
             _log.info("a peer cannot be dialled: %s", error)
 
-    def _dial(self, wanted: Wanted, timeout_s: float) -> Peer:
-        """Dial the peer and return the record of the link.
+    def _dial(self, address: PeerAddress, timeout_s: float, wanted: Wanted | None = None) -> Peer:
+        """Dial a peer, because of a wish if there is one, and return the record of the link.
 
         The peer's first frame may arrive before `connect` returns and it is known who should answer. So this end
         introduces itself from the thread that comes second: this one, or the one that reads that frame.
         """
-        peer = self.book.at(self._transport.connect(wanted.address.endpoints, timeout_s=timeout_s))
+        key, peer = peer_key(address), self.book.at(self._transport.connect(address.endpoints, timeout_s=timeout_s))
         with self._changed:
-            if self.book.link_to(peer_key(wanted.address)) is not None:
+            if self.book.peer_at(key) is not None:
                 self.book.refuse(peer, Occupied("the peer has dialled this end meanwhile"))
-            elif not self.book.is_current(wanted):
+            elif wanted is not None and self.book.wanted.get(key) is not wanted:
                 self.book.refuse(peer, TransferError("the peer was dropped while it was dialled"))
             if peer.refusal is not None:
                 return peer
-            peer.asked_for = wanted.address
+            peer.asked_for = address
             has_session = peer.has_session
-        self._introduce(peer, has_session)
-        return peer
-
-    def _introduce(self, peer: Peer, has_session: bool) -> None:
-        """Begin the handshake of a link that this end dialled."""
         self.handshake.open(peer)
         if has_session:
             self.handshake.introduce(peer)
+        return peer

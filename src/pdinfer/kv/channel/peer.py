@@ -3,110 +3,81 @@ that is to be dialled."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import attrs
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.complaints import Complaints
+from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
-from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
-MAX_PAST = 32
-"""How many peers without a link still appear in the stats, the latest to leave first. Every step's report carries
-them."""
-PAST_S = 120.0
-"""How long such a peer appears there: twice as long as a lost peer is dialled."""
+MAX_WARNINGS = 20
+"""How many are logged in each WINDOW_S. The rest are counted."""
+WINDOW_S = 10.0
+
+_log = logging.getLogger("pdinfer")
+
+
+@attrs.define
+class Complaints:
+    """A logger of warnings that stops after MAX_WARNINGS in one window. The next window begins with the number of those
+    that were left out."""
+
+    clock: Callable[[], float] = time.monotonic
+    _since: float = -WINDOW_S
+    _num: int = 0
+
+    def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
+        """Log as `Logger.warning` does. May be called from any thread; a race miscounts by one."""
+        now = self.clock()
+        if now - self._since >= WINDOW_S:
+            unsaid = self._num - MAX_WARNINGS
+            self._since, self._num = now, 0
+            if unsaid > 0:
+                _log.warning("%d more warnings about peers were not logged", unsaid)
+        self._num += 1
+        if self._num <= MAX_WARNINGS:
+            _log.warning(text, *values, exc_info=exc_info)
 
 
 @attrs.define(eq=False)
-class PeerCounters:
+class Counts:
+    """What moved, with one peer or with all. It changes under the channel's lock."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    receive_s: float = 0.0
+    frames_dropped: int = 0
+
+
+@attrs.define(eq=False)
+class PeerCounts(Counts):
     """The counts of one peer. `granted` is set once there has been a room between it and this end. Until then the peer
     is a guest: this host has given it nothing to do."""
 
-    address: PeerAddress
+    address: PeerAddress = attrs.field(kw_only=True)
     granted: bool = False
     left_at: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
-    retries: int = 0
-
-    def stats(self, *, connected: bool, inflight_bytes: int, window_bytes: int, step_age_s: float | None) -> PeerStats:
-        """Return a snapshot, completed with what the counters do not know."""
-        return PeerStats(
-            address=self.address,
-            connected=connected,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
-            mb_per_s=self.bytes_received / 1e6 / self.receive_s if self.receive_s else 0.0,
-            inflight_bytes=inflight_bytes,
-            window_bytes=window_bytes,
-            retries=self.retries,
-            frames_dropped=self.frames_dropped,
-            step_age_s=step_age_s,
-        )
+    num_links: int = 0
 
 
 @attrs.define(eq=False)
-class Totals:
-    """The counts of one end over all its peers: the fields of ChannelStats. They change under the channel's lock."""
+class Totals(Counts):
+    """The counts of one end over all its peers: the fields of ChannelStats."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
     writes_sent: int = 0
     writes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
     writes_damaged: int = 0
-
-    def stats(self, peers: tuple[PeerStats, ...]) -> ChannelStats:
-        """Return a snapshot."""
-        return ChannelStats(**attrs.asdict(self), peers=peers)
-
-
-class Ledger(dict[PeerKey, PeerCounters]):
-    """The counts of every peer that is linked or was linked lately, in the order of their latest links."""
-
-    def meet(self, address: PeerAddress) -> None:
-        """Note that a peer has a link, for the first time or again."""
-        key = peer_key(address)
-        counters = self.pop(key, None)
-        if counters is None:
-            counters = PeerCounters(address)
-        else:
-            counters.retries += 1
-        self[key] = counters
-
-    def grant(self, key: PeerKey) -> None:
-        """Note that this host has given the peer something to do."""
-        if key in self:
-            self[key].granted = True
-
-    def leave(self, key: PeerKey, now: float) -> None:
-        """Note that the peer's link is closed."""
-        if key in self:
-            self[key].left_at = now
-
-    def forget(self, now: float, kept: Collection[PeerKey]) -> None:
-        """Drop the counts of peers that left long ago. Peers in `kept` have a link or are being dialled, and stay."""
-        past = sorted((key for key in self if key not in kept), key=lambda key: self[key].left_at)
-        late = [key for key in past if self[key].left_at < now - PAST_S]
-        for key in past[: max(len(late), len(past) - MAX_PAST)]:
-            del self[key]
-
-    def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
-        """Return the peers in `linked` that have been given nothing to do, the longest linked first."""
-        return [key for key, counters in self.items() if not counters.granted and key in linked]
 
 
 class Occupied(TransferError):
@@ -120,7 +91,7 @@ class Occupied(TransferError):
 
 @attrs.define(eq=False)
 class Write:
-    """The payload behind a frame; see `Transport.write`. `then` is called exactly once, whatever happens."""
+    """The payload of a frame; see `Transport.write`. `then` is called exactly once, whatever happens."""
 
     source: Spans
     ready: Callable[[], None] | None
@@ -149,6 +120,7 @@ class Arriving:
     """A payload of `num_bytes` that was announced at `since` and is on its way into our pages."""
 
     data: wire.Data
+    heads: range
     num_bytes: int
     since: float
 
@@ -158,7 +130,7 @@ class Peer:
     """The other end of `link`: its `address` once the handshake is done, or the reason why it is not welcome
     (`refusal`). Between the two, while both ends look for a tensor that differs, `difference` is what is known of the
     reason, and `num_compared` how often the peer has told of tensors. `stepped_at` is the time, by our clock, when the
-    engine behind it last looked at its channel.
+    engine of that end last looked at its channel.
 
     `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock.
     """
@@ -209,10 +181,13 @@ class Peer:
         """Whether this end dialled and has no answer yet."""
         return self.asked_for is not None and self.address is None and self.refusal is None
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of frames that wait to be handed to the transport."""
-        return len(self._outbox)
+    def snapshot(self) -> LinkSnapshot:
+        return LinkSnapshot(
+            endpoint=self.link.endpoint,
+            address=self.address,
+            num_frames_waiting=len(self._outbox),
+            num_writes_arriving=len(self.arriving),
+        )
 
     def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
         """Begin to put tags on frames, now that both nonces are known."""
@@ -247,14 +222,13 @@ class Peer:
             write.complete(Transfer(0, done=True, error=broken))
 
     def post(self, frame: bytes, write: Write | None = None) -> None:
-        """Queue a frame and flush."""
         self.queue(frame, write)
         self.flush()
 
     def flush(self) -> None:
         """Send what is queued, unless another thread is doing so. No lock is held while the transport is called: it may
         call back, or deliver to an end that posts to this one. A frame that the transport cannot send closes the link,
-        since no frame behind a missing one verifies."""
+        since no frame after a missing one verifies."""
         with self._lock:
             if self._posting:
                 return
@@ -277,7 +251,6 @@ class Peer:
                 raise
 
     def fence(self) -> None:
-        """Close the link."""
         self.transport.fence(self.link)
 
     def _next(self) -> tuple[bytes, Write | None] | None:

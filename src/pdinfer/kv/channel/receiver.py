@@ -6,13 +6,12 @@ expect ──► place, placed … place, placed ──► finished by every wri
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
-from pdinfer.kv.channel.peer import Arriving, Peer, Totals
+from pdinfer.kv.channel.peer import Arriving, Peer
 from pdinfer.kv.channel.rooms import NO_HEADS, ReceiverRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans
@@ -27,23 +26,24 @@ MUTE_S = 1.0
 
 
 class HandoffReceiver:
-    """The rooms that peers write into `pool`. `changed` is the channel's condition, whose lock guards them. `notify`
-    wakes those who wait for news; it is called without that lock."""
+    """The rooms that peers write into `pool`, guarded by the lock of the book's condition. `notify` wakes those who
+    wait for news; it is called without that lock."""
 
-    def __init__(
-        self, pool: Pages, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
-    ) -> None:
+    def __init__(self, pool: Pages, book: LinkBook, notify: Callable[[], None]) -> None:
         self._pool = pool
         self._book = book
-        self._changed = changed
-        self._totals = totals
+        self._changed = book.changed
         self._notify = notify
-        self._rooms = self._no_rooms()
+        self.forget()
 
-    # -- what a host asks for ---------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Forget all rooms."""
+        heads = self._pool.layout.heads
+        self._rooms = ReceiverRooms(self._pool.layout.layers, NO_HEADS if heads is None else heads)
+
+    # -- what a host asks for: see `KVChannel` ----------------------------------------------------------------------
 
     def expect(self, grant: PageGrant, now: float) -> None:
-        """Expect a room; see `KVChannel.expect`."""
         error = TransferError("the writer is not connected to this decode")
         self._pool.layout.part(grant.tokens)
         with self._changed:
@@ -71,33 +71,31 @@ class HandoffReceiver:
             return room in self._rooms
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
-        """Ask the writers of a room to stop; see `KVChannel.abort`."""
         with self._changed:
             writers = self._rooms.stop(grant.room, error)
         self.tell_to_stop({grant.room: writers}, error)
 
     def take_settled(self) -> list[Handoff]:
-        """Return the hand-offs of the rooms that have settled; see `KVChannel.poll`."""
         with self._changed:
             return self._rooms.take_settled()
 
     # -- what arrives -----------------------------------------------------------------------------------------------
 
     def place(self, peer: Peer, frame: bytes, num_bytes: int, now: float) -> Spans | None:
-        """Return where the payload behind the frame goes, None when its room is over."""
+        """Return where the payload of a frame goes, None when its room is over."""
         message = wire.decode(peer.verify(frame))
         if not isinstance(message, wire.Data):
             raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
         if peer.address is None:
             raise TransferError("a payload came before the handshake")
-        layout, key = self._pool.layout, peer_key(peer.address)
+        layout, key, heads = self._pool.layout, peer_key(peer.address), self._heads(message)
         with self._changed:
             try:
-                grant = self._rooms.place(key, message.room, message.layers, message.tokens, now, self._heads(message))
+                grant = self._rooms.place(key, message.room, message.layers, message.tokens, now, heads)
             except StaleFrame:
                 self._count_dropped(key)
                 return None
-            peer.arriving[frame] = Arriving(message, num_bytes, now)
+            peer.arriving[frame] = Arriving(message, heads, num_bytes, now)
         if num_bytes != layout.payload_bytes(message.layers, message.tokens, message.heads):
             raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
         if grant.generations != self._pool.generations(grant.pages):
@@ -121,14 +119,12 @@ class HandoffReceiver:
         with self._changed:
             arrived = peer.arriving.pop(frame)
             data, receive_s = arrived.data, now - arrived.since
-            self._totals.writes_received += 1
-            self._totals.bytes_received += arrived.num_bytes
-            self._totals.receive_s += receive_s
-            self._totals.writes_damaged += error is not None
-            if (counters := self._book.counters(peer_key(peer.address))) is not None:
-                counters.bytes_received += arrived.num_bytes
-                counters.receive_s += receive_s
-            writers = self._rooms.placed(data.room, data.layers, data.tokens, error, now, self._heads(data))
+            self._book.totals.writes_received += 1
+            self._book.totals.writes_damaged += error is not None
+            for counts in (self._book.totals, *self._book.counts(peer_key(peer.address))):
+                counts.bytes_received += arrived.num_bytes
+                counts.receive_s += receive_s
+            writers = self._rooms.placed(data.room, data.layers, data.tokens, error, now, arrived.heads)
         if error is not None:
             self.tell_to_stop({data.room: writers}, error)
 
@@ -165,24 +161,14 @@ class HandoffReceiver:
             for writer in writers:
                 self._book.tell(writer, wire.encode(wire.Abort(room, error)))
 
-    def forget(self) -> None:
-        """Forget all rooms."""
-        self._rooms = self._no_rooms()
-
     @property
     def num_settled(self) -> int:
-        """The number of hand-offs that `take_settled` would return."""
-        with self._changed:
-            return self._rooms.num_settled
+        """The number of hand-offs that `take_settled` would return. Called with the lock."""
+        return self._rooms.num_settled
 
     def rooms(self) -> Mapping[bytes, ExpectedRoom]:
-        """Return the rooms that have not settled."""
-        with self._changed:
-            return self._rooms.snapshot()
-
-    def _no_rooms(self) -> ReceiverRooms:
-        layout = self._pool.layout
-        return ReceiverRooms(layout.layers, NO_HEADS if layout.heads is None else layout.heads)
+        """Return the rooms that have not settled. Called with the lock."""
+        return self._rooms.snapshot()
 
     def _heads(self, data: wire.Data) -> range:
         """Return the heads that a frame names. Raises TransferError when it names some and our pages have none, or the
@@ -196,6 +182,5 @@ class HandoffReceiver:
 
     def _count_dropped(self, key: PeerKey) -> None:
         """Count a frame that was not acted upon. The lock must be held."""
-        self._totals.frames_dropped += 1
-        if (counters := self._book.counters(key)) is not None:
-            counters.frames_dropped += 1
+        for counts in (self._book.totals, *self._book.counts(key)):
+            counts.frames_dropped += 1

@@ -25,6 +25,7 @@ import attrs
 from pdinfer.checks import within
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.snapshot import AcceptedState, ExpectedRoom, ExpectedState
+from pdinfer.kv.layout import text_of
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
 MAX_TOMBSTONES = 1 << 15
@@ -41,7 +42,7 @@ MAX_PIECES = 64
 """The most ranges of a layer's tokens with gaps between them, per writer of a room. Honest writers leave one or two,
 since they send in the order of the tokens."""
 MAX_STATE_BYTES = 16 << 20
-"""The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
+"""The most state that hand-offs may bring next to KV, over all rooms that have not been taken."""
 NO_HEADS = range(1)
 """The heads of pages without a head axis, for counting."""
 
@@ -51,10 +52,9 @@ class Tombstones:
     """The aborted rooms of each peer and when they were aborted, the peer that was quiet for longest first."""
 
     _rooms: OrderedDict[Hashable, OrderedDict[bytes, float]] = attrs.field(factory=OrderedDict)
-    _num: int = 0
 
     def __len__(self) -> int:
-        return self._num
+        return sum(map(len, self._rooms.values()))
 
     def rooms(self) -> Iterator[bytes]:
         """Iterate over all rooms that some peer has aborted."""
@@ -62,31 +62,27 @@ class Tombstones:
             yield from rooms
 
     def has(self, peer: Hashable, room: bytes) -> bool:
-        """Return whether the peer has aborted the room."""
         return room in self._rooms.get(peer, ())
 
     def bury(self, peer: Hashable, room: bytes, now: float) -> None:
         """Note that the peer has aborted a room that is unknown here."""
         rooms = self._rooms.setdefault(peer, OrderedDict())
         self._rooms.move_to_end(peer)
-        self._num += room not in rooms
         rooms[room] = now
         rooms.move_to_end(room)
         while len(self._rooms) > MAX_TOMBSTONE_PEERS:
-            self._num -= len(self._rooms.popitem(last=False)[1])
-        while self._num > MAX_TOMBSTONES:
+            self._rooms.popitem(last=False)
+        while len(self) > MAX_TOMBSTONES:
             most = max(self._rooms, key=lambda each: len(self._rooms[each]))
             self._pop_oldest(most)
 
     def decay(self, now: float) -> None:
-        """Forget the tombstones older than TOMBSTONE_S."""
         for peer in list(self._rooms):
             while (rooms := self._rooms.get(peer)) and next(iter(rooms.values())) < now - TOMBSTONE_S:
                 self._pop_oldest(peer)
 
     def _pop_oldest(self, peer: Hashable) -> None:
         self._rooms[peer].popitem(last=False)
-        self._num -= 1
         if not self._rooms[peer]:
             del self._rooms[peer]
 
@@ -120,7 +116,6 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every token of every head of every layer has arrived."""
         return self._num_missing == 0
 
     def announce(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
@@ -131,12 +126,11 @@ class Coverage:
             asked, granted = (layers, tokens, heads), (self.layers, self.tokens, self.heads)
             raise TransferError(f"{self._block(*asked)} is outside the grant's {self._block(*granted)}")
         places = []
-        rows = layers if heads is NO_HEADS else [self._row(layer, head) for layer in layers for head in heads]
-        for row in rows:
+        for row in [self._row(layer, head) for layer in layers for head in heads]:
             ranges = self._announced.setdefault(row, [])
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
-                raise TransferError(f"tokens {_text(tokens)} of {self._named(row)} were announced twice")
+                raise TransferError(f"tokens {text_of(tokens)} of {self._named(row)} were announced twice")
             if len(ranges) >= self.max_pieces:
                 raise TransferError(
                     f"{self._named(row)} was announced in more than {self.max_pieces} pieces with gaps between "
@@ -147,12 +141,11 @@ class Coverage:
             _insert(ranges, at, tokens)
 
     def arrive(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
-        """Note that an announced block has arrived and verified."""
         self._num_missing -= len(layers) * len(tokens) * len(heads)
 
     def _block(self, layers: range, tokens: range, heads: range) -> str:
-        of_heads = "" if self.heads is NO_HEADS else f" x heads {_text(heads)}"
-        return f"layers {_text(layers)} x tokens {_text(tokens)}{of_heads}"
+        of_heads = "" if self.heads is NO_HEADS else f" x heads {text_of(heads)}"
+        return f"layers {text_of(layers)} x tokens {text_of(tokens)}{of_heads}"
 
     def _row(self, layer: int, head: int) -> int:
         """Return the number of a head of a layer: without heads that of the layer."""
@@ -171,10 +164,6 @@ def _insert(ranges: list[range], at: int, tokens: range) -> None:
     if at < len(ranges) and ranges[at].start == stop:
         last, stop = at + 1, ranges[at].stop
     ranges[first:last] = [range(start, stop)]
-
-
-def _text(span: range) -> str:
-    return f"[{span.start}, {span.stop})"
 
 
 class StaleFrame(TransferError):
@@ -196,11 +185,9 @@ class _Room:
     stopping_since: float | None = None
 
     def owing(self) -> list[PeerKey]:
-        """Return the writers that have not finished."""
         return [writer for writer in self.writers if writer not in self.handoffs]
 
     def snapshot(self) -> ExpectedRoom:
-        """Return the room as it is now."""
         stopped = ExpectedState.STOPPED if self.stopped else ExpectedState.OPEN
         return ExpectedRoom(
             state=stopped if self.fault is None else ExpectedState.DAMAGED,
@@ -239,9 +226,7 @@ class ReceiverRooms:
     ) -> PageGrant:
         """Announce a payload from a writer. Return the grant that tells where it goes. Raises StaleFrame when the peer
         may not write it."""
-        state = self._rooms.get(room)
-        if state is None or peer not in state.writers or peer in state.handoffs:
-            raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
+        state = self._owed_by(peer, room, "a write")
         state.coverage.announce(layers, tokens, heads)
         if state.first_byte_at is None:
             state.first_byte_at = now
@@ -271,9 +256,7 @@ class ReceiverRooms:
     def finished(self, peer: PeerKey, handoff: Handoff) -> list[PeerKey]:
         """Take a writer's hand-off. Raises StaleFrame when the peer is not a writer of the room or has finished
         before."""
-        state = self._rooms.get(handoff.room)
-        if state is None or peer not in state.writers or peer in state.handoffs:
-            raise StaleFrame(f"a hand-off for room {handoff.room.hex()} that this peer does not owe")
+        state = self._owed_by(peer, handoff.room, "a hand-off")
         num_bytes = _state_bytes(handoff)
         if self._state_bytes + num_bytes > MAX_STATE_BYTES:
             error = TransferError(f"hand-offs brought more than {MAX_STATE_BYTES} bytes of state that nobody has taken")
@@ -285,6 +268,13 @@ class ReceiverRooms:
         elif handoff.status is HandoffStatus.ABORTED:
             return self.stop(handoff.room)
         return []
+
+    def _owed_by(self, peer: PeerKey, room: bytes, what: str) -> _Room:
+        """Return a room that the peer has yet to finish. Raises StaleFrame when there is none."""
+        state = self._rooms.get(room)
+        if state is None or peer not in state.writers or peer in state.handoffs:
+            raise StaleFrame(f"{what} for room {room.hex()}, which this peer does not owe")
+        return state
 
     def stop(self, room: bytes, error: PDInferError | None = None) -> list[PeerKey]:
         """Stop a room that is not wanted any more, for the host's own reason if there is an `error`. Return the writers
@@ -333,7 +323,6 @@ class ReceiverRooms:
         return len(self._settled)
 
     def snapshot(self) -> dict[bytes, ExpectedRoom]:
-        """Return the rooms that have not settled."""
         return {room: state.snapshot() for room, state in self._rooms.items()}
 
     def _settle(self, state: _Room) -> None:
@@ -419,7 +408,6 @@ class SenderRooms:
                 self._stops.setdefault(room, error)
 
     def finish(self, room: bytes) -> None:
-        """Forget a room that this end has finished."""
         self._rooms.pop(room, None)
         self._stops.pop(room, None)
 
@@ -435,7 +423,6 @@ class SenderRooms:
         return len(self._stops)
 
     def snapshot(self) -> dict[bytes, AcceptedState]:
-        """Return the state of every room that is remembered."""
         states = dict.fromkeys(self.tombstones.rooms(), AcceptedState.TOMBSTONE)
         states.update(dict.fromkeys((room for room, _ in self._owed), AcceptedState.TURNED_AWAY))
         stopping, is_open = AcceptedState.STOPPING, AcceptedState.OPEN

@@ -19,7 +19,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.offers import DECLINED, Offers
-from pdinfer.kv.channel.peer import Peer, Totals, Write
+from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.layout import KVLayout, Spans, common
@@ -34,94 +34,70 @@ come: what leaves ahead of it is not waited for when prefill is done. Below that
 
 @attrs.define(eq=False)
 class PushGroup:
-    """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination.
-    `heads` are those pushed, None where pages have none. `shares` are those of them that a destination holds."""
+    """A push, or several of one room with the same tokens and consecutive layers, which become one write to each
+    destination. `heads` are those pushed, None where pages have none. `shares` are those of them that each destination
+    gets."""
 
     grant: PageGrant
     layers: range
     tokens: range
     heads: range | None
-    shares: Mapping[PeerKey, range]
+    shares: Mapping[PeerKey, range | None]
     pages: tuple[int, ...]
     transfer: Transfer
-    ready: list[Callable[[], None]] = attrs.field(factory=list)
+    ready: list[Callable[[], None]]
     num_writes: int = 0
     error: TransferError | None = None
 
-    def joins(self, layers: range, tokens: range, heads: range | None, pages: Sequence[int]) -> bool:
-        """Return whether these layers continue the group."""
-        same = self.tokens == tokens and self.heads == heads and self.layers.stop == layers.start
-        return same and self.pages == tuple(pages)
+    def is_continued_by(self, push: PushGroup) -> bool:
+        same = self.tokens == push.tokens and self.heads == push.heads and self.layers.stop == push.layers.start
+        return same and self.pages == push.pages
 
-    def share(self, destination: PeerKey) -> range | None:
-        """Return the heads that go to a destination."""
-        return self.shares.get(destination, self.heads)
+    def join(self, push: PushGroup) -> None:
+        self.layers = range(self.layers.start, push.layers.stop)
+        self.transfer.num_bytes += push.transfer.num_bytes
+        self.ready += push.ready
 
     def wait_ready(self) -> None:
-        """Wait until the pages may be read."""
         for wait in self.ready:
             wait()
 
 
+@attrs.define(eq=False)
 class Pushes:
     """The groups of one end. Methods take the lock of `changed`, which is notified when bytes have left."""
 
-    def __init__(self, layout: KVLayout, changed: threading.Condition) -> None:
-        self._layout = layout
-        self._changed = changed
-        self._open: dict[bytes, PushGroup] = {}
-        self._writing: Counter[bytes] = Counter()
-        self._ended: dict[bytes, Transfer] = {}
-        self._unsent: set[Transfer] = set()
-        self._inflight: Counter[PeerKey] = Counter()
+    _layout: KVLayout
+    _changed: threading.Condition
+    _open: dict[bytes, PushGroup] = attrs.field(factory=dict)
+    _unsent: set[PushGroup] = attrs.field(factory=set)
+    _ended: dict[bytes, Transfer] = attrs.field(factory=dict)
 
-    def add(
-        self,
-        grant: PageGrant,
-        layers: range,
-        tokens: range,
-        pages: Sequence[int],
-        ready: Callable[[], None] | None,
-        heads: range | None,
-        shares: Mapping[PeerKey, range],
-    ) -> tuple[Transfer, list[PushGroup]]:
+    def add(self, push: PushGroup) -> tuple[Transfer, list[PushGroup]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
         full: list[PushGroup] = []
         with self._changed:
-            group = self._open.get(grant.room)
-            if group is not None and not group.joins(layers, tokens, heads, pages):
-                full.append(self._take(group))
-                group = None
-            if group is None:
-                group = self._open[grant.room] = PushGroup(
-                    grant, layers, tokens, heads, shares, tuple(pages), Transfer(0)
-                )
-                self._unsent.add(group.transfer)
-            group.layers = range(group.layers.start, layers.stop)
-            group.transfer.num_bytes = self._layout.payload_bytes(group.layers, tokens, heads)
-            for key in map(peer_key, grant.destinations):
-                self._inflight[key] += self._layout.payload_bytes(layers, tokens, group.share(key))
-            if ready is not None:
-                group.ready.append(ready)
-            num_missing = self._layout.layers.stop - layers.stop
+            group = self._open.get(push.grant.room)
+            if group is not None and group.is_continued_by(push):
+                group.join(push)
+            else:
+                full += [] if group is None else [self._take(group)]
+                group = self._open[push.grant.room] = push
+                self._unsent.add(push)
+            num_missing = self._layout.layers.stop - push.layers.stop
             if not num_missing or group.transfer.num_bytes >= GROUP_BYTES // (1 if num_missing > 1 else 4):
                 full.append(self._take(group))
         return group.transfer, full
 
-    def flush(self, room: bytes) -> list[PushGroup]:
-        """Close the room's open group. Return it, if there is one, to be written now."""
+    def flush(self, rooms: Collection[bytes] | None = None) -> list[PushGroup]:
+        """Close the open groups, of these rooms or of all. Return them, to be written now."""
         with self._changed:
-            return [self._take(self._open[room])] if room in self._open else []
-
-    def flush_all(self) -> list[PushGroup]:
-        """Close every open group. Return them, to be written now."""
-        with self._changed:
-            return [self._take(group) for group in list(self._open.values())]
+            return [self._take(group) for room, group in list(self._open.items()) if rooms is None or room in rooms]
 
     def end(self, room: bytes) -> Transfer:
         """Note that nothing more is pushed for the room. The Transfer is done when none of its pages are being read."""
         with self._changed:
-            if room not in self._writing:
+            if room not in self.rooms():
                 return Transfer(0, done=True)
             return self._ended.setdefault(room, Transfer(0))
 
@@ -132,75 +108,60 @@ class Pushes:
             group.error = group.error or error
             if group.num_writes:
                 return
-            self._unsent.discard(group.transfer)
-            for key in map(peer_key, group.grant.destinations):
-                self._inflight[key] -= self._layout.payload_bytes(group.layers, group.tokens, group.share(key))
-                if not self._inflight[key]:
-                    del self._inflight[key]
+            self._unsent.discard(group)
             group.transfer.complete(group.error)
             room = group.grant.room
-            self._writing[room] -= 1
-            if not self._writing[room]:
-                del self._writing[room]
-                if room in self._ended:
-                    self._ended.pop(room).complete()
+            if room in self._ended and room not in self.rooms():
+                self._ended.pop(room).complete()
             self._changed.notify_all()
 
     def rooms(self) -> frozenset[bytes]:
         """Return the rooms whose pushes wait for more layers or are still being read."""
         with self._changed:
-            return frozenset((*self._open, *self._writing, *self._ended))
+            return frozenset(group.grant.room for group in self._unsent)
 
     @property
     def unsent_bytes(self) -> int:
         """The bytes pushed and not yet read from our pages."""
         with self._changed:
-            return sum(transfer.num_bytes for transfer in self._unsent)
+            return sum(group.transfer.num_bytes for group in self._unsent)
 
-    def inflight(self) -> dict[PeerKey, int]:
+    def inflight(self) -> Counter[PeerKey]:
         """Return the unsent bytes per destination."""
+        inflight: Counter[PeerKey] = Counter()
         with self._changed:
-            return dict(self._inflight)
-
-    def most_inflight(self, peers: Iterable[PeerKey]) -> int:
-        """Return the most bytes that are on their way to any one of `peers`."""
-        with self._changed:
-            return max((self._inflight[peer] for peer in peers), default=0)
+            for group in self._unsent:
+                for key, share in group.shares.items():
+                    inflight[key] += self._layout.payload_bytes(group.layers, group.tokens, share)
+        return inflight
 
     def _take(self, group: PushGroup) -> PushGroup:
         del self._open[group.grant.room]
-        self._writing[group.grant.room] += 1
-        group.num_writes = len(group.grant.destinations)
+        group.num_writes = len(group.shares)
         return group
 
 
 class HandoffSender:
-    """The rooms that this end writes out of `pool`. `changed` is the channel's condition, whose lock guards them.
-    `notify` wakes those who wait for news; it is called without that lock. `pushes` are what they still send."""
+    """The rooms that this end writes out of `pool`, guarded by the lock of the book's condition. `notify` wakes those
+    who wait for news; it is called without that lock. `pushes` are what they still send."""
 
-    def __init__(
-        self,
-        pool: Pages,
-        book: LinkBook,
-        changed: threading.Condition,
-        totals: Totals,
-        notify: Callable[[], None],
-        *,
-        takes_offers: bool = False,
-    ) -> None:
+    def __init__(self, pool: Pages, book: LinkBook, notify: Callable[[], None], *, takes_offers: bool) -> None:
         self._pool = pool
         self._book = book
-        self._changed = changed
-        self._totals = totals
+        self._changed = book.changed
         self._notify = notify
-        self._rooms = SenderRooms()
-        self.pushes = Pushes(pool.layout, changed)
-        self._offers = Offers(takes_offers)
+        self._takes_offers = takes_offers
+        self.forget()
 
-    # -- what a host asks for ---------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
+        self._rooms = SenderRooms()
+        self._offers = Offers(self._takes_offers)
+        self.pushes = Pushes(self._pool.layout, self._changed)
+
+    # -- what a host asks for: see `KVChannel` ----------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
-        """Accept a grant; see `KVChannel.accept`."""
         try:
             with self._changed:  # one block, so that a link which breaks meanwhile finds the room
                 peers = self._book.granted(grant.destinations)
@@ -225,7 +186,6 @@ class HandoffSender:
         ready: Callable[[], None] | None,
         heads: range | None = None,
     ) -> Transfer:
-        """Send tokens of some layers; see `KVChannel.push`."""
         heads = self._pool.layout.part(tokens, heads)
         with self._changed:
             if not self._rooms.writable(grant.room):
@@ -236,18 +196,19 @@ class HandoffSender:
             read = pages[tokens.start // size : -(-tokens.stop // size)]
             if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
                 raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
-        transfer, groups = self.pushes.add(grant, layers, tokens, pages, ready, heads, self._shares(grant, heads))
+        transfer = Transfer(self._pool.layout.payload_bytes(layers, tokens, heads))
+        waits = [] if ready is None else [ready]
+        push = PushGroup(grant, layers, tokens, heads, self._shares(grant, heads), tuple(pages), transfer, waits)
+        transfer, groups = self.pushes.add(push)
         self._write(groups)
         return transfer
 
     def flush(self) -> None:
-        """Send what waits for more layers to travel with."""
-        self._write(self.pushes.flush_all())
+        self._write(self.pushes.flush())
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
-        """Finish a room; see `KVChannel.finish`."""
         frame = wire.encode(wire.Finish(handoff))
-        self._write(self.pushes.flush(grant.room))
+        self._write(self.pushes.flush((grant.room,)))
         with self._changed:
             self._rooms.finish(grant.room)
         for destination in grant.destinations:
@@ -255,12 +216,10 @@ class HandoffSender:
         return self.pushes.end(grant.room)
 
     def take_stops(self) -> list[tuple[bytes, TransferError]]:
-        """Return the rooms that are to be stopped; see `KVChannel.poll_stops`."""
         with self._changed:
             return self._rooms.take_stops()
 
     def take_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
-        """Return the grants that came over links; see `KVChannel.poll_offers`."""
         with self._changed:
             return self._offers.take(rooms)
 
@@ -314,43 +273,33 @@ class HandoffSender:
             self._offers.lost(key)
 
     def tick(self, now: float) -> None:
-        """Forget the tombstones that are old enough."""
         with self._changed:
             self._rooms.tombstones.decay(now)
 
-    def forget(self) -> None:
-        """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
-        self._rooms = SenderRooms()
-        self._offers = Offers(self._offers.takes)
-        self.pushes = Pushes(self._pool.layout, self._changed)
-
-    # -- what it tells ----------------------------------------------------------------------------------------------
+    # -- what it holds: called with the lock ------------------------------------------------------------------------
 
     @property
     def num_stops(self) -> int:
         """The number of rooms that `take_stops` would return."""
-        with self._changed:
-            return self._rooms.num_stops
+        return self._rooms.num_stops
 
     @property
-    def num_offers(self) -> int:
-        """The number of grants that `take_offers` would return."""
-        with self._changed:
-            return len(self._offers)
+    def has_news(self) -> bool:
+        """Whether `take_stops` or `take_offers` would return anything."""
+        return bool(self._rooms.num_stops or self._offers)
 
     def rooms(self) -> Mapping[bytes, AcceptedState]:
-        """Return the state of every room that is remembered."""
-        with self._changed:
-            return self._rooms.snapshot()
+        return self._rooms.snapshot()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _shares(self, grant: PageGrant, heads: range | None) -> dict[PeerKey, range]:
-        """Return those of `heads` that each linked destination of a grant holds."""
+    def _shares(self, grant: PageGrant, heads: range | None) -> dict[PeerKey, range | None]:
+        """Return those of `heads` that each destination of a grant holds, all of them for one that is lost."""
+        keys = list(map(peer_key, grant.destinations))
         if heads is None:
-            return {}
-        peers = {key: self._book.peer_at(key) for key in map(peer_key, grant.destinations)}
-        return {key: common(heads, peer.heads) for key, peer in peers.items() if peer is not None}
+            return dict.fromkeys(keys)
+        peers = zip(keys, map(self._book.peer_at, keys), strict=True)
+        return {key: heads if peer is None else common(heads, peer.heads) for key, peer in peers}
 
     def _write(self, groups: Iterable[PushGroup]) -> None:
         """Hand joined pushes to the transport, one write per destination."""
@@ -358,10 +307,9 @@ class HandoffSender:
         for group in groups:
             sources: dict[range | None, Spans] = {}
             with self._changed:
-                self._totals.writes_sent += 1
-                self._totals.bytes_sent += group.transfer.num_bytes
-            for key in map(peer_key, group.grant.destinations):
-                heads = group.share(key)
+                self._book.totals.writes_sent += 1
+                self._book.totals.bytes_sent += group.transfer.num_bytes
+            for key, heads in group.shares.items():
                 if heads not in sources:
                     sources[heads] = layout.spans(
                         self._pool.memory_pages,
@@ -386,7 +334,7 @@ class HandoffSender:
             lost = TransferError("the destination is not connected") if peer is None else None
             Transfer(num_bytes, sent).complete(lost)
             return
-        if (counters := self._book.counters(key)) is not None:
-            counters.bytes_sent += num_bytes
+        for counts in self._book.counts(key):
+            counts.bytes_sent += num_bytes
         frame = wire.encode(wire.Data(group.grant.room, group.layers, group.tokens, heads))
         peer.post(frame, Write(source, group.wait_ready if group.ready else None, sent))

@@ -3,7 +3,7 @@
 Unknown fields are ignored within a major version, so fields may be added at the end. A feature that a peer must
 understand goes into `Hello.required`. Long lists of ints travel as packed little-endian int32.
 
-The tag behind each frame makes a link's frames one sequence that cannot be broken unnoticed. It covers the session (the
+The tag after each frame makes a link's frames one sequence that cannot be broken unnoticed. It covers the session (the
 nonces of both ends), the direction, and the frame's number, which is counted and never sent. So the check fails at the
 next frame, and the link is closed, when a frame was lost, doubled, reordered, altered, replayed from another session or
 reflected. Without a key the tag is xxh3_64 and finds accidents. With a key it is HMAC-SHA256, which only an end that
@@ -77,15 +77,10 @@ def unpack_ints(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
-def check_packed(name: str, data: bytes) -> None:
-    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints."""
-    if len(data) % 4:
-        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
-
-
 def check_ids(name: str, data: bytes) -> None:
     """Raise ValueError, which refuses the message, unless `data` is a packed list of ints that are not negative."""
-    check_packed(name, data)
+    if len(data) % 4:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
     if data and np.frombuffer(data, dtype="<i4").min() < 0:
         raise ValueError(f"{name} holds an id below 0")
 
@@ -171,7 +166,7 @@ class Data(msgspec.Struct, tag="data", omit_defaults=True):
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """A writer's hand-off of a room, behind all of its payloads."""
+    """A writer's hand-off of a room, after all of its payloads."""
 
     handoff: Handoff
 
@@ -191,7 +186,7 @@ class Offer(msgspec.Struct, tag="offer"):
 
 class Beat(msgspec.Struct, tag="beat"):
     """A heartbeat, sent by both ends all the time: a link without heartbeats is dead. `step_age_s` is how long ago the
-    engine behind the sending end looked at its channel, so that a host that hangs can be told from one that is gone."""
+    engine of the sending end looked at its channel, which tells a host that hangs from one that is gone."""
 
     step_age_s: Seconds
 
@@ -303,11 +298,9 @@ class FrameMac:
         return 8 if self.key is None else MAX_TAG_BYTES
 
     def sign(self, frame: bytes) -> bytes:
-        """Return the frame with its tag behind it."""
         return frame + self._next_tag(frame)
 
     def verify(self, tagged: bytes) -> bytes:
-        """Return the frame without its tag. Raises TransferError when it is not the next frame of the link."""
         frame, tag = tagged[: -self.tag_bytes], tagged[-self.tag_bytes :]
         if not hmac.compare_digest(tag, self._next_tag(frame)):
             what = "the peer's key differs, or " if self.key is not None else ""

@@ -2,8 +2,8 @@
 file or a folder here; yours may live anywhere. Either passes the suite: a test that subclasses `TransportSuite` of
 tests/conformance/transport_suite.py, or `ProcessTransportSuite` when its ends may be in different processes.
 
-    base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
-    budget.py     what waits to leave on a link, and a bound on what all links hold together
+    base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`; what the transports here share
+    budget.py     a bound on what all links of a transport hold together
     loopback.py   inside one process
     socket.py     TCP and Unix sockets
     mooncake.py   the Mooncake Transfer Engine
@@ -16,5 +16,5 @@ needed.
 
 Tested by tests/conformance/test_transport_conformance.py; Mooncake by tests/conformance/test_mooncake_transport.py.
 
-May import: kv.copies, kv.digests, kv.layout, kv.memfd, kv.memory, process, the ground.
+May import: kv.copies, kv.fused, kv.layout, kv.memfd, kv.memory, process, the ground.
 """

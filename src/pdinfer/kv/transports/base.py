@@ -11,11 +11,12 @@ sender never names an address of its peer.
                     Transfer.done              receiver.placed(link, frame, error)
 
 `source` and `where` are spans, each in the memory of its own end; see `kv/memory.py`. A transport may call `place` when
-the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits behind it.
+the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -24,6 +25,7 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
+from pdinfer.process.forked import NotCopied, OfOneProcess
 from pdinfer.process.silence import LINKS
 from pdinfer.values import Value
 
@@ -31,6 +33,10 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
 TICK_S = LINKS.look_s
 """The interval at which a transport that crosses a process calls `Receiver.tick`."""
+MESSAGE_BYTES = 256
+"""The size of the objects around a frame that waits."""
+SPAN_BYTES = 128
+"""The size of one span of a write that waits: a tuple and two ints."""
 
 
 @attrs.define(eq=False)
@@ -122,7 +128,7 @@ class Transport(Protocol):
         opening (it takes frames already), and a link that cannot be opened is `closed` with the reason."""
 
     def send(self, link: Link, frame: bytes) -> None:
-        """Queue a control frame behind everything sent before, without blocking. A closed link swallows the frame.
+        """Queue a control frame after everything sent before, without blocking. A closed link swallows the frame.
         Raise ConfigError for a frame that no transport carries.
 
         A peer may live and not read, so what waits must be bounded. Past the bound, close a link or raise
@@ -140,7 +146,7 @@ class Transport(Protocol):
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Queue a frame and the payload at `source` in our memory, without blocking. `ready` is called before the
-        payload is read, in the thread that reads it; for pages on a device it puts the reading behind what writes them.
+        payload is read, in the thread that reads it; for pages on a device it puts the reading after what writes them.
         An exception from `ready` closes the link, since what follows the lost write would be misread. On a closed link
         the transfer is done, with an error. Raise ConfigError as `send` does, and for a source outside our memory.
         `then` is called with the transfer when it is done, from the thread that moved the bytes.
@@ -163,7 +169,7 @@ class Transport(Protocol):
         return True
 
     def cut(self) -> None:
-        """Close every link after a call that was interrupted at any line. The channel fences each link behind that,
+        """Close every link after a call that was interrupted at any line. The channel fences each link after that,
         which is enough where such a call leaves nothing half changed."""
         return
 
@@ -209,3 +215,94 @@ def total_bytes(spans: Spans, memory: Memory) -> int:
             raise ConfigError(f"span (offset {offset}, length {length}) leaves a memory of {end} bytes")
         total += length
     return total
+
+
+# -- what the transports here share ------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """A frame on its way out."""
+
+    frame: bytes
+
+    @property
+    def cost_bytes(self) -> int:
+        """Memory that the message takes while it waits. A payload does not count: it waits in its pages."""
+        return MESSAGE_BYTES + len(self.frame)
+
+
+@attrs.frozen(eq=False)
+class WriteMessage(Message):
+    """A frame with a payload, which is at `source`. `ready`, if there is one, is called before the source is read."""
+
+    transfer: Transfer
+    source: Spans
+    ready: Callable[[], None] | None
+
+    @property
+    def cost_bytes(self) -> int:
+        return MESSAGE_BYTES + len(self.frame) + SPAN_BYTES * len(self.source)
+
+
+class QueuingTransport(OfOneProcess, Transport):
+    """A transport of one memory and one receiver that queues messages. It belongs to the process that registered them:
+    in a forked child every method raises Forked, except `close`, which does nothing."""
+
+    _owned: tuple[Memory, Receiver] | None = None
+    __reduce_ex__ = NotCopied.__reduce_ex__  # nor is it copied before that
+
+    @property
+    def _is_shared_by_fork(self) -> bool:
+        return self._owned is not None
+
+    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        if self._owned is not None:
+            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
+        self._owned = memory, receiver
+        try:
+            return self._listen(memory, receiver)
+        except BaseException:
+            self._owned = None
+            raise
+
+    @abstractmethod
+    def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        """Start to receive; see `Transport.register`."""
+
+    @abstractmethod
+    def _queue(self, link: Link, message: Message) -> bool:
+        """Queue a message. Return False when the link is closed."""
+
+    def send(self, link: Link, frame: bytes) -> None:
+        check_frame(frame)
+        self._queue(link, Message(frame))
+
+    def write(
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        check_frame(frame)
+        transfer = Transfer(total_bytes(source, self._memory), then)
+        if not self._queue(link, WriteMessage(frame, transfer, source, ready)):
+            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
+        return transfer
+
+    @property
+    def _memory(self) -> Memory:
+        return self._registered[0]
+
+    @property
+    def _receiver(self) -> Receiver:
+        return self._registered[1]
+
+    @property
+    def _registered(self) -> tuple[Memory, Receiver]:
+        if self._owned is None:
+            raise ConfigError("register a memory and a receiver first")
+        return self._owned

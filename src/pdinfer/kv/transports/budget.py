@@ -1,43 +1,20 @@
-"""What waits to leave on a link: a frame, and for a write also its payload. A bound on what all links of a transport
-hold together, and the choice of the link that gives way when it is reached."""
+"""A bound on what all links of a transport hold together, and the choice of the link that gives way when it is
+reached."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import attrs
 
-from pdinfer.kv.layout import Spans
-from pdinfer.kv.transports.base import Transfer
 from pdinfer.process.locks import new_lock
 
 MAX_WAITING_BYTES = 32 << 20
 """Frames that may wait to be sent, over all links. More wait only when peers live and do not read."""
 MAX_ARRIVING_BYTES = 16 << 20
 """Frames that have arrived in part, over all links."""
-
-MESSAGE_BYTES = 256
-"""The size of the objects around a frame that waits."""
-SPAN_BYTES = 128
-"""The size of one span of a write that waits: a tuple and two ints."""
-
-
-@attrs.frozen(eq=False)
-class Message:
-    """A frame on its way out. A write also has a `transfer`, the `source` of its payload, and perhaps a `ready` to call
-    before the source is read."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
-
-    @property
-    def cost_bytes(self) -> int:
-        """Memory that the message takes while it waits. The payload does not count: it waits in its pages."""
-        return MESSAGE_BYTES + len(self.frame) + SPAN_BYTES * len(self.source)
-
 
 H = TypeVar("H", bound=Hashable)
 
@@ -48,24 +25,19 @@ class _Share:
     moved_at: float
 
 
+@attrs.define(eq=False)
 class Budget(Generic[H]):
-    """Bytes that the holders have, at most `limit_bytes` in all. Any thread may call it.
+    """Bytes that the holders have, `num_bytes` in all and at most `limit_bytes`. Any thread may call it.
 
     Past the limit, one holder gives way: of those with at least an even share, the one that has not moved for the
     longest. A holder that takes what it is sent, or that holds little, never gives way before one that stands still.
     """
 
-    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
-        self._limit_bytes = limit_bytes
-        self._clock = clock
-        self._lock = new_lock()
-        self._shares: dict[H, _Share] = {}
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are held now."""
-        return self._num_bytes
+    _limit_bytes: int
+    _clock: Callable[[], float]
+    num_bytes: int = 0
+    _lock: threading.RLock = attrs.field(factory=new_lock)
+    _shares: dict[H, _Share] = attrs.field(factory=dict)
 
     def take(self, holder: H, num_bytes: int) -> H | None:
         """Give the holder so many more bytes. Return the holder that must give way and no longer counts, or None."""
@@ -74,13 +46,13 @@ class Budget(Generic[H]):
             if share is None:
                 share = self._shares[holder] = _Share(0, self._clock())
             share.num_bytes += num_bytes
-            self._num_bytes += num_bytes
-            if self._num_bytes <= self._limit_bytes:
+            self.num_bytes += num_bytes
+            if self.num_bytes <= self._limit_bytes:
                 return None
-            even = self._num_bytes / len(self._shares)
+            even = self.num_bytes / len(self._shares)
             large = (each for each, share in self._shares.items() if share.num_bytes >= even)
             slowest = min(large, key=lambda each: self._shares[each].moved_at)
-            self._num_bytes -= self._shares.pop(slowest).num_bytes
+            self.num_bytes -= self._shares.pop(slowest).num_bytes
             return slowest
 
     def give(self, holder: H, num_bytes: int) -> None:
@@ -91,16 +63,15 @@ class Budget(Generic[H]):
                 return
             share.num_bytes -= num_bytes
             share.moved_at = self._clock()
-            self._num_bytes -= num_bytes
+            self.num_bytes -= num_bytes
             if share.num_bytes <= 0:
-                self._num_bytes -= share.num_bytes
+                self.num_bytes -= share.num_bytes
                 del self._shares[holder]
 
     def drop(self, holder: H) -> None:
-        """Forget a holder that is gone."""
         with self._lock:
             share = self._shares.pop(holder, None)
-            self._num_bytes -= 0 if share is None else share.num_bytes
+            self.num_bytes -= 0 if share is None else share.num_bytes
 
 
 @attrs.frozen

@@ -13,24 +13,23 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 
 from pdinfer.checks import typed
-from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.layout import Spans
+from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import (
     Link,
+    Message,
+    QueuingTransport,
     Receiver,
     Transfer,
-    Transport,
+    WriteMessage,
     check_arriving,
-    check_frame,
     check_placed,
-    total_bytes,
 )
-from pdinfer.process.forked import NotCopied
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"
@@ -41,31 +40,15 @@ class Interrupted(TransferError):
 
 
 class LoopbackHub:
-    """The ends that can be reached in this process. Every transport of one hub sees every other. Safe from any thread.
+    """The transports that can be reached in this process, by endpoint. Every transport of one hub sees every other.
 
     `lock` guards the hub and the links of all its transports, and is never held during a callback.
     """
 
     def __init__(self) -> None:
         self.lock = new_lock()
-        self._numbers = itertools.count()
-        self._transports: dict[str, LoopbackTransport] = {}
-
-    def add(self, transport: LoopbackTransport) -> str:
-        """Return the endpoint at which `transport` is found from now on. Called with the lock held, like the other
-        methods."""
-        endpoint = f"{SCHEME}{next(self._numbers)}"
-        self._transports[endpoint] = transport
-        return endpoint
-
-    def remove(self, endpoint: str) -> None:
-        self._transports.pop(endpoint, None)
-
-    def find(self, endpoint: str) -> LoopbackTransport:
-        """Return the transport at `endpoint`. Raise TransferError when there is none."""
-        if endpoint not in self._transports:
-            raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
-        return self._transports[endpoint]
+        self.numbers = itertools.count()
+        self.transports: dict[str, LoopbackTransport] = {}
 
 
 @attrs.define(eq=False)
@@ -190,10 +173,10 @@ class _End:
             self._run(last)
 
 
-class LoopbackTransport(NotCopied, Transport):
+class LoopbackTransport(QueuingTransport):
     """Moves frames and bytes between engines of one process, found through `hub`.
 
-    A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A
+    A write is done when `write` returns, unless it had to wait for a delivery of its link that was under way. A
     callback may fence its own link. Fencing from inside a callback a link to which another thread is delivering waits
     for that thread.
     """
@@ -201,8 +184,7 @@ class LoopbackTransport(NotCopied, Transport):
     @typed
     def __init__(self, hub: LoopbackHub) -> None:
         self._hub = hub
-        self._ends: dict[Link, _End] = {}
-        self._owned: tuple[Memory, Receiver] | None = None
+        self._links: dict[Link, _End] = {}
         self._endpoint = ""
         self._closed = False
 
@@ -214,12 +196,10 @@ class LoopbackTransport(NotCopied, Transport):
     def ticks(self) -> bool:
         return False
 
-    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        if self._owned is not None:
-            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
-        self._owned = (memory, receiver)
+    def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         with self._hub.lock:
-            self._endpoint = self._hub.add(self)
+            self._endpoint = f"{SCHEME}{next(self._hub.numbers)}"
+            self._hub.transports[self._endpoint] = self
         return (self._endpoint,)
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
@@ -227,7 +207,8 @@ class LoopbackTransport(NotCopied, Transport):
         if endpoint is None:
             raise TransferError(f"a loopback transport cannot reach {list(endpoints)}; it needs {SCHEME}<n>")
         with self._hub.lock:
-            other = self._hub.find(endpoint)
+            if (other := self._hub.transports.get(endpoint)) is None:
+                raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
             ours, theirs = self.new_end(endpoint), other.new_end(self._endpoint)
             ours.changed = theirs.changed
             ours.peer, theirs.peer = theirs, ours
@@ -238,69 +219,39 @@ class LoopbackTransport(NotCopied, Transport):
     def new_end(self, endpoint: str) -> _End:
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver before connecting")
-        self._ends = {link: end for link, end in self._ends.items() if not end.gone}
-        end = _End(Link(endpoint), *self._owned, threading.Condition(new_lock()))
-        self._ends[end.link] = end
+        self._links = {link: end for link, end in self._links.items() if not end.gone}
+        end = _End(Link(endpoint), *self._registered, threading.Condition(new_lock()))
+        self._links[end.link] = end
         return end
 
-    def send(self, link: Link, frame: bytes) -> None:
-        check_frame(frame)
-        end = self._ends.get(link)
-        if end is not None:
-            end.peer.post(_Delivery(lambda: _receive(end.peer, frame)))
-
-    def write(
-        self,
-        link: Link,
-        frame: bytes,
-        source: Spans,
-        *,
-        ready: Callable[[], None] | None = None,
-        then: Callable[[Transfer], None] | None = None,
-    ) -> Transfer:
-        check_frame(frame)
-        memory = self._memory()
-        transfer = Transfer(total_bytes(source, memory), then)
-        end = self._ends.get(link)
+    def _queue(self, link: Link, message: Message) -> bool:
+        end = self._links.get(link)
         if end is None:
-            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
-            return transfer
-
-        def place() -> None:
-            if ready is not None:
-                ready()
-            _place(end.peer, frame, memory, source, transfer.num_bytes)
-
-        end.peer.post(_Delivery(place, transfer))
-        return transfer
-
-    def _memory(self) -> Memory:
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver before writing")
-        return self._owned[0]
+            return False
+        if isinstance(message, WriteMessage):
+            end.peer.post(_Delivery(partial(_place, end.peer, message, self._memory), message.transfer))
+        else:
+            end.peer.post(_Delivery(partial(_receive, end.peer, message.frame)))
+        return True
 
     def fence(self, link: Link) -> None:
-        end = self._ends.get(link)
+        end = self._links.get(link)
         if end is not None:
             end.shut(None)
             end.wait_gone()
 
     def cut(self) -> None:
-        """Close every link after an interrupt, which may have left them in any state."""
-        for end in list(self._ends.values()):
+        for end in list(self._links.values()):
             end.cut()
             end.wait_gone()
 
     def close(self) -> None:
         with self._hub.lock:
             self._closed = True
-            self._hub.remove(self._endpoint)
-            ends = list(self._ends.values())
-        for end in ends:
-            end.shut(None)
-            end.wait_gone()
+            self._hub.transports.pop(self._endpoint, None)
+            links = list(self._links)
+        for link in links:
+            self.fence(link)
 
 
 def _receive(end: _End, frame: bytes) -> None:
@@ -308,18 +259,21 @@ def _receive(end: _End, frame: bytes) -> None:
     end.receiver.received(end.link, frame)
 
 
-def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_bytes: int) -> None:
+def _place(end: _End, message: WriteMessage, source: Memory) -> None:
     """Put a payload where the receiver wants it. Equal spans of one memory need no copy."""
-    check_arriving(end.link, len(frame), is_write=True)
+    if message.ready is not None:
+        message.ready()
+    check_arriving(end.link, len(message.frame), is_write=True)
     _check_open(end)
-    spans = end.receiver.place(end.link, frame, num_bytes)
+    num_bytes = message.transfer.num_bytes
+    spans = end.receiver.place(end.link, message.frame, num_bytes)
     _check_open(end)
     if spans is None:
         return
     check_placed(end.link, spans, end.memory, num_bytes)
-    if end.memory is not source or spans != source_spans:
-        end.memory.copy_from(spans, source, source_spans)
-    end.receiver.placed(end.link, frame, None)
+    if end.memory is not source or spans != message.source:
+        end.memory.copy_from(spans, source, message.source)
+    end.receiver.placed(end.link, message.frame, None)
 
 
 def _check_open(end: _End) -> None:

@@ -16,6 +16,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,19 +133,13 @@ class MooncakeEngine(NamedEngine):
         name = f"[{host}]" if ":" in host else host
         super().__init__(engine, f"{name}:{engine.get_rpc_port()}")
         # Destroying the engine joins its threads, and a forked child has none of them: it would wait for ever.
-        os.register_at_fork(after_in_child=_Immortal(weakref.ref(self)))
+        os.register_at_fork(after_in_child=partial(_keep_for_ever, weakref.ref(self)))
 
 
-class _Immortal:
-    """Keeps the engine of a segment from ever being destroyed."""
-
-    def __init__(self, segment: weakref.ref[NamedEngine]) -> None:
-        self._segment = segment
-
-    def __call__(self) -> None:
-        segment = self._segment()
-        if segment is not None and segment.engine is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(segment.engine))
+def _keep_for_ever(segment: weakref.ref[NamedEngine]) -> None:
+    """Keep the engine of a segment from being destroyed."""
+    if (there := segment()) is not None and there.engine is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(there.engine))
 
 
 def check_engine(protocol: str, devices: Sequence[str]) -> None:

@@ -177,9 +177,9 @@ def links(end: KVChannel) -> ChannelLinks:
 
 def link_to(end: KVChannel, address: PeerAddress) -> Link:
     """Return the open link to a peer."""
-    link = links(end).book.link_to(peer_key(address))
-    assert link is not None
-    return link
+    peer = links(end).book.peer_at(peer_key(address))
+    assert peer is not None
+    return peer.link
 
 
 def record(end: KVChannel, peer: KVChannel) -> Peer:

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.channel import book, complaints, rooms, wire
+from pdinfer.kv.channel import book, peer, rooms, wire
 from pdinfer.kv.channel import links as linking
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.sender import HandoffSender
@@ -284,13 +284,13 @@ def test_an_answer_does_not_carry_what_the_peer_said(net: HandNet) -> None:
 def test_warnings_that_a_stranger_causes_are_few(net: HandNet, caplog: pytest.LogCaptureFixture) -> None:
     victim = net.end()
     with caplog.at_level(logging.WARNING, "pdinfer"):
-        for _ in range(3 * complaints.MAX_WARNINGS):
+        for _ in range(3 * peer.MAX_WARNINGS):
             Stranger(net, victim).send(wire.encode(wire.Open((wire.MAJOR + 1, 0), b"n" * 16, keyed=False)))
             net.settle()
-        assert len(caplog.records) == complaints.MAX_WARNINGS
-        net.clock.advance(complaints.WINDOW_S)
+        assert len(caplog.records) == peer.MAX_WARNINGS
+        net.clock.advance(peer.WINDOW_S)
         Stranger(net, victim).send(wire.encode(wire.Open((wire.MAJOR + 1, 0), b"n" * 16, keyed=False)))
         net.settle()
-    unsaid, last = caplog.records[complaints.MAX_WARNINGS :]
-    assert unsaid.getMessage() == f"{2 * complaints.MAX_WARNINGS} more warnings about peers were not logged"
+    unsaid, last = caplog.records[peer.MAX_WARNINGS :]
+    assert unsaid.getMessage() == f"{2 * peer.MAX_WARNINGS} more warnings about peers were not logged"
     assert "speaks protocol" in last.getMessage()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.errors import PDInferError
-from pdinfer.kv.channel import peer as peers
+from pdinfer.kv.channel import book
 from pdinfer.kv.channel.book import REDIAL_S
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, Handshake
@@ -295,20 +295,20 @@ def test_peers_that_come_and_go_are_forgotten(net: HandNet, by: str) -> None:
     decode, stays = net.end(), net.end()
     stays.connect(decode.address, timeout_s=0)
     net.settle()
-    for _ in range(2 * peers.MAX_PAST if by == "count" else 3):
+    for _ in range(2 * book.MAX_PAST if by == "count" else 3):
         prefill = net.end()
         prefill.connect(decode.address, timeout_s=0)
         net.settle()
         prefill.close()
         net.settle()
-    assert len(decode.stats.peers) == 1 + (peers.MAX_PAST if by == "count" else 3)
-    net.pass_time(peers.PAST_S + 1.0, decode, stays)
+    assert len(decode.stats.peers) == 1 + (book.MAX_PAST if by == "count" else 3)
+    net.pass_time(book.PAST_S + 1.0, decode, stays)
     assert [stats.address for stats in decode.stats.peers] == [stays.address]
     assert len(decode.snapshot().links) == 1
 
 
 def test_a_peer_that_is_dialled_is_not_past(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PAST_S", 1.0)
+    monkeypatch.setattr(book, "PAST_S", 1.0)
     prefill, decode = linked(net)
     net.down.add(*decode.address.endpoints)
     net.cut(net.side(prefill))

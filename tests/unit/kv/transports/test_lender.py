@@ -7,8 +7,7 @@ import torch
 
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memfd import CAN_SHARE
-from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.budget import Message
+from pdinfer.kv.transports.base import Transfer, WriteMessage
 from pdinfer.kv.transports.shm.sender import Lender
 from pdinfer.kv.view import PageMemory
 
@@ -22,7 +21,7 @@ def sections(lender: Lender) -> list[int]:
     """Write a payload of PAYLOAD_BYTES in spans of 1 MiB. Return the MiB of its sections."""
     spans = [(start, MIB) for start in range(0, PAYLOAD_BYTES, MIB)]
     transfer = Transfer(PAYLOAD_BYTES)
-    parts = lender.parts(Message(b"frame", transfer, spans), transfer)
+    parts = lender.parts(WriteMessage(b"frame", transfer, spans, None))
     return [part.weight // MIB for part in parts if part is not None and part.weight]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -39,28 +38,22 @@ class RingEngine(Protocol):
 
 
 class NamedEngine:
-    """An engine, the name by which peers address its memory, and the addresses that must not be used again."""
+    """An engine, the name by which peers address its memory, and the memory whose addresses must not be used again."""
 
     def __init__(self, engine: RingEngine, name: str) -> None:
         self.engine: RingEngine | None = engine
         self.name = name
-        self._retired: list[mmap.mmap] = []
-        self._kept: list[Tensor] = []
+        self._retired: list[mmap.mmap | Tensor] = []
 
     @property
     def retired_bytes(self) -> int:
-        """Addresses, not memory, that are kept from reuse."""
-        return sum(len(mapping) for mapping in self._retired)
+        """Addresses that are kept from reuse; on the host they hold no memory."""
+        return sum(map(len, self._retired))
 
-    def retire(self, mapping: mmap.mmap) -> None:
-        """Give back the memory and keep the addresses. A late write then finds pages that belong to nobody. If the
-        addresses were unmapped, it would find whatever this process maps there next."""
-        mapping.madvise(mmap.MADV_DONTNEED)
-        self._retired.append(mapping)
-
-    def keep(self, block_N: Tensor) -> None:
-        """Keep memory of a device, whose addresses cannot be kept without it."""
-        self._kept.append(block_N)
+    def retire(self, memory: mmap.mmap | Tensor) -> None:
+        """Keep addresses. A late write then finds memory that belongs to nobody. If the addresses were given back, it
+        would find whatever this process has there next."""
+        self._retired.append(memory)
 
     def register(self, address: int, num_bytes: int, kind: str) -> None:
         """Let the engine read and write memory. Raise TransferError when it does not."""
@@ -114,16 +107,35 @@ class HostBlock:
         segment.register(self.address, num_bytes, "host")
 
     def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
-        return gather(memory.read(spans), self._bytes, digest=digest)
+        total = xxhash.xxh3_64()
+        for piece, view in self._pieces(0, memory.read(spans)):
+            piece[:] = view
+            if digest:
+                total.update(view)
+        return total.intdigest() if digest else None
 
     def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
-        landing = memory.landing(spans)
-        return scatter(self._bytes[start:], landing.views, digest=digest), landing
+        landing, total = memory.landing(spans), xxhash.xxh3_64()
+        for piece, view in self._pieces(start, landing.views):
+            view[:] = piece
+            if digest:
+                total.update(view)  # and not the slot, which may be written meanwhile
+        return total.intdigest() if digest else None, landing
+
+    def _pieces(self, position: int, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+        """Yield (piece of the block, piece of a view) of at most CACHED_BYTES, for views that follow each other in the
+        block from `position` on."""
+        for view in views:
+            for start in range(0, len(view), CACHED_BYTES):
+                piece = view[start : start + CACHED_BYTES]
+                yield self._bytes[position : position + len(piece)], piece
+                position += len(piece)
 
     def release(self, *, clean: bool) -> None:
         self._bytes.release()
         self._segment.withdraw(self.address)
         if not clean:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
             self._segment.retire(self._mapping)
 
 
@@ -147,49 +159,4 @@ class DeviceBlock:
     def release(self, *, clean: bool) -> None:
         self._segment.withdraw(self.address)
         if not clean:
-            self._segment.keep(self._bytes_N)
-
-
-def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
-    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
-    taken = []
-    while num_bytes:
-        offset, length = spans.popleft()
-        if length > num_bytes:
-            spans.appendleft((offset + num_bytes, length - num_bytes))
-            length = num_bytes
-        taken.append((offset, length))
-        num_bytes -= length
-    return taken
-
-
-def gather(views: Iterable[memoryview], block: memoryview, *, digest: bool) -> int | None:
-    """Copy `views` one after the other into `block`. Return the xxh3_64 of what was read, if asked for."""
-    total = xxhash.xxh3_64()
-    for piece, view in _beside(block, views):
-        piece[:] = view
-        if digest:
-            total.update(view)
-    return total.intdigest() if digest else None
-
-
-def scatter(block: memoryview, views: Iterable[memoryview], *, digest: bool) -> int | None:
-    """Copy `block` into `views`. Return the xxh3_64 of what was written, if asked for: a slot that is written meanwhile
-    may differ from it."""
-    total = xxhash.xxh3_64()
-    for piece, view in _beside(block, views):
-        view[:] = piece
-        if digest:
-            total.update(view)
-    return total.intdigest() if digest else None
-
-
-def _beside(block: memoryview, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield (piece of `block`, piece of a view) of at most CACHED_BYTES, for views that lie in the block one after the
-    other."""
-    position = 0
-    for view in views:
-        for start in range(0, len(view), CACHED_BYTES):
-            piece = view[start : start + CACHED_BYTES]
-            yield block[position : position + len(piece)], piece
-            position += len(piece)
+            self._segment.retire(self._bytes_N)

@@ -20,12 +20,12 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Landing, Memory
+from pdinfer.kv.memory import Landing, Memory, take
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
-from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, take
+from pdinfer.kv.transports.one_sided.block import RingBlock
 
 PROBE_BYTES = 64
-"""Room behind the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
+"""Room after the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
 MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
@@ -44,7 +44,7 @@ class Signal(enum.IntEnum):
     CREDIT = 5
     """That slot is free again, as a Credit."""
     ALIVE = 6
-    """Nothing; it only keeps the link from looking dead while frames wait behind a write."""
+    """Nothing; it only keeps the link from looking dead while frames wait after a write."""
 
 
 @attrs.frozen
@@ -126,7 +126,7 @@ class Credit:
 
 
 class SignalMemory:
-    """The memory of the stream beside the engine: a `Signal` of value k travels as k bytes of it, whose contents mean
+    """The memory of the stream next to the engine: a `Signal` of value k travels as k bytes of it, whose contents mean
     nothing.
 
     So frames pass as they are, under the limits that the stream has for them anyway, and everything that concerns rings
@@ -163,32 +163,24 @@ class _Arriving:
     error: TransferError | None = None
 
 
+@attrs.define(eq=False)
 class RingIncoming:
-    """The receiving direction of a link: a ring that only its peer knows, and what lands in it.
+    """The receiving direction of a link: a ring that only its peer knows (`offer`, the memory of `block`), and what
+    lands in it.
 
     Belongs to the I/O thread. Each method raises TransferError when the link must be closed. `credit` is called with
     every slot that is free again.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        segment: NamedEngine,
-        memory: Memory,
-        receiver: Receiver,
-        *,
-        make_block: MakeBlock,
-        slot_bytes: int,
-        num_slots: int,
-        digest: bool,
-        credit: Callable[[int], None],
-    ) -> None:
-        self._link, self._memory, self._receiver = link, memory, receiver
-        self._digest, self._credit = digest, credit
-        self._block = make_block(slot_bytes * num_slots + PROBE_BYTES)
-        self.offer = RingOffer(segment.name, self._block.address, slot_bytes, num_slots)
-        self._write: _Arriving | None = None
-        self._closed = False
+    _link: Link
+    _memory: Memory
+    _receiver: Receiver
+    _block: RingBlock
+    offer: RingOffer
+    _credit: Callable[[int], None]
+    _digest: bool = attrs.field(kw_only=True)
+    _write: _Arriving | None = None
+    _closed: bool = False
 
     def begin(self, frame: bytes) -> None:
         if self._write is not None:

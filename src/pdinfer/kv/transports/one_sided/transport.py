@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import attrs
-
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
-from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget, Message
+from pdinfer.kv.transports.base import Link, Message, QueuingTransport, Receiver, Transport, WriteMessage
+from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
     MAX_SLOTS,
+    PROBE_BYTES,
     Credit,
     Landed,
     RingIncoming,
@@ -38,8 +36,7 @@ from pdinfer.kv.transports.one_sided.ring import (
     Signal,
     SignalMemory,
 )
-from pdinfer.kv.transports.one_sided.writer import Control, RingWriter
-from pdinfer.process.forked import NotCopied
+from pdinfer.kv.transports.one_sided.writer import RingWriter
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 4 << 20
@@ -62,17 +59,7 @@ def _close_all() -> None:
         transport.close()
 
 
-@attrs.frozen
-class _Registered:
-    """What `register` was given, and the engine that it uses."""
-
-    memory: Memory
-    receiver: Receiver
-    segment: NamedEngine
-    make_block: MakeBlock
-
-
-class RingTransport(NotCopied, Transport):
+class RingTransport(QueuingTransport):
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
     `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
@@ -80,10 +67,11 @@ class RingTransport(NotCopied, Transport):
     more for each write that got lost. All of them are made when first needed, in host memory, or with `on_device` where
     the pool is. With `digest`, which must be the same on both ends, each slot is verified after it was copied. Without
     it, nothing tells a good slot from one that was hit late or by a stranger. A write that has not landed after
-    `timeout_s` counts as failed.
-
-    In a forked child every method raises TransferError, except `close`, which does nothing.
+    `timeout_s` counts as failed. The `ready` of a write runs in its link's own thread.
     """
+
+    _engine: NamedEngine
+    _make_block: MakeBlock
 
     def __init__(
         self,
@@ -111,9 +99,7 @@ class RingTransport(NotCopied, Transport):
         self._on_device = on_device
         self._segment, self._stream = segment, stream
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
-        self._pid = os.getpid()
         self._lock = new_lock()
-        self._owned: _Registered | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, RingIncoming] = {}
         self._signals: dict[Link, Signal] = {}
@@ -125,28 +111,22 @@ class RingTransport(NotCopied, Transport):
     def name(self) -> str:
         return self._name
 
-    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+    def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
-        if self._owned is not None:
-            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         copies = _copies_of(memory) if self._on_device else None
-        segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
-        make = partial(HostBlock, segment) if copies is None else partial(DeviceBlock, segment, copies)
-        self._owned = _Registered(memory, receiver, segment, make)
-        self._pid = os.getpid()
+        self._engine = engine = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
+        self._make_block = partial(HostBlock, engine) if copies is None else partial(DeviceBlock, engine, copies)
         _running.add(self)
         try:
             return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(SignalMemory(), self))
         except PDInferError:
-            self._owned = None
-            if segment is not self._segment:
-                segment.close()
+            self._close_engine()
             raise
 
     @property
     def authenticates(self) -> bool:
         """Whether the receiver above authenticates; asked by the stream, whose receiver this is."""
-        return self._owned is not None and self._owned.receiver.authenticates
+        return self._owned is not None and self._receiver.authenticates
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         prefix = f"{self.name}+"
@@ -155,33 +135,16 @@ class RingTransport(NotCopied, Transport):
             raise TransferError(f"{self.name} cannot reach {list(endpoints)}; it needs {prefix}tcp://host:port")
         return self._stream.connect(ours, timeout_s=timeout_s)
 
-    def send(self, link: Link, frame: bytes) -> None:
-        check_frame(frame)
-        self._check_process()
+    def _queue(self, link: Link, message: Message) -> bool:
         writer = self._writers.get(link)
+        if writer is None and isinstance(message, WriteMessage):
+            writer = self._open_writer(link)
+            if writer is None:
+                return False
         if writer is None:
-            self._stream.send(link, frame)
-        else:
-            writer.send(frame)
-
-    def write(
-        self,
-        link: Link,
-        frame: bytes,
-        source: Spans,
-        *,
-        ready: Callable[[], None] | None = None,
-        then: Callable[[Transfer], None] | None = None,
-    ) -> Transfer:
-        """Queue a write. `ready` runs in the link's own thread."""
-        check_frame(frame)
-        memory = self._registered().memory
-        self._check_process()
-        transfer = Transfer(total_bytes(source, memory), then)
-        writer = self._writers.get(link) or self._open_writer(link)
-        if writer is None or not writer.write(Message(frame, transfer, source, ready)):
-            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
-        return transfer
+            self._stream.send(link, message.frame)
+            return True
+        return writer.queue(message)
 
     def fence(self, link: Link) -> None:
         """Withdraw the peer's ring. A one-sided write that lands later lands in memory that belongs to nobody."""
@@ -190,7 +153,7 @@ class RingTransport(NotCopied, Transport):
     def close(self) -> None:
         """Close every link, within some seconds. A thread that hangs in the engine does not hold it up; the engine then
         ends with that thread."""
-        if os.getpid() != self._pid or self._owned is None:
+        if self._owned is None:
             return
         self._stream.close()
         deadline = time.monotonic() + JOIN_S
@@ -199,43 +162,29 @@ class RingTransport(NotCopied, Transport):
                 thread.join(max(0.0, deadline - time.monotonic()))
         if stuck := sum(thread.is_alive() for thread in self._threads):
             logging.getLogger("pdinfer").warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
-        segment = self._owned.segment
-        if segment is not self._segment:
-            segment.close()
+        self._close_engine()
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise TransferError(
-                f"this transport and its engine belong to process {self._pid}, not to its forked child "
-                f"{os.getpid()}; make a new one in a child that was spawned"
-            )
-
-    def _registered(self) -> _Registered:
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver first")
-        return self._owned
+    def _close_engine(self) -> None:
+        if self._engine is not self._segment:
+            self._engine.close()
 
     def _open_writer(self, link: Link) -> RingWriter | None:
         """Start the sending direction of a link at its first write. Return None when the link is closed."""
-        owned = self._registered()
         with self._lock:
             if link in self._writers:
                 return self._writers[link]
-            control = Control(
-                send=lambda frame: self._stream.send(link, frame),
-                say=lambda signal, body: self._say(link, signal, body),
-                fail=lambda error: self._fail(link, error),
-            )
             writer = RingWriter(
-                link,
-                owned.segment,
-                owned.memory,
-                control,
-                make_block=owned.make_block,
+                link=link,
+                segment=self._engine,
+                memory=self._memory,
+                make_block=self._make_block,
                 slot_bytes=self._slot_bytes,
                 digest=self._digest,
                 timeout_s=self._timeout_s,
                 waiting=self._waiting,
+                send=partial(self._stream.send, link),
+                say=partial(self._say, link),
+                fail=partial(self._fail, link),
             )
             # Known before it asks: `closed`, which may come at once, must find it.
             self._writers[link] = writer
@@ -261,10 +210,10 @@ class RingTransport(NotCopied, Transport):
     # What the stream calls, from its I/O thread.
 
     def opened(self, link: Link) -> None:
-        self._registered().receiver.opened(link)
+        self._receiver.opened(link)
 
     def received(self, link: Link, frame: bytes) -> None:
-        self._registered().receiver.received(link, frame)
+        self._receiver.received(link, frame)
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         try:
@@ -297,12 +246,12 @@ class RingTransport(NotCopied, Transport):
                 writer.credited(Credit.parse(frame).slot)
 
     def tick(self) -> None:
-        """Tell peers that this end lives while a frame waits behind a write, since such a frame cannot."""
+        """Tell peers that this end lives while a frame waits after a write, since such a frame cannot."""
         with self._lock:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:
             self._say(link, Signal.ALIVE)
-        self._registered().receiver.tick()
+        self._receiver.tick()
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         with self._lock:
@@ -314,29 +263,19 @@ class RingTransport(NotCopied, Transport):
             ring.close()
         if writer is not None:
             writer.shut(reason or TransferError(f"the link to {link.endpoint} was closed by this end"))
-        self._registered().receiver.closed(link, reason)
+        self._receiver.closed(link, reason)
 
     def _offer(self, link: Link) -> None:
-        owned = self._registered()
         if link in self._rings:
             raise TransferError(f"{link.endpoint} asked for a second ring")
 
         def credit(slot: int) -> None:
             self._say(link, Signal.CREDIT, Credit(slot).packed())
 
-        ring = RingIncoming(
-            link,
-            owned.segment,
-            owned.memory,
-            owned.receiver,
-            make_block=owned.make_block,
-            slot_bytes=self._slot_bytes,
-            num_slots=self._num_slots,
-            digest=self._digest,
-            credit=credit,
-        )
-        self._rings[link] = ring
-        self._say(link, Signal.OFFER, ring.offer.packed())
+        block = self._make_block(self._slot_bytes * self._num_slots + PROBE_BYTES)
+        offer = RingOffer(self._engine.name, block.address, self._slot_bytes, self._num_slots)
+        self._rings[link] = RingIncoming(link, self._memory, self._receiver, block, offer, credit, digest=self._digest)
+        self._say(link, Signal.OFFER, offer.packed())
 
 
 def _copies_of(memory: Memory) -> DeviceCopies:

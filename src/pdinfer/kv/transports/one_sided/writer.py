@@ -20,10 +20,10 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Transfer
-from pdinfer.kv.transports.budget import Budget, Message
-from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock, take
+from pdinfer.kv.memory import Memory, take
+from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
+from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.process.locks import new_lock
 
@@ -53,81 +53,67 @@ class _Part:
     repeated: bool = False
 
 
-@attrs.frozen(kw_only=True)
-class Control:
-    """What a writer needs of the stream beside it. `send` and `say` queue and never block; `fail` closes the link."""
-
-    send: Callable[[bytes], None]
-    say: Callable[[Signal, bytes], object]
-    fail: Callable[[TransferError], None]
-
-
+@attrs.define(eq=False, kw_only=True)
 class RingWriter:
     """The sending direction of a link: frames and writes leave in the order in which they were queued.
 
-    Any thread may call the public methods, which do not block. A transfer is done when its bytes are gathered.
+    `send` and `say` queue on the stream next to the engine and never block; `fail` closes the link. Any thread may call
+    the public methods, which do not block. A transfer is done when its bytes are gathered.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        segment: NamedEngine,
-        memory: Memory,
-        control: Control,
-        *,
-        make_block: MakeBlock,
-        slot_bytes: int,
-        digest: bool,
-        timeout_s: float,
-        waiting: Budget[RingWriter],
-    ) -> None:
-        self._waiting = waiting
-        self._link, self._segment, self._memory, self._control = link, segment, memory, control
-        self._make_block = make_block
-        self._slot_bytes, self._digest, self._timeout_s = slot_bytes, digest, timeout_s
-        self._changed = threading.Condition(new_lock())
-        self._queue: deque[Message] = deque()
-        self._closed = False
-        self._ring: RingOffer | None = None
-        self._free: deque[int] = deque()
-        self._lent: set[int] = set()
-        self._lost: set[int] = set()
-        self._reading: Transfer | None = None
-        self._flying: _Part | None = None
-        self._met = False
-        self._blocks: list[RingBlock] = []
-        self._unclean: list[RingBlock] = []
-        self.is_busy = False
-        self.thread = threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
+    _link: Link
+    _segment: NamedEngine
+    _memory: Memory
+    _make_block: MakeBlock
+    _slot_bytes: int
+    _digest: bool
+    _timeout_s: float
+    _waiting: Budget[RingWriter]
+    _send: Callable[[bytes], None]
+    _say: Callable[[Signal, bytes], object]
+    _fail: Callable[[TransferError], None]
+    _changed: threading.Condition = attrs.field(init=False, factory=lambda: threading.Condition(new_lock()))
+    _queue: deque[Message] = attrs.field(init=False, factory=deque)
+    _closed: bool = attrs.field(init=False, default=False)
+    _ring: RingOffer | None = attrs.field(init=False, default=None)
+    _free: deque[int] = attrs.field(init=False, factory=deque)
+    _lent: set[int] = attrs.field(init=False, factory=set)
+    _lost: set[int] = attrs.field(init=False, factory=set)
+    _reading: Transfer | None = attrs.field(init=False, default=None)
+    _flying: _Part | None = attrs.field(init=False, default=None)
+    _met: bool = attrs.field(init=False, default=False)
+    _blocks: list[RingBlock] = attrs.field(init=False, factory=list)
+    _unclean: list[RingBlock] = attrs.field(init=False, factory=list)
+    is_busy: bool = attrs.field(init=False, default=False)
+    thread: threading.Thread = attrs.field(init=False)
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame, at once when nothing is in front of it. When too much waits, some link is closed: this one or
-        another."""
-        with self._changed:
-            if self._closed:
-                return
-            if not self.is_busy:
-                self._control.send(frame)
-                return
-            message = Message(frame)
-            self._queue.append(message)
-            slowest = self._waiting.take(self, message.cost_bytes)
-        if slowest is not None:
-            slowest.give_up()
+    @thread.default
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
 
-    def give_up(self) -> None:
-        """Close the link: too much waits behind a write that the peer does not take."""
-        self._control.fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
-
-    def write(self, message: Message) -> bool:
-        """Queue a write. Return False when the link is closed."""
+    def queue(self, message: Message) -> bool:
+        """Queue a message. Return False when the link is closed. A frame leaves at once when nothing is in front of it.
+        When too many wait, some link is closed: this one or another."""
         with self._changed:
             if self._closed:
                 return False
+            is_write, slowest = isinstance(message, WriteMessage), None
+            if not is_write and not self.is_busy:
+                self._send(message.frame)
+                return True
             self._queue.append(message)
-            self.is_busy = True
-            self._changed.notify()
+            if is_write:
+                self.is_busy = True
+                self._changed.notify()
+            else:
+                slowest = self._waiting.take(self, message.cost_bytes)
+        if slowest is not None:
+            slowest.give_up()
         return True
+
+    def give_up(self) -> None:
+        """Close the link: too much waits for a write that the peer does not take."""
+        self._fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
 
     def offered(self, ring: RingOffer) -> None:
         """Take the peer's answer to ASK. Raise TransferError for a second one."""
@@ -153,13 +139,12 @@ class RingWriter:
         """Fail what is queued, and let the thread end as soon as it comes back from the engine."""
         with self._changed:
             self._closed = True
-            dropped = [message for message in self._queue if message.transfer is not None]
+            dropped = [message.transfer for message in self._queue if isinstance(message, WriteMessage)]
             self._queue.clear()
             self._changed.notify()
         self._waiting.drop(self)
-        for message in dropped:
-            assert message.transfer is not None
-            message.transfer.complete(error)
+        for transfer in dropped:
+            transfer.complete(error)
 
     # Everything below runs in the thread.
 
@@ -167,18 +152,18 @@ class RingWriter:
         error = self._gone()
         try:
             while (message := self._next()) is not None:
-                if message.transfer is None:
-                    self._settle()
-                    self._control.send(message.frame)
+                if isinstance(message, WriteMessage):
+                    self._write(message)
                 else:
-                    self._write(message, message.transfer)
+                    self._settle()
+                    self._send(message.frame)
         except TransferError as raised:
             error = raised
         except BaseException as raised:  # a SystemExit out of `ready`, too, must not leave the link half alive
             name = self._link.endpoint
             logging.getLogger("pdinfer").exception("writing to %s failed; the link is closed", name)
             error = TransferError(f"writing to {name} failed, so the link was closed: {raised!r}")
-        self._control.fail(error)
+        self._fail(error)
         if self._reading is not None and not self._reading.done:
             self._reading.complete(error)
         for block in self._blocks:
@@ -197,13 +182,13 @@ class RingWriter:
                     return None
                 if self._queue:
                     message = self._queue.popleft()
-                    if message.transfer is None:
+                    if not isinstance(message, WriteMessage):
                         self._waiting.give(self, message.cost_bytes)
                     return message
             self._settle()
 
-    def _write(self, message: Message, transfer: Transfer) -> None:
-        self._reading = transfer
+    def _write(self, message: WriteMessage) -> None:
+        self._reading = transfer = message.transfer
         with self._changed:
             self._changed.wait_for(lambda: self._ring is not None or self._closed)
         self._check_open()
@@ -256,9 +241,9 @@ class RingWriter:
                 self._return_block(part.block)
         self._check_open()
         if part.frame is not None:
-            self._control.say(Signal.BEGIN, part.frame)
+            self._say(Signal.BEGIN, part.frame)
         landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
-        self._control.say(Signal.LANDED, landed.packed())
+        self._say(Signal.LANDED, landed.packed())
 
     def _mend(self, part: _Part, block: RingBlock) -> None:
         """Repair a write whose fate is unknown: keep silent, probe until probes land, and write once more."""

@@ -16,29 +16,29 @@ import operator
 import os
 import socket
 import struct
+import threading
 from collections.abc import Generator, Iterator, Sequence
+from typing import ClassVar
 
 import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.digests.fused import FusedCopy, FusedDigest, loops_for
+from pdinfer.kv.fused import SPAN_BYTES, FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.kv.transports.budget import Message
+from pdinfer.kv.transports.base import WriteMessage, check_arriving
 from pdinfer.kv.transports.shm.sender import (
     COUNT,
     PIECE_BYTES,
     REVOKED,
     SECTION_BYTES,
-    SPAN_BYTES,
     Lender,
     packed_spans,
 )
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
-from pdinfer.kv.transports.stream.payloads import check_digest, check_digested
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read, framed
+from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2
@@ -46,39 +46,38 @@ COPY_SPEED = 4
 """How much faster a copy is than a socket: the divisor of what a copy costs of a link's turn."""
 
 
-class MappedPayloads:
+@attrs.define(eq=False)
+class MappedPayloads(Payloads):
     """One link's payloads through shared memory. `pool` is the memfd that holds `memory`, if one does."""
 
-    descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
+    descriptor_bytes: ClassVar[int] = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 
-    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool, pool: Memfd | None) -> None:
-        self._link = link
-        self._memory = memory
-        self._receiver = receiver
-        self._digest = digest
-        self._pool = pool
-        self._lender = Lender(memory, pool, digest=digest)
-        self._closed = False
-        self._descriptors: list[int] = []
-        self._control: PeerMemfd | None = None
-        self._source: PeerMemfd | None = None
-        self._copied = 0
-        self._told = 0
-        self._tells = False
-        self._order = new_lock()
+    _pool: Memfd | None = attrs.field(kw_only=True)
+    _lender: Lender = attrs.field(init=False)
+    _descriptors: list[int] = attrs.field(factory=list)
+    _control: PeerMemfd | None = None
+    _source: PeerMemfd | None = None
+    _copied: int = 0
+    _told: int = 0
+    _tells: bool = False
+    _order: threading.RLock = attrs.field(factory=new_lock)
 
-    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
-        return self._lender.parts(message, transfer)
+    @_lender.default
+    def _lend(self) -> Lender:
+        return Lender(self._memory, self._pool, digest=self._digest)
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
-        return self._lender.whole(message, transfer)
+    def outgoing(self, message: WriteMessage) -> Iterator[Buffers | None]:
+        return self._lender.parts(message)
+
+    def whole(self, message: WriteMessage) -> bytes | None:
+        return self._lender.whole(message)
 
     def urgent(self) -> Buffers | None:
         if not self._tells:
             return None
         self._tells = False
         self._told = self._copied
-        return Buffers([memoryview(Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(self._copied))])
+        return Buffers([memoryview(framed(MessageKind.COPIED, COUNT.pack(self._copied)))])
 
     @property
     def wants_turn(self) -> bool:
@@ -102,7 +101,7 @@ class MappedPayloads:
                 raise TransferError(f"{self._link.endpoint} sent a {kind.name} message where none belongs")
 
     def shut(self, error: TransferError) -> None:
-        self._closed = True
+        super().shut(error)
         self._lender.revoke(error)
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -112,7 +111,6 @@ class MappedPayloads:
                 memfd.close()
 
     def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
-        """Map what the peer shows."""
         size = yield from _body(header, COUNT.size, read)
         if self._source is not None or len(self._descriptors) != NUM_DESCRIPTORS:
             raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
@@ -128,16 +126,12 @@ class MappedPayloads:
 
     def _write(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Copy a payload to where the receiver wants it, and verify it."""
-        check_digested(self._link, header, required=self._digest)
         if self._source is None:
             raise TransferError(f"{self._link.endpoint} sent a write and has shared no memory")
-        frame = yield from read(header.frame_bytes)
         num_bytes = header.payload_bytes
-        spans = self._receiver.place(self._link, frame, num_bytes)
+        frame, spans = yield from self._placed(header, read)
         if self._closed:
             return
-        if spans is not None:
-            check_placed(self._link, spans, self._memory, num_bytes)
         targets = None if spans is None else self._targets(spans, head + frame if header.digested else None, num_bytes)
         missing = num_bytes
         while missing:
@@ -153,13 +147,13 @@ class MappedPayloads:
         if targets is None:
             return
         self._check_revoked()
-        error = None if targets.digest is None else check_digest(self._link, num_bytes, said, targets.digest)
+        error = None if targets.digest is None else self._verified(num_bytes, said, targets.digest)
         if error is None:
             targets.commit()
         self._receiver.placed(self._link, frame, error)
 
     def _targets(self, spans: Spans, start: bytes | None, num_bytes: int) -> _Targets | _FusedTargets:
-        """Return where a payload goes. It is digested behind `start`, unless that is None."""
+        """Return where a payload goes. It is digested after `start`, unless that is None."""
         loops = None if self._pool is None else loops_for(num_bytes)
         if loops is None or self._pool is None:
             return _Targets(spans, self._memory, None if start is None else xxhash.xxh3_64(start))
@@ -225,7 +219,6 @@ class _FusedTargets:
     digest: FusedDigest | None
 
     def copy(self, source: PeerMemfd, section: _Section) -> None:
-        """Copy the pieces in one call."""
         self._copies.take(source.address, section.spans)
 
     def commit(self) -> None:
@@ -274,7 +267,6 @@ class _Targets:
         self._rest = rest
 
     def _view(self) -> memoryview:
-        """Return what is to be filled next."""
         if self._next == len(self._landing.views):
             self._landing.commit()
             self._landing, self._next = next(self._landings), 0

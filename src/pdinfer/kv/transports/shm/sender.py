@@ -15,23 +15,23 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.digests.fused import FusedDigest, loops_for
+from pdinfer.kv.fused import FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.budget import Message
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, digest_bytes
+from pdinfer.kv.transports.base import Transfer, WriteMessage
+from pdinfer.kv.transports.stream.framing import Buffers, Digest, Header, MessageKind, digest_bytes, framed
 
 RING_BYTES = 8 << 20
 STAGED_SECTION_BYTES = 2 << 20
 """The part of a payload that is staged and named at once, so that a ring holds several."""
 DIGESTED_SECTION_BYTES = 4 << 20, 8 << 20
 """The part that is named at once when it is digested where it lies, at first and at most. The sender digests a section
-while the receiver copies the one before; each is twice as long, since each costs both ends the same time beside it."""
+while the receiver copies the one before; each is twice as long, since each costs both ends the same time besides."""
 SECTION_BYTES = 16 << 20
 """The same without a digest, or while the receiver still has a first section to copy. It is the most that a receiver
 accepts."""
@@ -39,7 +39,6 @@ SECTION_SPANS = 4096
 PIECE_BYTES = 72 << 10
 """Bytes that are copied and digested at once: still in the core's cache, and below the size from which xxhash releases
 the interpreter lock, which a busy host gives back 5 ms later."""
-SPAN_BYTES = 16
 COUNT = struct.Struct("<Q")
 REVOKED = 1
 DIRECT_BYTES = 1 << 16
@@ -47,31 +46,30 @@ DIRECT_SPANS = 256
 """The largest write that is digested and named in the thread that writes; that takes some 20 us."""
 
 
+@attrs.define(eq=False)
 class Lender:
     """What one link's peer may read. `pool` is the memfd that holds `memory`. Without one, payloads are staged in a
     ring of RING_BYTES, where they wait for a slow receiver. Used in the I/O thread, except for `whole`."""
 
-    def __init__(self, memory: Memory, pool: Memfd | None, *, digest: bool) -> None:
-        self._memory = memory
-        self._pool = pool
-        self._digest = digest
-        self._ring: Memfd | None = None
-        self._control: Memfd | None = None
-        self._revoked = False
-        # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
-        self._begun = 0
-        self._named = 0
-        self._copied = 0
-        self._awaited = 0
-        self._outstanding: deque[tuple[int, Transfer]] = deque()
+    _memory: Memory
+    _pool: Memfd | None
+    _digest: bool = attrs.field(kw_only=True)
+    _ring: Memfd | None = None
+    _control: Memfd | None = None
+    _revoked: bool = False
+    # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
+    _begun: int = 0
+    _named: int = 0
+    _copied: int = 0
+    _awaited: int = 0
+    _outstanding: deque[tuple[int, Transfer]] = attrs.field(factory=deque)
 
     @property
     def can_go_on(self) -> bool:
         """Whether a payload waits for room in the ring and there is room now."""
         return 0 < self._awaited <= RING_BYTES - (self._named - self._copied)
 
-    def parts(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
-        """Yield what goes on the wire for a write, or None while the ring is full."""
+    def parts(self, message: WriteMessage) -> Iterator[Buffers | None]:
         if message.ready is not None:
             message.ready()
         if self._revoked:
@@ -79,25 +77,26 @@ class Lender:
         if self._control is None:
             yield from self._offer()
         costs = self._digest or self._ring is not None
-        for named in self._naming(message, transfer):
+        for named in self._naming(message):
             yield named and Buffers([memoryview(named[0])], weight=named[1] if costs else 0)
 
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+    def whole(self, message: WriteMessage) -> bytes | None:
         """Return a small write in one piece, once the peer knows our pool. Any thread may call it while `parts` is not
         running."""
-        small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
-        if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
+        small = 0 < message.transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
+        if not small or message.ready or self._pool is None or self._control is None:
             return None
-        return b"".join(named[0] for named in self._naming(message, transfer) if named)
+        return b"".join(named[0] for named in self._naming(message) if named)
 
-    def _naming(self, message: Message, transfer: Transfer) -> Iterator[tuple[bytes, int] | None]:
+    def _naming(self, message: WriteMessage) -> Iterator[tuple[bytes, int] | None]:
         """Yield (messages that name a section, bytes in it), one section after the other, or None while the ring is
         full."""
-        self._begun += transfer.num_bytes
-        self._outstanding.append((self._begun, transfer))
-        header = Header(MessageKind.MAPPED, len(message.frame), transfer.num_bytes, self._digest)
+        total_bytes = message.transfer.num_bytes
+        self._begun += total_bytes
+        self._outstanding.append((self._begun, message.transfer))
+        header = Header(MessageKind.MAPPED, len(message.frame), total_bytes, self._digest)
         start = header.packed() + message.frame
-        digest = self._new_digest(start, transfer.num_bytes)
+        digest = self._new_digest(start, total_bytes)
         part = [start]
         costs = self._digest or self._ring is not None
         for section, num_bytes in _sections(message.source, *self._section_bytes()):
@@ -115,27 +114,22 @@ class Lender:
                 self._awaited = 0
                 spans = packed_spans(self._staged(self._ring, views, num_bytes))
             self._named += num_bytes
-            part += [Header(MessageKind.SPANS, len(spans)).packed(), spans]
-            if digest is not None and self._named == self._begun:
-                part += [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
+            part.append(framed(MessageKind.SPANS, spans))
+            if self._named == self._begun:
+                part.append(_trailer(digest))
             yield b"".join(part), num_bytes
             part = []
-        if not transfer.num_bytes:
-            trailer = (
-                [] if digest is None else [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
-            )
-            yield b"".join([start, *trailer]), 0
+        if not total_bytes:
+            yield start + _trailer(digest), 0
             self._settle()
 
     def _section_bytes(self) -> tuple[int, int]:
-        """Return how long sections are at first and at most."""
         if self._ring is not None:
             return STAGED_SECTION_BYTES, STAGED_SECTION_BYTES
         is_waited_for = self._named - self._copied < DIGESTED_SECTION_BYTES[0]
         return DIGESTED_SECTION_BYTES if self._digest and is_waited_for else (SECTION_BYTES, SECTION_BYTES)
 
     def _new_digest(self, start: bytes, num_bytes: int) -> xxhash.xxh3_64 | FusedDigest | None:
-        """Return what digests a payload, None when nothing is to."""
         if not self._digest:
             return None
         loops = None if self._pool is None else loops_for(num_bytes)
@@ -153,7 +147,7 @@ class Lender:
             for memfd in (self._control, source):
                 descriptors.append(memfd.readable())
                 opened.callback(os.close, descriptors[-1])
-            size = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(source.num_bytes)
+            size = framed(MessageKind.SHARE, COUNT.pack(source.num_bytes))
             yield Buffers([memoryview(size)], descriptors=descriptors)
 
     def _staged(self, ring: Memfd, views: Sequence[memoryview], num_bytes: int) -> Spans:
@@ -191,6 +185,11 @@ class Lender:
         for memfd in (self._control, self._ring):
             if memfd is not None:
                 memfd.close()
+
+
+def _trailer(digest: Digest | None) -> bytes:
+    """Return the message after the last section of a write, none without a digest."""
+    return b"" if digest is None else framed(MessageKind.DIGEST, digest_bytes(digest))
 
 
 def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
-from pdinfer.kv.digests.fused import library
+from pdinfer.kv.fused import library
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport

@@ -5,7 +5,7 @@
     connection.py   one socket as a link
     payloads.py     the part of a connection that moves payloads
     framing.py      how messages lie on the stream
-    endpoints.py    endpoints as text, and the sockets behind them
+    endpoints.py    endpoints as text, and their sockets
     door.py         how links that peers open come in, and who may wait before it is trusted
 
 Tested by tests/conformance/test_socket_transport.py; door and turns by tests/unit/kv/transports.

@@ -13,11 +13,22 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 
+import attrs
+
 from pdinfer.errors import TransferError
-from pdinfer.kv.transports.base import Link, Receiver, check_arriving
-from pdinfer.kv.transports.budget import Limits, Message
+from pdinfer.kv.transports.base import Link, Message, Receiver, WriteMessage, check_arriving
+from pdinfer.kv.transports.budget import Limits
 from pdinfer.kv.transports.stream.endpoints import complete_dial
-from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
+from pdinfer.kv.transports.stream.framing import (
+    AHEAD_BYTES,
+    HEADER,
+    IOV_MAX,
+    Ahead,
+    Buffers,
+    Header,
+    MessageKind,
+    framed,
+)
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
@@ -29,46 +40,41 @@ DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
 
+@attrs.define(eq=False)
 class StreamConnection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`. Each method raises TransferError when
     the link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the I/O thread once
     `closed` has been called. Frames that wait or arrive count in `limits`."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        link: Link,
-        payloads: Payloads,
-        receiver: Receiver,
-        clock: Callable[[], float],
-        *,
-        limits: Limits[StreamConnection],
-        opening: bool = False,
-    ) -> None:
-        self.sock = sock
-        self.link = link
-        self.opening = opening
-        self.gone = threading.Event()
-        self.closed = False
-        self.num_messages = 0
-        self._limits = limits
-        self._payloads = payloads
-        self._receiver = receiver
-        self._clock = clock
-        self.idle_since = link.heard_at = clock()
-        self._lock = new_lock()
-        self._queue: deque[Message] = deque()
-        self._leaving: Message | None = None
-        self._rest = b""  # the rest of the queue's first message, when its start has left
-        self._busy = False
-        self._outgoing = self._parts()
-        self._emptying = Buffers()
-        self._ahead = Ahead()
-        self._incoming = self._messages()
+    sock: socket.socket
+    link: Link
+    _payloads: Payloads
+    _receiver: Receiver
+    _clock: Callable[[], float]
+    _limits: Limits[StreamConnection] = attrs.field(kw_only=True)
+    opening: bool = attrs.field(default=False, kw_only=True)
+    gone: threading.Event = attrs.field(factory=threading.Event)
+    closed: bool = False
+    num_messages: int = 0
+    idle_since: float = attrs.field(init=False)
+    _lock: threading.RLock = attrs.field(factory=new_lock)
+    _queue: deque[Message] = attrs.field(factory=deque)
+    _leaving: Message | None = None
+    _rest: bytes = b""  # the rest of the queue's first message, when its start has left
+    _busy: bool = False
+    _outgoing: Iterator[Buffers | None] = attrs.field(init=False)
+    _emptying: Buffers = attrs.field(factory=Buffers)
+    _ahead: Ahead = attrs.field(factory=Ahead)
+    _incoming: Iterator[Buffers] = attrs.field(init=False)
+    _filling: Buffers = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.idle_since = self.link.heard_at = self._clock()
+        self._outgoing, self._incoming = self._parts(), self._messages()
         self._filling = next(self._incoming)
 
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
-        """Put `message` behind the others, and call `wake` when there were none. Return False when the link is closed.
+        """Put `message` after the others, and call `wake` when there were none. Return False when the link is closed.
         Any thread may call it. A small message with nothing before it leaves at once, since waking the I/O thread takes
         longer than sending. When too much waits, some link is closed: this one or another."""
         with self._lock:
@@ -87,10 +93,10 @@ class StreamConnection:
 
     def _leaves(self, message: Message) -> bool:
         """Send a small message from the calling thread. Return whether all of it has left."""
-        if message.transfer is not None:
-            data = self._payloads.whole(message, message.transfer)
+        if isinstance(message, WriteMessage):
+            data = self._payloads.whole(message)
         else:
-            data = _packed(message) if len(message.frame) <= DIRECT_BYTES else None
+            data = framed(MessageKind.FRAME, message.frame) if len(message.frame) <= DIRECT_BYTES else None
         if data is None:
             return False
         sent = 0
@@ -112,7 +118,6 @@ class StreamConnection:
 
     @property
     def wants_turn(self) -> bool:
-        """Whether arrivals have made something to send."""
         return self._payloads.wants_turn
 
     def transmit(self) -> bool:
@@ -215,7 +220,7 @@ class StreamConnection:
         self._filling, self._emptying = Buffers(), Buffers()
         self._payloads.shut(error)
         for message in dropped:
-            if message.transfer is not None and not message.transfer.done:
+            if isinstance(message, WriteMessage) and not message.transfer.done:
                 message.transfer.complete(error)
         return True
 
@@ -234,10 +239,10 @@ class StreamConnection:
                 rest, self._rest = (b"", self._rest) if message is None else (self._rest, b"")
             if message is None:
                 yield urgent
-            elif rest or message.transfer is None:
-                yield Buffers([memoryview(rest or _packed(message))])
+            elif rest or not isinstance(message, WriteMessage):
+                yield Buffers([memoryview(rest or framed(MessageKind.FRAME, message.frame))])
             else:
-                for part in self._payloads.outgoing(message, message.transfer):
+                for part in self._payloads.outgoing(message):
                     if urgent := self._payloads.urgent():
                         yield urgent
                     yield part
@@ -268,7 +273,3 @@ class StreamConnection:
         data = yield from self._ahead.read(num_bytes)
         self._limits.arriving.give(self, num_bytes)
         return data
-
-
-def _packed(message: Message) -> bytes:
-    return Header(MessageKind.FRAME, len(message.frame)).packed() + message.frame

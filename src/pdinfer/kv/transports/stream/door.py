@@ -15,6 +15,7 @@ import math
 import resource
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -63,77 +64,71 @@ class Strangers:
             raise ConfigError(f"{self}: each number must be above 0, or no peer could ever connect")
 
 
+@attrs.define(eq=False)
 class Door:
-    """The links of one listening socket that are not trusted yet, in the order in which they came. Belongs to the I/O
-    thread."""
+    """The links of one listening socket that are not trusted yet, with the source and the time of each, in the order in
+    which they came. Belongs to the I/O thread."""
 
-    def __init__(self, strangers: Strangers) -> None:
+    _strangers: Strangers
+    _max_links: float = attrs.field(init=False)
+    _waiting: dict[StreamConnection, tuple[Hashable, float]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         affordable = math.inf if descriptors == resource.RLIM_INFINITY else max(1, descriptors // DESCRIPTOR_SHARE)
-        self._strangers = strangers
-        self._max_links = min(strangers.max_links, affordable)
-        self._waiting: dict[Hashable, dict[StreamConnection, float]] = {}
+        self._max_links = min(self._strangers.max_links, affordable)
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     def look(self) -> None:
         """Forget the links that are trusted or gone."""
-        for source, own in list(self._waiting.items()):
-            for connection in [each for each in own if each.closed or each.link.trusted]:
-                self._forget(source, connection)
+        left = {each: entry for each, entry in self._waiting.items() if not (each.closed or each.link.trusted)}
+        self._waiting = left
 
     def room_in_s(self, now: float) -> float:
         """Return how long a newcomer has to wait outside: 0 when there is room for it, or a link that can give way."""
         if len(self) >= self._max_links:
             self.look()
-        if len(self) < self._max_links:
-            return 0.0
-        source, oldest = self._oldest()
-        return max(0.0, self._waiting[source][oldest] + self._strangers.grace_s - now)
+        return 0.0 if len(self) < self._max_links else max(0.0, self._gives_way_at(self.oldest()) - now)
 
     def oldest(self) -> StreamConnection:
         """Return the link that has waited longest, from the source that has the most."""
-        return self._oldest()[1]
+        ((most, _),) = Counter(source for source, _ in self._waiting.values()).most_common(1)
+        return self._from(most)[0]
 
     def turns_away(self, source: Hashable, now: float) -> bool:
         """Whether a newcomer of that source must leave because the links before it have just come."""
-        if len(self._waiting.get(source, {})) >= self._limit(source):
+        if len(self._from(source)) >= self._limit(source):
             self.look()
-        own = self._waiting.get(source, {})
-        return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
+        own = self._from(source)
+        return len(own) >= self._limit(source) and now < self._gives_way_at(own[0])
 
     def enter(self, connection: StreamConnection, source: Hashable, now: float) -> StreamConnection | None:
         """Take a newcomer in. Return the link that gives way for it, or None."""
-        own = self._waiting.get(source, {})
+        own = self._from(source)
         leaves: StreamConnection | None = None
         if len(own) >= self._limit(source):
-            leaves = next(iter(own))
-            self._forget(source, leaves)
+            leaves = own[0]
         elif len(self) >= self._max_links:
-            other, leaves = self._oldest()
-            self._forget(other, leaves)
-        self._waiting.setdefault(source, {})[connection] = now
+            leaves = self.oldest()
+        if leaves is not None:
+            del self._waiting[leaves]
+        self._waiting[connection] = source, now
         return leaves
 
     def late(self, now: float) -> list[tuple[StreamConnection, float]]:
         """Return (link, limit in seconds) of each link that sent no whole message in time."""
         self.look()
-        found = []
-        for connection in (each for own in self._waiting.values() for each in own):
-            limit_s = self._strangers.message_s if connection.num_messages else self._strangers.first_message_s
-            if now - connection.idle_since > limit_s:
-                found.append((connection, limit_s))
-        return found
+        first_s, later_s = self._strangers.first_message_s, self._strangers.message_s
+        limits = [(each, later_s if each.num_messages else first_s) for each in self._waiting]
+        return [(each, limit_s) for each, limit_s in limits if now - each.idle_since > limit_s]
 
-    def _oldest(self) -> tuple[Hashable, StreamConnection]:
-        source = max(self._waiting, key=lambda each: len(self._waiting[each]))
-        return source, next(iter(self._waiting[source]))
+    def _from(self, source: Hashable) -> list[StreamConnection]:
+        return [each for each, (its_source, _) in self._waiting.items() if its_source == source]
 
-    def _forget(self, source: Hashable, connection: StreamConnection) -> None:
-        del self._waiting[source][connection]
-        if not self._waiting[source]:
-            del self._waiting[source]
+    def _gives_way_at(self, connection: StreamConnection) -> float:
+        return self._waiting[connection][1] + self._strangers.grace_s
 
     def _limit(self, source: Hashable) -> float:
         own = self._max_links if source == LOOPBACK else self._strangers.max_links_per_source
@@ -155,25 +150,16 @@ def source_of(sock: socket.socket, address: Any) -> Hashable:
     return host if host.version == 4 else ipaddress.ip_network((host, V6_NETWORK_BITS), strict=False)
 
 
+@attrs.frozen(eq=False)
 class Acceptor:
     """Lets newcomers in at a listener. `connect` makes a connection from a socket. Belongs to the I/O thread."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        door: Door,
-        io: IOThread,
-        receiver: Receiver,
-        clock: Callable[[], float],
-        *,
-        connect: Callable[[socket.socket, Link], StreamConnection],
-    ) -> None:
-        self._listener = listener
-        self._door = door
-        self._io = io
-        self._receiver = receiver
-        self._clock = clock
-        self._connect = connect
+    _listener: Listener
+    _door: Door
+    _io: IOThread
+    _receiver: Receiver
+    _clock: Callable[[], float]
+    _connect: Callable[[socket.socket, Link], StreamConnection]
 
     def accept(self) -> None:
         """Let newcomers in; a link that waits without being trusted gives way to them. A newcomer that cannot come in
@@ -202,7 +188,6 @@ class Acceptor:
         self._io.pause_listening(now + PACE_S)
 
     def sweep(self) -> None:
-        """Close the links of strangers that sent no whole message in time."""
         for connection, limit_s in self._door.late(self._clock()):
             reason = f"{connection.link.endpoint} sent no whole message for {limit_s:g} s and is not trusted"
             self._io.shut(connection, TransferError(reason))

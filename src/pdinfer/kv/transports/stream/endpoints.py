@@ -1,4 +1,4 @@
-"""Endpoints as text, and the sockets behind them: `tcp://host:port` and `unix:///path`."""
+"""Endpoints as text, and their sockets: `tcp://host:port` and `unix:///path`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_port(port: int) -> None:
 
 
 def check_advertised(host: str, path: str | os.PathLike[str] | None) -> None:
-    """Raise ConfigError for text that peers cannot dial as the host of a TCP endpoint, and beside a socket file."""
+    """Raise ConfigError for text that peers cannot dial as the host of a TCP endpoint, and next to a socket file."""
     if path is not None:
         raise ConfigError(f"advertise={clip(host)} is for TCP; peers find {os.fspath(path)!r} by its path")
     if not isinstance(host, str) or host in WILDCARDS or not (_NAME.fullmatch(host) or _is_address(host)):

@@ -83,6 +83,11 @@ class Header:
         return cls(known, frame_bytes, payload_bytes, bool(flags))
 
 
+def framed(kind: MessageKind, body: bytes) -> bytes:
+    """Return a message that has no payload."""
+    return Header(kind, len(body)).packed() + body
+
+
 class Digest(Protocol):
     """A digest of what a write has carried so far."""
 
@@ -98,7 +103,7 @@ class Buffers:
     """Host buffers that a socket empties or fills from the front, however the kernel cuts them.
 
     `digest`, when given, is fed every byte just after the kernel has read or written it. `descriptors` leave with the
-    first byte. `weight` is how many bytes were moved to make this part, beside its own. With `payload`, every byte that
+    first byte. `weight` is how many bytes were moved to make this part. With `payload`, every byte that
     arrives shows that the peer is alive. Without it only the last byte does: a damaged length would otherwise be waited
     for as long as the peer sends anything. False when nothing is left.
     """
@@ -128,7 +133,6 @@ class Buffers:
 
     @property
     def num_left(self) -> int:
-        """Bytes that are still to be moved."""
         return self._ends[-1] - self._position if self._ends else 0
 
     def fill(self, data: memoryview) -> int:
@@ -188,7 +192,6 @@ class Ahead:
         self._data = self.scratch[:num_bytes]
 
     def move(self, part: Buffers) -> None:
-        """Fill the front of a part that is wanted."""
         self._data = self._data[part.fill(self._data) :]
 
     def read(self, num_bytes: int) -> Generator[Buffers, None, bytes]:

@@ -265,7 +265,6 @@ class Turns:
         self._used_s[connection] = max(self._used_s.values(), default=0.0)
 
     def leave(self, connection: StreamConnection) -> None:
-        """Give the connection no more turns."""
         self._used_s.pop(connection, None)
 
     def of(self, ready: Collection[StreamConnection], round_s: float = ROUND_S) -> Iterator[StreamConnection]:

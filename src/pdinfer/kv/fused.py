@@ -1,4 +1,6 @@
-"""Copies and digests in one pass over memory: a byte that is copied is digested while the core's cache holds it.
+"""Copies and digests in one pass over memory, in C (fused.c) where a compiler is at hand: a byte that is copied is
+digested while the core's cache holds it. The digest is xxh3_64, that of the package xxhash, which is used where nothing
+is compiled.
 
 Calls keep the interpreter lock: given back to a busy host, it would be gone for 5 ms each time. So each should move a
 few MiB at most.
