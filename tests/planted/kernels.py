@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "a composition goes on calling the op that was swapped",
-        "Composed(op.func, self)",
-        "op if op.args else Composed(op.func, self)",
+        "ops.get(op, self.functions[name])",
+        "ops.get(op, self[name].__call__)",
         f"{FUSED}::test_a_composition_calls_the_op_that_was_swapped",
     ),
     Mutant(

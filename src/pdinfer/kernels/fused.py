@@ -14,34 +14,24 @@ from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.format import Rounding
 
 
-class AddRMSNorm(Protocol):
-    """Adds to the residual stream and normalises."""
+class FusedOps(Protocol):
+    """The part of `ops.Ops` that is made of the other part."""
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Return (rms_norm of the sum, the sum), where the sum is residual + x rounded to x's dtype, or x itself
         without a residual."""
 
-
-class AddRMSNormFP8(Protocol):
-    """Does so for products in FP8."""
-
-    def __call__(
+    def add_rms_norm_fp8(
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, *, ue8m0: bool
     ) -> tuple[Rounded, Tensor]:
         """Do as `add_rms_norm`, and `quantize_fp8` the norm as it is returned, in x's dtype."""
 
-
-class GatedSiluFP8(Protocol):
-    """The activation of an MLP whose output map is in FP8."""
-
-    def __call__(self, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
+    def gated_silu_fp8(self, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
         """`quantize_fp8` what `gated_silu` returns, in x's dtype."""
 
-
-class NormRotateStore(Protocol):
-    """Writes the cache from what kv_a_proj returns."""
-
-    def __call__(
+    def norm_rotate_store(
         self,
         c_TC: Tensor,
         k_TR: Tensor,
@@ -58,11 +48,7 @@ class NormRotateStore(Protocol):
         as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
         c and k may be views of wider rows. Mutates `pages_PGW` alone."""
 
-
-class CombineExperts(Protocol):
-    """Ends a layer with experts."""
-
-    def __call__(
+    def combine_experts(
         self,
         y_SD: Tensor,
         row_TK: Tensor | None,

@@ -1,8 +1,8 @@
 """The ops a model is made of, as one frozen value of callables.
 
-Each field names an op, whose Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
-functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is not a
-sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
+A method of `Ops` states what an op takes, returns and promises (legend in docs/shapes.md). A provider is a module with
+functions of these names and types. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is
+not a sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
 
 Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.formats.cache_rows` says:
 the store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import attrs
 from torch import Tensor
@@ -29,36 +29,39 @@ from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
-from pdinfer.kernels.fused import (
-    AddRMSNorm,
-    AddRMSNormFP8,
-    CombineExperts,
-    GatedSiluFP8,
-    NormRotateStore,
-)
+from pdinfer.kernels.fused import FusedOps
 from pdinfer.values import brief
 
+F = TypeVar("F", bound=Callable[..., Tensor])
 
-class RMSNorm(Protocol):
-    """Normalises rows."""
 
-    def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+class ByFormat(Generic[F]):
+    """An op with a function for each format of the weight that it takes last. A layer asks once which is its own."""
+
+    def __init__(self, functions: Mapping[type[Format], F]) -> None:
+        self.functions: Mapping[type, F] = functions
+
+    def of(self, weight: Weight) -> F:
+        """Return the function for weights of that format."""
+        return self.functions.get(type(weight)) or self.functions[Plain]
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self.of(arguments[-1])(*arguments)
+
+
+class Ops(FusedOps, Protocol):
+    """One callable per op. Swap one with `ops.replace(linear=mine)`."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Return weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
 
-
-class LayerNorm(Protocol):
-    """Normalises and centres rows."""
-
-    def __call__(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
         """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis, computed in float32, in x's
         dtype."""
 
-
-class Linear(Protocol):
-    """Multiplies by a weight matrix."""
-
-    def __call__(self, x_TI: Any, weight: Any) -> Tensor:
-        """Return the linear map without bias, x @ weight.T -> [T, O], in x's dtype.
+    @property
+    def linear(self) -> ByFormat[Callable[[Any, Any], Tensor]]:
+        """linear(x_TI, weight): return the linear map without bias, x @ weight.T -> [T, O], in x's dtype.
 
         Products with quantized weights round x first, and are summed in float32 or exactly:
 
@@ -71,57 +74,29 @@ class Linear(Protocol):
                                   are summed exactly
         """
 
-
-class QuantizeFP8(Protocol):
-    """Rounds activations to FP8, for all the products that read them."""
-
-    def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
+    def quantize_fp8(self, x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
         """Return x rounded to e4m3 per token and 128 channels, I >= 1: scale max(amax, 1e-4) / 448, or the next power
         of two with `ue8m0` (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Readers take scales in every
         layout."""
 
-
-class RoundFP8(Protocol):
-    """Rounds activations as products in FP8 do."""
-
-    def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+    def round_fp8(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
 
-
-class RoundInt8(Protocol):
-    """Rounds activations as products in INT8 with scales of tokens do."""
-
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    def round_int8(self, x_TI: Tensor) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
 
-
-class Rotate(Protocol):
-    """Applies rotary positions."""
-
-    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+    def rotate(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
         """Return the rotary embedding of pairs (2i, 2i+1), or (i, i + R/2) where not `interleaved`, by angle i. cos and
         sin are float32 [T, R/2]. The result is a new tensor with its elements in the order of x."""
 
-
-class StoreLatent(Protocol):
-    """Writes the cache."""
-
-    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+    def store_latent(self, pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
         """Write token t's latent and rotated key to slot `page * page_size + offset` of the cache. Mutates `pages_PGW`
         alone."""
 
-
-class StoreIndexKeys(Protocol):
-    """Writes the indexer's cache."""
-
-    def __call__(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+    def store_index_keys(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
         """Write token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
 
-
-class IndexTopK(Protocol):
-    """Chooses the tokens that sparse attention reads."""
-
-    def __call__(
+    def index_topk(
         self,
         q_TXY: Tensor,
         weights_TX: Tensor,
@@ -142,11 +117,7 @@ class IndexTopK(Protocol):
         Lengths are host ints.
         """
 
-
-class IndexTopKDecode(Protocol):
-    """Chooses as `index_topk`, with lengths that no host knows."""
-
-    def __call__(
+    def index_topk_decode(
         self,
         q_BQXY: Tensor,
         weights_BQX: Tensor,
@@ -161,11 +132,7 @@ class IndexTopKDecode(Protocol):
         follows. The table and the lengths are as in `mla_decode`. A query whose own key was not written chooses
         anything, and changes nothing for those before it."""
 
-
-class MLASparse(Protocol):
-    """Attends to chosen tokens."""
-
-    def __call__(
+    def mla_sparse(
         self,
         q_latent_THC: Tensor,
         q_rope_THR: Tensor,
@@ -181,26 +148,14 @@ class MLASparse(Protocol):
         row of the page table. The result is that of `mla_decode` over these positions alone, and NaN for a token
         without any."""
 
-
-class HeadsIn(Protocol):
-    """Multiplies each head by a matrix of its own."""
-
-    def __call__(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    def heads_in(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
         """Return x[:, h] @ weight[h] -> [T, H, C] in x's dtype. Attention brings queries into the latent space with
         it."""
 
-
-class HeadsOut(Protocol):
-    """Multiplies each head by the transpose of a matrix of its own."""
-
-    def __call__(self, x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    def heads_out(self, x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
         """Return x[:, h] @ weight[h].T -> [T, H, V] in x's dtype. Attention leaves the latent space with it."""
 
-
-class MLAPrefill(Protocol):
-    """Attends with many queries per sequence."""
-
-    def __call__(
+    def mla_prefill(
         self,
         q_THQ: Tensor,
         pages_PGW: Tensor,
@@ -216,11 +171,7 @@ class MLAPrefill(Protocol):
         `context_lens[b]` cached tokens (the queries' own latents are already stored) -> [T, H, V]. Here Q = nope + R.
         W = C + R. kv_b holds per head the rows of K (nope) and then those of V. Lengths are host ints: no sync."""
 
-
-class MLADecode(Protocol):
-    """Attends with few queries per sequence."""
-
-    def __call__(
+    def mla_decode(
         self,
         q_latent_BQHC: Tensor,
         q_rope_BQHR: Tensor,
@@ -239,11 +190,7 @@ class MLADecode(Protocol):
         not written returns anything, and changes nothing for those before it.
         """
 
-
-class Route(Protocol):
-    """Chooses experts."""
-
-    def __call__(
+    def route(
         self,
         logits_TE: Tensor,
         bias_E: Tensor | None,
@@ -268,68 +215,38 @@ class Route(Protocol):
         without meaning.
         """
 
-
-class GroupRows(Protocol):
-    """Sorts tokens by expert."""
-
-    def __call__(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    def group_rows(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Assign a row to each of a token's experts: (counts_E, token_of_row_S, row_TK), int64 on the device of the
         ids, S = T * K. Rows of one expert are together and in the order of tokens. An id of -1 is no expert: it has
         no row, `row_TK` is -1 there, and the rows that are left over, which come last, name token 0. Syncs nothing."""
 
-
-class GatherRows(Protocol):
-    """Collects the rows that `group_rows` assigns."""
-
-    def __call__(self, x_TD: Tensor, token_S: Tensor) -> Tensor:
+    def gather_rows(self, x_TD: Tensor, token_S: Tensor) -> Tensor:
         """Return x[token[s]] -> [S, D] in x's dtype. Tokens are int64. Does not sync the device."""
 
-
-class CombineRows(Protocol):
-    """Sums what experts return."""
-
-    def __call__(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def combine_rows(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]. A row of -1 adds 0, whatever
         its weight."""
 
-
-class GatedSilu(Protocol):
-    """The activation of every MLP."""
-
-    def __call__(self, x_TJ: Tensor) -> Tensor:
+    def gated_silu(self, x_TJ: Tensor) -> Tensor:
         """Return silu(first half) * second half over the last axis, J = 2I -> I, computed in float32, in x's dtype."""
 
+    @property
+    def grouped_mlp(self) -> ByFormat[Callable[[Any, Tensor, Any, Any], Tensor]]:
+        """grouped_mlp(x, counts_E, gate_up, down): run the gated MLP of each expert on its `counts_E[e]` rows
+        (integers, on the device of the rows), with products as `linear` of the format that both stacks have: gate_up
+        [E, 2I, D] in two parts, down [E, D, I]. x is [S, D] with rows sorted by expert, or [E, N, D] with room for N
+        rows per expert, of which the first ones are present. Rows that no expert has may hold anything. So may their
+        results, in the shape of x."""
 
-class GroupedMLP(Protocol):
-    """Runs experts."""
-
-    def __call__(self, x: Any, counts_E: Tensor, gate_up: Any, down: Any) -> Tensor:
-        """Run the gated MLP of each expert on its `counts_E[e]` rows (integers, on the device of the rows), with
-        products as `linear` of the format that both stacks have: gate_up [E, 2I, D] in two parts, down [E, D, I]. x is
-        [S, D] with rows sorted by expert, or [E, N, D] with room for N rows per expert, of which the first ones are
-        present. Rows that no expert has may hold anything. So may their results, in the shape of x."""
-
-
-class GatherPages(Protocol):
-    """Collects parts of a pool."""
-
-    def __call__(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+    def gather_pages(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
         """Copy row `rows[s]` of a pool, which is cut into N rows of equal size, to row s of `into_SW`. Rows are int64,
         numbers are integers of any one size. Mutates `into_SW` alone. Does not sync the device."""
 
-
-class ScatterPages(Protocol):
-    """Distributes what `gather_pages` collects."""
-
-    def __call__(self, pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+    def scatter_pages(self, pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
         """Copy row s of `from_SW` to row `rows[s]` of the pool. No row is named twice. Mutates `pool_NW` alone. Does
         not sync the device."""
 
-
-class DrawTokens(Protocol):
-    """Draws tokens."""
-
-    def __call__(self, logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    def draw(self, logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
         """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them,
         both float32. `kind` is at least that of every row. Does not sync.
 
@@ -344,109 +261,13 @@ class DrawTokens(Protocol):
         means nothing, but is a token.
         """
 
-
-class Composed(functools.partial[Any]):
-    """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
-
-    def __repr__(self) -> str:
-        return f"Composed({self.func.__name__})"
-
-
-@attrs.frozen
-class Products:
-    """What a provider has for a format of weights: a row of its table `WEIGHTS`. None stands for what it lacks."""
-
-    linear: Any = None
-    grouped_mlp: Any = None
-
-
-F = TypeVar("F", bound=Callable[..., Tensor])
-
-
-class ByFormat(Generic[F]):
-    """An op with a function for each format of the weight that it takes last. A layer asks once which is its own."""
-
-    def __init__(self, functions: Mapping[type[Format], F]) -> None:
-        self.functions: Mapping[type, F] = functions
-
-    def of(self, weight: Weight) -> F:
-        """Return the function for weights of that format."""
-        return self.functions.get(type(weight)) or self.functions[Plain]
-
-    def __call__(self, *arguments: Any) -> Tensor:
-        return self.of(arguments[-1])(*arguments)
-
-
-def _by_format(op: F | ByFormat[F]) -> ByFormat[F]:
-    return op if isinstance(op, ByFormat) else ByFormat(dict.fromkeys(WEIGHT_FORMATS, op))
-
-
-@attrs.frozen(kw_only=True)
-class Ops:
-    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too. What
-    takes the place of a `ByFormat` serves every format."""
-
-    __repr__ = brief
-
-    rms_norm: RMSNorm
-    layer_norm: LayerNorm
-    linear: ByFormat[Linear] = attrs.field(converter=_by_format)
-    quantize_fp8: QuantizeFP8
-    round_fp8: RoundFP8
-    round_int8: RoundInt8
-    rotate: Rotate
-    store_latent: StoreLatent
-    store_index_keys: StoreIndexKeys
-    index_topk: IndexTopK
-    index_topk_decode: IndexTopKDecode
-    heads_in: HeadsIn
-    heads_out: HeadsOut
-    mla_prefill: MLAPrefill
-    mla_decode: MLADecode
-    mla_sparse: MLASparse
-    route: Route
-    group_rows: GroupRows
-    gather_rows: GatherRows
-    combine_rows: CombineRows
-    gated_silu: GatedSilu
-    grouped_mlp: ByFormat[GroupedMLP] = attrs.field(converter=_by_format)
-    draw: DrawTokens
-    gather_pages: GatherPages
-    scatter_pages: ScatterPages
-    add_rms_norm: AddRMSNorm
-    add_rms_norm_fp8: AddRMSNormFP8
-    gated_silu_fp8: GatedSiluFP8
-    norm_rotate_store: NormRotateStore
-    combine_experts: CombineExperts
-
-    def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(Ops):
-            op = getattr(self, field.name)
-            if isinstance(op, ByFormat):
-                object.__setattr__(
-                    self, field.name, ByFormat({kind: self._bound(each) for kind, each in op.functions.items()})
-                )
-            else:
-                object.__setattr__(self, field.name, self._bound(op))
-
-    def _bound(self, op: Any) -> Any:
-        return Composed(op.func, self) if isinstance(op, Composed) else op
-
-    @classmethod
-    def of(cls, functions: Mapping[str, Any]) -> Ops:
-        """Return the ops with a function for each of `OP_NAMES`."""
-        fields: dict[str, Any] = {op: {} for op in BY_FORMAT}
-        for name, (op, kind) in OPS.items():
-            if kind is None:
-                fields[op] = functions[name]
-            else:
-                fields[op][kind] = functions[name]
-        return cls(**fields | {op: ByFormat(fields[op]) for op in BY_FORMAT})
-
     def __getitem__(self, name: str) -> Any:
         """Return the function of one of `OP_NAMES`."""
-        op, kind = OPS[name]
-        return getattr(self, op) if kind is None else getattr(self, op).functions[kind]
+
+    def replace(self, **ops: Any) -> Ops:
+        """Return the ops with others in place of those named. Ops that are `Composed` call the others too, and what
+        takes the place of a `ByFormat` serves every format."""
+        raise NotImplementedError
 
     def rounded(self, x_TI: Tensor, rounding: Rounding) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""
@@ -456,16 +277,68 @@ class Ops:
 
 
 def _names() -> Iterator[tuple[str, tuple[str, type[Format] | None]]]:
-    for op in (field.name for field in attrs.fields(Ops)):
+    for op in (*vars(Ops), *vars(FusedOps)):
         if op in BY_FORMAT:
             yield from ((name, (op, kind)) for kind in WEIGHT_FORMATS for name in kind.ops() if name.startswith(op))
-        else:
+        elif not op.startswith("_") and op not in ("replace", "rounded"):
             yield op, (op, None)
 
 
 OPS: Mapping[str, tuple[str, type[Format] | None]] = MappingProxyType(dict(_names()))
-"""The name of each function: its field of `Ops`, and the format where that has one for each."""
+"""The name of each function: its op, and the format where that has a function for each."""
 OP_NAMES: tuple[str, ...] = tuple(OPS)
+
+
+class Composed(functools.partial[Any]):
+    """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
+
+    def __repr__(self) -> str:
+        return f"Composed({self.func.__name__})"
+
+
+def ops_of(functions: Mapping[str, Any]) -> Ops:
+    """Return the ops with a function for each of `OP_NAMES`."""
+    return cast(Ops, _Chosen(functions))
+
+
+@attrs.frozen(slots=False)
+class _Chosen:
+    """An `Ops`, whose ops are attributes of the instance."""
+
+    __repr__ = brief
+    rounded = Ops.rounded
+
+    functions: Mapping[str, Any]
+
+    def __attrs_post_init__(self) -> None:
+        by_format: dict[str, dict[type[Format], Any]] = {op: {} for op in BY_FORMAT}
+        for name, (op, kind) in OPS.items():
+            function = self.functions[name]
+            if isinstance(function, Composed):
+                function = Composed(function.func, self)
+            if kind is None:
+                vars(self)[op] = function
+            else:
+                by_format[op][kind] = function
+        vars(self).update({op: ByFormat(functions) for op, functions in by_format.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        op, kind = OPS[name]
+        found = vars(self)[op]
+        return found if kind is None else found.functions[kind]
+
+    def replace(self, **ops: Any) -> Ops:
+        if unknown := sorted(ops.keys() - {op for op, _ in OPS.values()}):
+            raise TypeError(f"no op is called {unknown[0]}")
+        return ops_of({name: ops.get(op, self.functions[name]) for name, (op, _) in OPS.items()})
+
+
+@attrs.frozen
+class Products:
+    """What a provider has for a format of weights: a row of its table `WEIGHTS`. None stands for what it lacks."""
+
+    linear: Any = None
+    grouped_mlp: Any = None
 
 
 def function_of(provider: object, name: str) -> Any:

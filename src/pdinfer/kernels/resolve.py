@@ -14,7 +14,7 @@ import torch
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import brief
 
@@ -97,7 +97,7 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         function, choice = _choose(op, spec, _wanted(op, spec.device, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(spec, Ops.of(functions), tuple(choices))
+    return ResolvedOps(spec, ops_of(functions), tuple(choices))
 
 
 def _wanted(op: str, device: DeviceSpec, forced: str | Mapping[str, str] | None) -> list[str]:

@@ -90,7 +90,7 @@ class Indexer:
         angles: tuple[Tensor, Tensor],
         pages_PGY: Tensor,
     ) -> Tensor | None:
-        """Store this step's keys in `pages_PGY` and choose: positions as `kernels.ops.IndexTopK` returns them, or None
+        """Store this step's keys in `pages_PGY` and choose: positions as `Ops.index_topk` returns them, or None
         when every position of every context is read. `query_TL` is the query latent of attention."""
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         # decode on a device always chooses, because what it launches may not depend on a length that the host reads;

@@ -26,7 +26,7 @@ from pdinfer.values import brief
 
 @attrs.frozen
 class Router:
-    """The router of a layer: it scores every expert in float32 and keeps the best, as `kernels.ops.Route` says."""
+    """The router of a layer: it scores every expert in float32 and keeps the best, as `Ops.route` says."""
 
     __repr__ = brief
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops
+from pdinfer.kernels import DeviceSpec, OpSpec, compositions, reference, resolve, resolve_ops
 from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.fused import FusedOps
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, Products, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Products, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.torch import provider as torch_provider
@@ -57,9 +58,7 @@ def test_one_name_forces_all_ops() -> None:
 
 
 def test_every_fused_op_has_a_composition() -> None:
-    assert {name for name in vars(fused) if getattr(vars(fused)[name], "_is_protocol", False)} - {"Protocol"} == {
-        Ops.__annotations__[op] for op in FUSED if not op.endswith("]")
-    }
+    assert {op for op in vars(FusedOps) if not op.startswith("_")} == {op for op in FUSED if not op.endswith("]")}
 
 
 @pytest.mark.parametrize("op", PLAIN)
@@ -240,9 +239,11 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
     (choice,) = (choice for choice in resolved.choices if choice.op == "linear")
     assert (choice.provider, choice.others) == ("absent", ("partial",))
     assert f"{'linear':<{max(map(len, OP_NAMES))}}  absent, else partial\n" in explain_backends(FLOAT32)
-    other = attrs.evolve(resolved.ops, route=print)
+    other = resolved.ops.replace(route=print)
     other.linear("large", "w")
     assert calls[-1][0] is other
+    with pytest.raises(TypeError, match="no op is called rout"):
+        resolved.ops.replace(rout=print)
     with pytest.raises(BackendUnavailable, match=r"^op linear: is for small ones$"):
         resolve_ops(FLOAT32, forced={"linear": "absent"}).ops.linear("large", "w")
 

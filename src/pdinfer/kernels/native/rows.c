@@ -11,7 +11,7 @@ EXPORT void gated_silu(const bf16 *x, i64 rows, i64 n, bf16 *y, int threads) {
 
 /* -- tokens and experts -------------------------------------------------------------------------------------------- */
 
-/* Chooses k of `experts` per token, as `kernels.ops.Route` says. bias may be NULL. What is compared is never NaN in a
+/* Chooses k of `experts` per token, as `Ops.route` says. bias may be NULL. What is compared is never NaN in a
  * token whose weights are not: `lost` is 0, or NaN when a logit or a bias is not finite. */
 EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
                   i64 top_groups, int normalize, float factor, i64 *ids, float *weights, int threads) {

@@ -12,7 +12,7 @@ from pdinfer.kernels.triton.launch import launch
 
 
 def select_best(scores: Tensor, tiles: Tensor, selected_TS: Tensor, *, rows: int, num_queries: int) -> None:
-    """Write the positions of the S best scores of each query, as `ops.IndexTopK` says. The scores have `rows` rows for
+    """Write the positions of the S best scores of each query, as `Ops.index_topk` says. The scores have `rows` rows for
     each tile. `tiles` are those of a prefill, or with `num_queries` the lengths of contexts [B]."""
     launch(
         _select,
