@@ -181,7 +181,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch", "compositions"),
         ("reference",),
         ("ops",),
-        ("fused", "spec"),
+        ("fused", "spec", "arguments"),
         ("formats",),
         ("draws", "exact"),
     ),

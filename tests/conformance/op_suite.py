@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
@@ -333,12 +334,14 @@ class Attention:
     def prefill(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q, kv_b = self.of_prefill
         table, v = self.table.to(pages.device), self.dims[3]
-        return op(to(q), pages, to(kv_b), table, self.query_lens, self.contexts, v_head_dim=v, scale=SCALE)
+        cache = PrefillCache(pages, table, self.query_lens, self.contexts)
+        return op(to(q), to(kv_b), cache, v_head_dim=v, scale=SCALE)
 
     def decode(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q_latent, q_rope = self.of_decode
         lens = torch.tensor(self.contexts, dtype=torch.int64, device=pages.device)
-        return op(to(q_latent), to(q_rope), pages, self.wide_table.to(pages.device), lens, scale=SCALE)
+        cache = DecodeCache(pages, self.wide_table.to(pages.device), lens)
+        return op(to(q_latent), to(q_rope), cache, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
         op = op_of(provider, name, device, self.dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
@@ -156,8 +157,8 @@ def test_decode(body: Kernels, threads: None, monkeypatch: pytest.MonkeyPatch) -
         contexts = (5, 16, 64, 65, 68, 130)
         case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, dims, queries)
         latent, rope = map(laid, case.of_decode)
-        table, lens = laid(case.wide_table), laid(torch.tensor(contexts))
-        got = native.mla_decode(latent, rope, laid(case.pages), table, lens, scale=SCALE)
+        cache = DecodeCache(*map(laid, (case.pages, case.wide_table, torch.tensor(contexts))))
+        got = native.mla_decode(latent, rope, cache, scale=SCALE)
         assert_within(got, *case.expected("mla_decode"), torch.bfloat16)
 
 
@@ -167,11 +168,11 @@ PAGES, TABLE = draw(7, 16, 96).bfloat16(), torch.tensor([[5, 2, 0], [1, 6, 3]])
 
 
 def decode(latent: Tensor, rope: Tensor, pages: Tensor, table: Tensor) -> Tensor:
-    return native.mla_decode(latent, rope, pages, table, torch.tensor([33, 48]), scale=0.25)
+    return native.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([33, 48])), scale=0.25)
 
 
 def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
-    return native.mla_prefill(q, pages, kv_b, table, (7, 48), (33, 48), v_head_dim=64, scale=0.25)
+    return native.mla_prefill(q, kv_b, PrefillCache(pages, table, (7, 48), (33, 48)), v_head_dim=64, scale=0.25)
 
 
 def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
@@ -328,6 +329,6 @@ def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     assert native.products.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])
-    got = native.mla_prefill(q, PAGES, kv_b, table, (0, 9, 0), (0, 33, 20), v_head_dim=64, scale=0.25)
-    alone = native.mla_prefill(q, PAGES, kv_b, table[1:2], (9,), (33,), v_head_dim=64, scale=0.25)
+    every, one = PrefillCache(PAGES, table, (0, 9, 0), (0, 33, 20)), PrefillCache(PAGES, table[1:2], (9,), (33,))
+    got, alone = (native.mla_prefill(q, kv_b, cache, v_head_dim=64, scale=0.25) for cache in (every, one))
     assert torch.equal(got, alone)

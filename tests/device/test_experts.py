@@ -150,7 +150,7 @@ def test_fp8_products_wait_for_nothing(device: torch.device, card: DeviceSpec, r
 def test_a_layer_with_padding_waits_for_nothing(device: torch.device, overlap: bool) -> None:
     on_cpu, there = (random_model(device=where).moe_layers()[0] for where in ("cpu", device))
     object.__setattr__(there, "two_batch_overlap", overlap)
-    x_TD = draw(5, on_cpu.router.config.hidden_size)
+    x_TD = draw(5, on_cpu.router.weight_ED.shape[1])
     live_T = torch.tensor([True, True, False, True, False])
     expected = on_cpu(x_TD, None, live_T)
     x_TD, live_T = x_TD.to(device), live_T.to(device)

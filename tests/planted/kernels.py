@@ -193,8 +193,8 @@ MUTANTS = [
     ),
     Mutant(
         "native mla_decode reads int64 pages as int32",
-        "page_table_BM = page_table_BM.to(torch.int32).contiguous()",
-        "page_table_BM = page_table_BM.contiguous()",
+        "table_BM = cache.table_BM.to(torch.int32).contiguous()",
+        "table_BM = cache.table_BM.contiguous()",
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
     ),
     Mutant(
@@ -217,20 +217,21 @@ MUTANTS = [
     ),
     Mutant(
         "torch index_topk_decode lets every query see the drafts behind it",
-        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(),",
-        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part, -1:].expand(-1, num_queries).flatten(),",
+        "pages_PGW, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(),",
+        "pages_PGW, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part, -1:].expand(-1, num_queries).flatten(),",
         f"{SPARSE}::test_index_topk_decode",
     ),
     Mutant(
         "torch index_topk_decode chooses as many as the longest context has",
-        "count = min(top_k, page_table_BM.shape[1] * page_size)",
-        "count = min(top_k, int(context_lens_B.max()) if batch else 0)",
+        "count = min(top_k, cache.table_BM.shape[1] * cache.page_size)",
+        "count = min(top_k, int(cache.lens_B.max()) if batch else 0)",
         f"{SPARSE}::test_index_topk_decode",
+        where="torch/attention.py",
     ),
     Mutant(
         "torch index_topk_decode scores all sequences with the keys of the first of a block",
-        "pages_PGY, table_BM[part])\n",
-        "pages_PGY, table_BM[part][:1].expand_as(table_BM[part]))\n",
+        "pages_PGW, table_BM[part])\n",
+        "pages_PGW, table_BM[part][:1].expand_as(table_BM[part]))\n",
         f"{SPARSE}::test_index_topk_decode",
     ),
     Mutant(
@@ -241,8 +242,8 @@ MUTANTS = [
     ),
     Mutant(
         "torch attention cuts the table to a length that it asks the device for",
-        'if context_lens_B.device.type != "cpu":',
-        'if context_lens_B.device.type == "none":',
+        'if cache.lens_B.device.type != "cpu":',
+        'if cache.lens_B.device.type == "none":',
         "test_decode_attention.py",
     ),
     Mutant(

@@ -61,8 +61,8 @@ MUTANTS = [
     ),
     Mutant(
         "pages of another sequence's queries are read",
-        "page_table_BM.to(torch.int32).repeat_interleave(num_queries, 0)",
-        "page_table_BM.to(torch.int32).repeat(num_queries, 1)",
+        "table_BM.to(torch.int32).repeat_interleave(num_queries, 0)",
+        "table_BM.to(torch.int32).repeat(num_queries, 1)",
         DECODE,
     ),
     Mutant(

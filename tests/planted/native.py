@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     Mutant(
         "native prefill cuts a context inside a page",
-        "step = 0, KEYS // page_size * page_size",
-        "step = 0, KEYS",
+        "step = KEYS // page_size * page_size",
+        "step = KEYS",
         f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(

@@ -3,6 +3,7 @@
     ops.py              every op as a typed callable, in one frozen value
     fused.py            ops that are a sequence of others, typed in the same way
     compositions.py     these sequences, of whatever ops were chosen
+    arguments.py        what several ops take, as values
     reference.py        every other op in plain torch: slow, and the specification
     torch/              fast eager torch
     native/             C for x86 CPUs

@@ -17,13 +17,14 @@ the tokens of one sequence in one call of `mla_prefill` may share the NaN that o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import attrs
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.kernels.formats.activations import FP8Rows
@@ -96,57 +97,27 @@ class Ops(FusedOps, Protocol):
     def store_index_keys(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
         """Write token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
 
-    def index_topk(
-        self,
-        q_TXY: Tensor,
-        weights_TX: Tensor,
-        pages_PGY: Tensor,
-        page_table_BM: Tensor,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
-        *,
-        top_k: int,
-    ) -> Tensor:
-        """Return the `top_k` best positions for each of a sequence's last `query_lens[b]` tokens, among its own and all
-        before, by the sum over heads x of weights[x] * relu(q[x] . key), in float32. Weights are float32.
+    def index_topk(self, q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:
+        """Return the `top_k` best positions for each query, among its own and all before, by the sum over heads x of
+        weights[x] * relu(q[x] . key), in float32. Weights are float32.
 
         Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
         own sequence, ascending, with -1 after the last where a token sees fewer than S. Among equal scores the lowest
         position is taken, whatever the sizes of pages, chunks and batches. A token chooses nothing, -1 everywhere, when
         its query, its weights, a key it sees or one of its scores is not finite; `mla_sparse` turns that into NaN.
-        Lengths are host ints.
         """
 
-    def index_topk_decode(
-        self,
-        q_BQXY: Tensor,
-        weights_BQX: Tensor,
-        pages_PGY: Tensor,
-        page_table_BM: Tensor,
-        context_lens_B: Tensor,
-        *,
-        top_k: int,
-    ) -> Tensor:
+    def index_topk_decode(self, q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
         """Return what `index_topk` chooses for the last Q cached tokens of each sequence -> int64 [B, Q, S]. S =
-        min(top_k, M * page_size) follows from shapes alone: a token that sees fewer positions reads all of them, and -1
-        follows. The table and the lengths are as in `mla_decode`. A query whose own key was not written chooses
-        anything, and changes nothing for those before it."""
+        min(top_k, M * G) follows from shapes alone: a token that sees fewer positions reads all of them, and -1
+        follows. A query whose own key was not written chooses anything, and changes nothing for those before it."""
 
     def mla_sparse(
-        self,
-        q_latent_THC: Tensor,
-        q_rope_THR: Tensor,
-        pages_PGW: Tensor,
-        page_table_BM: Tensor,
-        sequence_T: Tensor,
-        selected_TS: Tensor,
-        *,
-        scale: float,
+        self, q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
     ) -> Tensor:
         """Compute the absorbed attention of each token over the cached latents at `selected_TS` -> [T, H, C]. These are
-        *logical* positions in its own sequence as `index_topk` returns them (-1 is none). `sequence_T` is each token's
-        row of the page table. The result is that of `mla_decode` over these positions alone, and NaN for a token
-        without any."""
+        *logical* positions in its own sequence as `index_topk` returns them (-1 is none). The result is that of
+        `mla_decode` over these positions alone, and NaN for a token without any."""
 
     def heads_in(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
         """Return x[:, h] @ weight[h] -> [T, H, C] in x's dtype. Attention brings queries into the latent space with
@@ -156,59 +127,24 @@ class Ops(FusedOps, Protocol):
         """Return x[:, h] @ weight[h].T -> [T, H, V] in x's dtype. Attention leaves the latent space with it."""
 
     def mla_prefill(
-        self,
-        q_THQ: Tensor,
-        pages_PGW: Tensor,
-        kv_b_OC: Tensor,
-        page_table_BM: Tensor,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
-        *,
-        v_head_dim: int,
-        scale: float,
+        self, q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float
     ) -> Tensor:
-        """Compute the expanded causal attention of each sequence's last `query_lens[b]` tokens over its first
-        `context_lens[b]` cached tokens (the queries' own latents are already stored) -> [T, H, V]. Here Q = nope + R.
-        W = C + R. kv_b holds per head the rows of K (nope) and then those of V. Lengths are host ints: no sync."""
+        """Compute the expanded causal attention of queries over the cached tokens of their sequences -> [T, H, V]. Here
+        Q = nope + R. kv_b holds per head the rows of K (nope) and then those of V. Does not sync the device."""
 
-    def mla_decode(
-        self,
-        q_latent_BQHC: Tensor,
-        q_rope_BQHR: Tensor,
-        pages_PGW: Tensor,
-        page_table_BM: Tensor,
-        context_lens_B: Tensor,
-        *,
-        scale: float,
-    ) -> Tensor:
+    def mla_decode(self, q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
         """Compute the absorbed attention of the last Q cached tokens of each sequence over its cached latents:
-        softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `context_lens[b] -
-        Q + 1 + i` tokens: its own and all before.
+        softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `lens_B[b] - Q + 1
+        + i` tokens: its own and all before. Lengths are at least Q. A query whose own latent was not written returns
+        anything, and changes nothing for those before it."""
 
-        Lengths are int64, at least Q, and like the table (int32 or int64) on the device, where no host waits for them.
-        The table may be wider than any context: entries beyond one hold any valid page. A query whose own latent was
-        not written returns anything, and changes nothing for those before it.
-        """
-
-    def route(
-        self,
-        logits_TE: Tensor,
-        bias_E: Tensor | None,
-        *,
-        sigmoid: bool,
-        top_k: int,
-        num_groups: int,
-        top_k_groups: int,
-        normalize: bool,
-        scaling_factor: float,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, (ids_TK int64, weights_TK float32), from float32 logits.
 
         Scores are sigmoid or softmax of the logits, computed in float64 and rounded to float32 once, so that they are
         equal wherever they are computed. `bias_E` (DeepSeek-V3's correction) is added, in float32, for choosing and
-        never for weighing. With more than one group only the best `top_k_groups` compete. A group is worth the sum of
-        its two best biased scores when there is a bias, and its best score otherwise. `normalize` divides the weights
-        by their sum; `scaling_factor` multiplies them.
+        never for weighing. A group is worth the sum of its two best biased scores when there is a bias, and its best
+        score otherwise.
 
         The best expert comes first. Among equal experts the lowest id is better, and among equally good groups the
         first. When a logit or a bias is not finite, all weights of the token are NaN, and its ids are distinct experts

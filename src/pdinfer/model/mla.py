@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Rounding, Shard, Weight
 from pdinfer.kernels.ops import Ops
@@ -196,16 +197,9 @@ def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tu
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
     """Attend over keys and values expanded from the latents -> [T, H, V]."""
-    return mla.ops.mla_prefill(
-        torch.cat((q_nope_THN, q_rope_THR), -1),
-        pages_PGW,
-        mla.kv_b_OC,
-        batch.page_table_BM,
-        batch.query_lens,
-        batch.context_lens,
-        v_head_dim=mla.config.v_head_dim,
-        scale=mla.scale,
-    )
+    q_THQ = torch.cat((q_nope_THN, q_rope_THR), -1)
+    cache = PrefillCache(pages_PGW, batch.page_table_BM, batch.query_lens, batch.context_lens)
+    return mla.ops.mla_prefill(q_THQ, mla.kv_b_OC, cache, v_head_dim=mla.config.v_head_dim, scale=mla.scale)
 
 
 def absorbed(
@@ -225,8 +219,10 @@ def absorbed(
     scale = mla.scale
     if selected_TS is None:
         q_BQHC, q_BQHR = batch.by_sequence(q_THC), batch.by_sequence(q_rope_THR)
-        o_BQHC = ops.mla_decode(q_BQHC, q_BQHR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
+        cache = DecodeCache(pages_PGW, table_BM, batch.context_lens_B)
+        o_BQHC = ops.mla_decode(q_BQHC, q_BQHR, cache, scale=scale)
         o_THC = o_BQHC.flatten(0, 1)
     else:
-        o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=scale)
+        chosen = TokenCache(pages_PGW, table_BM, batch.sequence_T)
+        o_THC = ops.mla_sparse(q_THC, q_rope_THR, chosen, selected_TS, scale=scale)
     return ops.heads_out(o_THC, v_b_HVC)

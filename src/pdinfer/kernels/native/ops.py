@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.fp8_strips import FP8Strips
@@ -92,41 +92,29 @@ def slow(op: str, spec: OpSpec) -> str | None:
     return None
 
 
-def mla_prefill(
-    q_THQ: Tensor,
-    pages_PGW: Tensor,
-    kv_b_OC: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    v_head_dim: int,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:
     num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
-    if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
-        return torch_attention.mla_prefill(
-            q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
-        )
-    page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
+    if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, cache.pages_PGW, kv_b_OC):
+        return torch_attention.mla_prefill(q_THQ, kv_b_OC, cache, v_head_dim=v_head_dim, scale=scale)
+    page_size, q_THQ = cache.page_size, q_THQ.contiguous()
     sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim, dtype=torch.float32, device="cpu")
     largest_TH, total_TH = (
         torch.full(q_THQ.shape[:2], -math.inf, dtype=torch.float32, device="cpu"),
         torch.zeros(q_THQ.shape[:2], dtype=torch.float32, device="cpu"),
     )
-    most = min(KEYS, max(context_lens, default=0))
+    most = min(KEYS, max(cache.context_lens, default=0))
     scratch = torch.empty(
         build.library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32, device="cpu"
     )
-    first, step = 0, KEYS // page_size * page_size
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        at = slice(first, first + num_queries)
+    step = KEYS // page_size * page_size
+    for at, pages_M, context in cache.sequences():
+        num_queries = at.stop - at.start
         for start in range(0, context if num_queries else 0, step):
             stop = min(start + step, context)
-            table = page_table_BM[row, start // page_size : -(-stop // page_size)]
-            cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
+            part_M = pages_M[start // page_size : -(-stop // page_size)]
+            cached = cache.pages_PGW.index_select(0, part_M).flatten(0, 1)[: stop - start]
             kv_SHX = products.linear_or_torch(cached[:, :rank], kv_b_OC)
             build.library().mla_prefill(
                 q_THQ[at].data_ptr(),
@@ -147,37 +135,26 @@ def mla_prefill(
                 total_TH[at].data_ptr(),
                 torch.get_num_threads(),
             )
-        first += num_queries
     return sums_THV.div_(total_TH[..., None]).to(q_THQ.dtype)
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     batch, num_queries, num_heads, rank = q_latent_BQHC.shape
-    width = pages_PGW.shape[-1]
-    readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and are(torch.int64, context_lens_B)
+    pages_PGW, lens_B, width = cache.pages_PGW, cache.lens_B, cache.pages_PGW.shape[-1]
+    readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and are(torch.int64, lens_B)
     if not batch or rank % 32 or width % 32 or not readable:
-        return torch_attention.mla_decode(
-            q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
-        )
+        return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
-    page_table_BM = page_table_BM.to(torch.int32).contiguous()
+    table_BM = cache.table_BM.to(torch.int32).contiguous()
     out = torch.empty_like(q_latent_BQHC)
     lacking = build.library().mla_decode(
         q_latent_BQHC.data_ptr(),
         q_rope_BQHR.data_ptr(),
         pages_PGW.data_ptr(),
-        page_table_BM.data_ptr(),
-        page_table_BM.shape[1],
-        pages_PGW.shape[1],
-        context_lens_B.data_ptr(),
+        table_BM.data_ptr(),
+        table_BM.shape[1],
+        cache.page_size,
+        lens_B.data_ptr(),
         batch,
         num_queries,
         num_heads,
@@ -189,5 +166,5 @@ def mla_decode(
         torch.get_num_threads(),
     )
     if lacking:
-        raise lacks(lacking, f"attention over {context_lens_B.tolist()[:8]} tokens")
+        raise lacks(lacking, f"attention over {lens_B.tolist()[:8]} tokens")
     return out

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pdinfer.errors import PDInferError
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
@@ -46,45 +47,26 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
     return out
 
 
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    *,
-    sigmoid: bool,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    normalize: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
     if not are(torch.float32, logits_TE, bias_E):
-        return reference.route(
-            logits_TE,
-            bias_E,
-            sigmoid=sigmoid,
-            top_k=top_k,
-            num_groups=num_groups,
-            top_k_groups=top_k_groups,
-            normalize=normalize,
-            scaling_factor=scaling_factor,
-        )
+        return reference.route(logits_TE, bias_E, rule)
     tokens, num_experts = logits_TE.shape
     logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
     ids, weights = (
-        torch.empty(tokens, top_k, dtype=torch.int64, device="cpu"),
-        torch.empty(tokens, top_k, dtype=torch.float32, device="cpu"),
+        torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu"),
+        torch.empty(tokens, rule.top_k, dtype=torch.float32, device="cpu"),
     )
     build.library().route(
         logits_TE.data_ptr(),
         None if bias_E is None else bias_E.data_ptr(),
         tokens,
         num_experts,
-        sigmoid,
-        top_k,
-        num_groups,
-        top_k_groups,
-        normalize,
-        scaling_factor,
+        rule.sigmoid,
+        rule.top_k,
+        rule.num_groups,
+        rule.top_k_groups,
+        rule.normalize,
+        rule.scaling_factor,
         ids.data_ptr(),
         weights.data_ptr(),
         torch.get_num_threads(),

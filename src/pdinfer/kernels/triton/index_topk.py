@@ -6,21 +6,27 @@ such a query is the sum of two numbers, so that it is as near to float32 as a su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache
 from pdinfer.kernels.formats.cache_rows import PACKED
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import TURN_QUERIES, Config, of_index_scores
 from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
 from pdinfer.kernels.triton.select import select_best
 from pdinfer.kernels.triton.softmax import dot, upcasts
-from pdinfer.kernels.triton.tiles import cached_row, copy_index_keys, load_keys, padded, tile_table, tiles_of
+from pdinfer.kernels.triton.tiles import (
+    cached_row,
+    copy_index_keys,
+    load_keys,
+    need_queries,
+    padded,
+    tile_table,
+    tiles_of,
+)
 
 SCORES_BYTES = 256 << 20
 """The memory for scores of a prefill: its tiles of queries are scored in groups that fit."""
@@ -33,27 +39,18 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     return None
 
 
-def index_topk(
-    q_TXY: Tensor,
-    weights_TX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    top_k: int,
-) -> Tensor:
+def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:
     num_tokens, _, width = q_TXY.shape
-    need(sum(query_lens) == num_tokens, f"{sum(query_lens)} queries are said to be there, got {num_tokens}")
-    longest = max(context_lens, default=0)
+    need_queries(cache, num_tokens)
+    longest = max(cache.context_lens, default=0)
     selected_TS = torch.empty(num_tokens, min(top_k, longest), dtype=torch.int64, device=q_TXY.device)
     if not num_tokens:
         return selected_TS
-    queries = _queries(q_TXY, pages_PGY)
+    queries = _queries(q_TXY, cache)
     config = of_index_scores(queries.dtype, decode=False)
-    keys_SY = copy_index_keys(pages_PGY, page_table_BM, context_lens, width, queries.dtype)
+    keys_SY = copy_index_keys(cache, width, queries.dtype)
     size = config.tiles["BLOCK_Q"]
-    table = tile_table(tiles_of(query_lens, context_lens, size), q_TXY.device)
+    table = tile_table(tiles_of(cache, size), q_TXY.device)
     pitch = triton.cdiv(longest, 128) * 128
     for tiles in table.split(max(1, SCORES_BYTES // (4 * pitch * size))):
         scores = torch.empty(len(tiles) * size, pitch, dtype=torch.float32, device=q_TXY.device)
@@ -62,35 +59,27 @@ def index_topk(
     return selected_TS
 
 
-def index_topk_decode(
-    q_BQXY: Tensor,
-    weights_BQX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
+def index_topk_decode(q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
     batch, num_queries = q_BQXY.shape[:2]
-    size = page_table_BM.shape[1] * pages_PGY.shape[1]
+    size = cache.table_BM.shape[1] * cache.page_size
     selected = torch.empty(batch, num_queries, min(top_k, size), dtype=torch.int64, device=q_BQXY.device)
     if not batch:
         return selected
-    queries = _queries(q_BQXY.flatten(0, 1), pages_PGY)
+    queries = _queries(q_BQXY.flatten(0, 1), cache)
     config = of_index_scores(queries.dtype, decode=True)
     pitch = triton.cdiv(size, 128) * 128
     scores = torch.empty(batch * num_queries, pitch, dtype=torch.float32, device=q_BQXY.device)
     most = max(1, DECODE_BLOCKS // batch) * config.tiles["BLOCK_S"]
     weights_TX, grid = weights_BQX.flatten(0, 1), (min(size, most), batch)
-    _score(queries, weights_TX, pages_PGY, scores, config, context_lens_B, grid, page_table_BM)
-    select_best(scores, context_lens_B, selected.flatten(0, 1), rows=num_queries, num_queries=num_queries)
+    _score(queries, weights_TX, cache.pages_PGW, scores, config, cache.lens_B, grid, cache.table_BM)
+    select_best(scores, cache.lens_B, selected.flatten(0, 1), rows=num_queries, num_queries=num_queries)
     return selected
 
 
-def _queries(q_TXY: Tensor, pages_PGY: Tensor) -> Tensor:
+def _queries(q_TXY: Tensor, cache: PagedCache) -> Tensor:
     """Return queries that fit the keys of these pages [parts, T, X, Y]: their sum over the parts. One that is not
     finite is all NaN. Y is padded."""
-    turned = pages_PGY.dtype == PACKED
+    turned = cache.packed
     num_tokens, num_heads, width = q_TXY.shape
     dtype = torch.bfloat16 if turned and q_TXY.dtype != torch.float32 else q_TXY.dtype
     parts = 2 if turned and dtype == torch.bfloat16 else 1
