@@ -178,7 +178,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels": (
         ("resolve",),
         ("native", "triton", "deep_gemm", "flash_mla"),
-        ("torch", "compositions"),
+        ("torch", "compositions", "hopper"),
         ("reference",),
         ("ops",),
         ("fused", "spec", "arguments"),

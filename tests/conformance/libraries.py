@@ -10,7 +10,8 @@ from types import ModuleType
 import attrs
 import pytest
 
-from pdinfer.kernels import resolve
+from pdinfer.kernels import hopper, resolve
+from pdinfer.kernels.spec import DeviceSpec
 
 
 @contextmanager
@@ -22,8 +23,8 @@ def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]
     providers = [attrs.evolve(each, devices=()) for each in resolve.PROVIDERS if each.name in known]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, name, library)
-        monkeypatch.setattr(adapter, "why_not_on", lambda device: None)
+        monkeypatch.setattr(DeviceSpec, "is_hopper", True)
         monkeypatch.setattr(resolve, "PROVIDERS", tuple(providers))
-        adapter.why_absent.cache_clear()
+        hopper._why_absent.cache_clear()
         yield
-    adapter.why_absent.cache_clear()
+    hopper._why_absent.cache_clear()

@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call that the first provider declines fails",
-        'if op not in getattr(module, "DECLINES", {}):\n            break',
+        'if op not in getattr(module, "DECLINES", ()):\n            break',
         "break",
         "test_resolve.py::test_calls_that_a_provider_declines_go_to_the_next_one",
     ),

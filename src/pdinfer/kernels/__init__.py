@@ -8,6 +8,7 @@
     torch/              fast eager torch
     native/             C for x86 CPUs
     triton/             Triton for GPUs from Hopper on
+    hopper.py           whether a library for Hopper cards can be used
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why

@@ -225,6 +225,11 @@ OPS: Mapping[str, tuple[str, type[Format] | None]] = MappingProxyType(dict(_name
 OP_NAMES: tuple[str, ...] = tuple(OPS)
 
 
+class Declined(Exception):
+    """Raised by the op of a provider, before it does anything, to leave a call to the next provider. Its text says
+    why."""
+
+
 class Composed(functools.partial[Any]):
     """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
 

@@ -14,7 +14,7 @@ import torch
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of, ops_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import brief
 
@@ -50,8 +50,7 @@ only when they are taken has `PLACES`, whose keys are their names, and `function
 an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of it can run. It may have
 `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and `slow(op, spec)`, which
 says why an op on quantized weights is slower than floats made of them at load.
-A spec does not know everything. `DECLINES` may hold functions by the name of an op: they take the arguments of one call
-and return None, or why the provider leaves that call to the next one.
+A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`.
 The functions of "composition" take the chosen ops as their first argument."""
 
 
@@ -132,7 +131,7 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
             (refusals if offered else without).append(f"{name}: {reason}")
             continue
         takers.append((name, module))
-        if op not in getattr(module, "DECLINES", {}):
+        if op not in getattr(module, "DECLINES", ()):
             break
     if not takers:
         raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
@@ -140,10 +139,9 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
     slow = first.slow(op, spec) if hasattr(first, "slow") else None
     choice = OpChoice(op, taken, tuple(refusals), slow, tuple(name for name, _ in others))
     functions = [_function(op, name, module) for name, module in takers]
-    if len(takers) == 1 and op not in getattr(first, "DECLINES", {}):
+    if op not in getattr(first, "DECLINES", ()):
         return functions[0], choice
-    declines = [getattr(module, "DECLINES", {}).get(op) for _, module in takers]
-    return Composed(_InTurn(op, tuple(zip(functions, declines, strict=True)))), choice
+    return Composed(_InTurn(op, functions)), choice
 
 
 def _offers(module: ModuleType, op: str) -> bool:
@@ -161,15 +159,16 @@ class _InTurn:
     first argument, for those of them that call other ops."""
 
     op: str
-    takers: tuple[tuple[Callable[..., Any], Callable[..., str | None] | None], ...]
+    takers: Sequence[Callable[..., Any]]
 
     def __call__(self, ops: Ops, *arguments: Any, **options: Any) -> Any:
         reason = None
-        for function, declines in self.takers:
-            reason = None if declines is None else declines(*arguments, **options)
-            if reason is None:
-                ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
+        for function in self.takers:
+            ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
+            try:
                 return ours(*arguments, **options)
+            except Declined as declined:
+                reason = declined
         raise BackendUnavailable(f"op {self.op}: {reason}")
 
 

@@ -18,7 +18,7 @@ from pdinfer.kernels import DeviceSpec, OpSpec, compositions, reference, resolve
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.fused import FusedOps
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Products, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Products, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.torch import provider as torch_provider
@@ -226,10 +226,14 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
     calls: list[Any] = []
     first, second = sys.modules["tests_absent_ops"], sys.modules["tests_partial_ops"]
     monkeypatch.setattr(first, "unavailable", lambda spec: None)
-    monkeypatch.setattr(first, "WEIGHTS", {Plain: Products(lambda *arguments: calls.append(("first", arguments)))})
-    monkeypatch.setattr(
-        first, "DECLINES", {"linear": lambda x, w: None if x == "small" else "is for small ones"}, raising=False
-    )
+
+    def only_small(*arguments: Any) -> None:
+        if arguments[0] != "small":
+            raise Declined("is for small ones")
+        calls.append(("first", arguments))
+
+    monkeypatch.setattr(first, "WEIGHTS", {Plain: Products(only_small)})
+    monkeypatch.setattr(first, "DECLINES", ("linear",), raising=False)
     later = Composed(lambda ops, *arguments: calls.append((ops, arguments)))
     monkeypatch.setattr(second, "WEIGHTS", {Plain: Products(later)})
     resolved = resolve_ops(FLOAT32)

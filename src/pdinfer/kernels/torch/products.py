@@ -53,7 +53,7 @@ def slow(op: str, spec: OpSpec) -> str | None:
 
 def why_no_fp8(device: DeviceSpec) -> str | None:
     """Return why torch does not multiply FP8 blocks on a device, or None where it does (torch's ScaledBlas.cpp)."""
-    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+    if not device.is_hopper:
         return f"torch multiplies FP8 blocks on Hopper cards, not on {device}"
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} cannot multiply FP8 blocks, 2.10 can"
