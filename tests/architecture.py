@@ -195,7 +195,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels.native": (("ops",), ("products", "fused"), ("rows", "draws"), ("build", "calls")),
     "kernels.triton": (
         ("provider",),
-        ("grouped",),
         ("products", "mla_prefill", "mla_sparse", "mla_decode", "index_topk", "routing", "draws"),
         ("norms", "activations", "cache", "experts", "pages", "int8_rows"),
         ("tile_products", "filters", "select", "tiles", "softmax", "latent_parts"),

@@ -514,7 +514,8 @@ def test_attention_to_nothing_is_nan(provider: str, dtype: torch.dtype) -> None:
     op = op_of(provider, "mla_sparse", "cpu", dtype)
     q_latent, q_rope, pages = (draw(*shape).to(dtype) for shape in ((3, 2, 128), (3, 2, 8), (2, 4, 136)))
     selected = torch.tensor([[0, 2], [-1, -1], [1, -1]])
-    got = op(q_latent, q_rope, pages, torch.tensor([[0, 1]]), torch.zeros(3, dtype=torch.int64), selected, scale=1.0)
+    cache = TokenCache(pages, torch.tensor([[0, 1]]), torch.zeros(3, dtype=torch.int64))
+    got = op(q_latent, q_rope, cache, selected, scale=1.0)
     assert got.isnan().flatten(1).all(-1).tolist() == [False, True, False]
 
 

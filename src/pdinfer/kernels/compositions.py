@@ -11,12 +11,6 @@ from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.format import Format, Rounding
 from pdinfer.kernels.ops import Ops, Products
-from pdinfer.kernels.spec import OpSpec
-
-
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: a composition runs where the ops it is made of do."""
-    return None
 
 
 def linear_in_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:

@@ -112,13 +112,6 @@ class Ops(FusedOps, Protocol):
         min(top_k, M * G) follows from shapes alone: a token that sees fewer positions reads all of them, and -1
         follows. A query whose own key was not written chooses anything, and changes nothing for those before it."""
 
-    def mla_sparse(
-        self, q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
-    ) -> Tensor:
-        """Compute the absorbed attention of each token over the cached latents at `selected_TS` -> [T, H, C]. These are
-        *logical* positions in its own sequence as `index_topk` returns them (-1 is none). The result is that of
-        `mla_decode` over these positions alone, and NaN for a token without any."""
-
     def heads_in(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
         """Return x[:, h] @ weight[h] -> [T, H, C] in x's dtype. Attention brings queries into the latent space with
         it."""
@@ -137,6 +130,13 @@ class Ops(FusedOps, Protocol):
         softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `lens_B[b] - Q + 1
         + i` tokens: its own and all before. Lengths are at least Q. A query whose own latent was not written returns
         anything, and changes nothing for those before it."""
+
+    def mla_sparse(
+        self, q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
+    ) -> Tensor:
+        """Compute the absorbed attention of each token over the cached latents at `selected_TS` -> [T, H, C]. These are
+        *logical* positions in its own sequence as `index_topk` returns them (-1 is none). The result is that of
+        `mla_decode` over these positions alone, and NaN for a token without any."""
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, (ids_TK int64, weights_TK float32), from float32 logits.
@@ -174,14 +174,6 @@ class Ops(FusedOps, Protocol):
         rows per expert, of which the first ones are present. Rows that no expert has may hold anything. So may their
         results, in the shape of x."""
 
-    def gather_pages(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
-        """Copy row `rows[s]` of a pool, which is cut into N rows of equal size, to row s of `into_SW`. Rows are int64,
-        numbers are integers of any one size. Mutates `into_SW` alone. Does not sync the device."""
-
-    def scatter_pages(self, pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
-        """Copy row s of `from_SW` to row `rows[s]` of the pool. No row is named twice. Mutates `pool_NW` alone. Does
-        not sync the device."""
-
     def draw(self, logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
         """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them,
         both float32. `kind` is at least that of every row. Does not sync.
@@ -196,6 +188,14 @@ class Ops(FusedOps, Protocol):
         raw logits. The latter is not finite where a raw logit is NaN or +inf, or all are -inf. The token of such a row
         means nothing, but is a token.
         """
+
+    def gather_pages(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+        """Copy row `rows[s]` of a pool, which is cut into N rows of equal size, to row s of `into_SW`. Rows are int64,
+        numbers are integers of any one size. Mutates `into_SW` alone. Does not sync the device."""
+
+    def scatter_pages(self, pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+        """Copy row s of `from_SW` to row `rows[s]` of the pool. No row is named twice. Mutates `pool_NW` alone. Does
+        not sync the device."""
 
     def __getitem__(self, name: str) -> Any:
         """Return the function of one of `OP_NAMES`."""

@@ -34,11 +34,6 @@ FP8_MIN_AMAX = 1e-4
 draw = draws.draw
 
 
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: plain torch runs everywhere."""
-    return None
-
-
 def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
     return "is made to be read" if op.endswith("]") else None

@@ -46,10 +46,10 @@ PROVIDERS: tuple[Provider, ...] = (
 )
 """The providers in order of preference. What the module of one offers is found by `ops.function_of`: functions with the
 names of ops, in it or in its `MODULES`, and products with weights in its table `WEIGHTS`. One that imports functions
-only when they are taken has `PLACES`, whose keys are their names, and `function(op)` instead. Its other functions take
-an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of it can run. It may have
-`refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and `slow(op, spec)`, which
-says why an op on quantized weights is slower than floats made of them at load.
+only when they are taken has `PLACES`, whose keys are their names, and `function(op)` instead. It may have functions of
+an `OpSpec` that return None or a sentence: `unavailable(spec)` says why nothing of it can run, `refuses(op, spec)` why
+it does not serve an op for these sizes and formats, and `slow(op, spec)` why an op on quantized weights is slower than
+floats made of them at load.
 A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`.
 The functions of "composition" take the chosen ops as their first argument."""
 
@@ -122,11 +122,9 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
             continue
         module = importlib.import_module(provider.module)
         offered = _offers(module, op)
-        reason = module.unavailable(spec)
-        if reason is None and not offered:
-            reason = f"has no {op}"
-        if reason is None and hasattr(module, "refuses"):
-            reason = module.refuses(op, spec)
+        reason = _answer(module, "unavailable", spec)
+        if reason is None:
+            reason = _answer(module, "refuses", op, spec) if offered else f"has no {op}"
         if reason is not None:
             (refusals if offered else without).append(f"{name}: {reason}")
             continue
@@ -136,12 +134,18 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
     if not takers:
         raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
     (taken, first), *others = takers
-    slow = first.slow(op, spec) if hasattr(first, "slow") else None
+    slow = _answer(first, "slow", op, spec)
     choice = OpChoice(op, taken, tuple(refusals), slow, tuple(name for name, _ in others))
     functions = [_function(op, name, module) for name, module in takers]
     if op not in getattr(first, "DECLINES", ()):
         return functions[0], choice
     return Composed(_InTurn(op, functions)), choice
+
+
+def _answer(module: ModuleType, question: str, *about: object) -> str | None:
+    """Return the sentence of a provider, or None where it has none."""
+    answer: str | None = getattr(module, question)(*about) if hasattr(module, question) else None
+    return answer
 
 
 def _offers(module: ModuleType, op: str) -> bool:

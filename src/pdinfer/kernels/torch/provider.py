@@ -9,7 +9,6 @@ from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.int8_static import Int8Static
 from pdinfer.kernels.ops import Products
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention, experts, products, rows
 
 MODULES = (products, attention, experts, rows, reference)
@@ -20,11 +19,6 @@ WEIGHTS = {
     Int8Dynamic: Products(products.linear_int8, experts.grouped_mlp_int8),
     Int8Static: Products(products.linear_int8_static),
 }
-
-
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: eager torch runs on every device."""
-    return None
 
 
 slow = products.slow

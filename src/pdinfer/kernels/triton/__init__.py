@@ -7,8 +7,7 @@
     pages.py           copies of parts of a pool
     routing.py         the router
     experts.py         rows of experts: sorting tokens into them, summing what they return
-    grouped.py         experts, as grouped products
-    products.py        products with quantized matrices
+    products.py        products with quantized matrices, and experts, as grouped products
     int8_rows.py       activations in INT8, for both
     tile_products.py   what both multiply, as values
     product_kernel.py  the kernel of both

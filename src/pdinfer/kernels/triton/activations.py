@@ -8,16 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import GROUPS_OF_ROWS, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
 from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: these ops take rows of every width."""
-    return None
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:

@@ -13,16 +13,10 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pdinfer.kernels.draws import Controls, DrawKind
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import DRAW, SETTLE
 from pdinfer.kernels.triton.filters import distances_of, largest_of, limits, room
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import as_rows, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: a draw depends on nothing that a spec says."""
-    return None
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:

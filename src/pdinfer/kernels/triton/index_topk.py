@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache
 from pdinfer.kernels.formats.cache_rows import PACKED
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import TURN_QUERIES, Config, of_index_scores
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.select import select_best
@@ -32,11 +31,6 @@ SCORES_BYTES = 256 << 20
 """The memory for scores of a prefill: its tiles of queries are scored in groups that fit."""
 DECODE_BLOCKS = 1024
 """How many blocks of threads share the contexts of a decode step, so that most have work where the table is wide."""
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any indexer and any page is served."""
-    return None
 
 
 def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:

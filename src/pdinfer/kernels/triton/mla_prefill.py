@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.arguments import PrefillCache
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import of_prefill
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import need
@@ -21,11 +20,6 @@ from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, pad
 
 EXPANDED_BYTES = 512 << 20
 """The memory for keys and values: heads of a long context are expanded in groups that fit."""
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any head and any page is served."""
-    return None
 
 
 def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:

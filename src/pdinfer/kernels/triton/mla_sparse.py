@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import TokenCache
 from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
@@ -21,11 +20,6 @@ from pdinfer.kernels.triton.tiles import cached_row, padded, padded_parts
 
 FILLING_BLOCKS = 264
 """Blocks of threads that give each of a card's 132 multiprocessors two: with fewer, positions are cut into parts."""
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any page is served."""
-    return None
 
 
 def mla_sparse(

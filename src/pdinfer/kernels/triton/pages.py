@@ -7,15 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import WORDS_OF_PAGES
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: bytes are copied, whatever they mean."""
-    return None
 
 
 def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:

@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mla_decode": ("mla_decode",),
     }
 )
-"""The ops of each module beside this one. A family also has `refuses(op, spec)`, as a provider has."""
+"""The ops of each module in this folder but `products`. A family may have `refuses(op, spec)`, as a provider may."""
 WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
     {
         Plain: Products(None, "grouped_mlp"),
@@ -41,10 +41,9 @@ WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
         Int8Static: Products("linear_int8_static"),
     }
 )
-"""The functions of the families "products" and "grouped" by the format of weights."""
+"""The functions of the family "products" by the format of weights."""
 OLDEST = (3, 4)
 CAPABILITY = (9, 0)
-_BY_FORMAT = MappingProxyType({"linear": "products", "grouped_mlp": "grouped"})
 
 
 def _place(name: str) -> tuple[str, str] | None:
@@ -53,7 +52,7 @@ def _place(name: str) -> tuple[str, str] | None:
     if kind is None:
         return next(((family, op) for family, ops in FAMILIES.items() if op in ops), None)
     function = getattr(WEIGHTS.get(kind), op, None)
-    return None if function is None else (_BY_FORMAT[op], function)
+    return None if function is None else ("products", function)
 
 
 PLACES = MappingProxyType({name: place for name in OP_NAMES if (place := _place(name)) is not None})
@@ -92,5 +91,7 @@ def unavailable(spec: OpSpec) -> str | None:
 
 def refuses(op: str, spec: OpSpec) -> str | None:
     """Return why the op's family does not serve it for these sizes and formats, or None where it does."""
-    refusal: str | None = _family(op).refuses(op, spec)
-    return refusal
+    reason: str | None = None
+    if hasattr(family := _family(op), "refuses"):
+        reason = family.refuses(op, spec)
+    return reason

@@ -8,15 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.arguments import RouterRule
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import of_routing
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import as_rows, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: every rule of routing is served."""
-    return None
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:

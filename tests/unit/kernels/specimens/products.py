@@ -9,7 +9,7 @@ from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.triton import grouped, products
+from pdinfer.kernels.triton import products
 from tests.unit.kernels.aot import Specimen
 
 HIDDEN, WIDTH, EXPERTS, HEADS = 7168, 2048, 32, 16384
@@ -57,13 +57,13 @@ def experts(kind: str, *rows: int) -> None:
     counts_E = empty(EXPERTS, dtype=torch.int32 if len(rows) > 1 else torch.int64)
     if kind == "fp8":
         gate_up, down = fp8(EXPERTS, 2 * WIDTH, HIDDEN, parts=2), fp8(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp_fp8(fp8_rows(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp_fp8(fp8_rows(*rows, HIDDEN), counts_E, gate_up, down)
     elif kind == "int8":
         gate_up, down = int8(EXPERTS, 2 * WIDTH, HIDDEN), int8(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp_int8(floats(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp_int8(floats(*rows, HIDDEN), counts_E, gate_up, down)
     else:
         gate_up, down = floats(EXPERTS, 2 * WIDTH, HIDDEN), floats(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
 
 
 SPECIMENS = (
