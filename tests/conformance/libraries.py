@@ -11,7 +11,6 @@ import attrs
 import pytest
 
 from pdinfer.kernels import hopper, resolve
-from pdinfer.kernels.spec import DeviceSpec
 
 
 @contextmanager
@@ -23,7 +22,7 @@ def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]
     providers = [attrs.evolve(each, devices=()) for each in resolve.PROVIDERS if each.name in known]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, name, library)
-        monkeypatch.setattr(DeviceSpec, "is_hopper", True)
+        monkeypatch.setattr(hopper, "why_not", lambda _device, *library: hopper._why_absent(*library))
         monkeypatch.setattr(resolve, "PROVIDERS", tuple(providers))
         hopper._why_absent.cache_clear()
         yield

@@ -167,11 +167,11 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
 @pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
 def test_stored_weights(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
-    got = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
+    got = native.products.linear_w8a8_dynamic(x, int8), native.products.linear_fp8(x, fp8)
     with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
-        expected = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
+        expected = native.products.linear_w8a8_dynamic(x, int8), native.products.linear_fp8(x, fp8)
     assert torch.equal(got[0], expected[0])
-    torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(got[0], reference.linear_w8a8_dynamic(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
 
 

@@ -87,7 +87,8 @@ def experts_in_fp8_strips(*counts: int) -> Callable[[], Tensor]:
 
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
-    return native.products.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
+    gate_up, down = int8_weight(2, 48, 40), int8_weight(2, 40, 24)
+    return native.products.grouped_mlp_w8a8_dynamic(x, torch.tensor([2, 3]), gate_up, down)
 
 
 def decode() -> Tensor:
@@ -108,7 +109,7 @@ WORK: dict[str, Callable[[], Tensor]] = {
     "experts of few rows": experts(1, 3),
     "experts of many rows": experts(20, 3),
     "many experts of many rows": experts(*[17] * 9),
-    "INT8": lambda: native.products.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
+    "INT8": lambda: native.products.linear_w8a8_dynamic(draw(3, 40).bfloat16(), int8_weight(24, 40)),
     "experts of INT8": experts_of_int8,
     "FP8": lambda: native.products.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
     "FP8 in strips": lambda: native.products.linear_fp8_strips(

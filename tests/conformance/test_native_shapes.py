@@ -210,7 +210,7 @@ CASES: dict[str, Case] = (
         "heads_out": (native.products.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
         "heads_out of many rows": (native.products.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
         "linear_int8": (
-            lambda x, numbers, scale: native.products.linear_int8(x, int8(numbers, scale)),
+            lambda x, numbers, scale: native.products.linear_w8a8_dynamic(x, int8(numbers, scale)),
             (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
         ),
         "linear_fp8": (

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.format import Format, Rounding
-from pdinfer.kernels.ops import Ops, Products
+from pdinfer.kernels.ops import Ops
 
 
-def linear_in_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
+def linear_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
     return ops.linear(x_TI, weight.ordered())
 
 
-def experts_in_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
+def grouped_mlp_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
     return ops.grouped_mlp(x, counts_E, gate_up.ordered(), down.ordered())
 
 
-WEIGHTS = dict.fromkeys(IN_STRIPS.values(), Products(linear_in_strips, experts_in_strips))
+linear_fp8_strips, grouped_mlp_fp8_strips = linear_strips, grouped_mlp_strips
 
 
 def add_rms_norm(

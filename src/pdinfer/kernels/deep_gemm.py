@@ -20,7 +20,7 @@ from torch import Tensor
 from pdinfer.kernels import hopper
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
-from pdinfer.kernels.ops import Composed, Declined, Ops, Products
+from pdinfer.kernels.ops import Composed, Declined, Ops
 from pdinfer.kernels.spec import OpSpec
 
 DENSE = ("fp8_gemm_nt",)
@@ -50,7 +50,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     return None if spec.dtype == torch.bfloat16 else f"writes bfloat16, the model runs in {spec.dtype}"
 
 
-def _linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+@Composed
+def linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     _check(x_TI, weight)
     rows = x_TI if isinstance(x_TI, FP8Rows) else ops.quantize_fp8(x_TI, ue8m0=weight.ue8m0)
     y_TO = rows.new_empty((len(rows), len(weight.numbers)))
@@ -58,7 +59,8 @@ def _linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     return y_TO
 
 
-def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+@Composed
+def grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
     if x.ndim == 3 and x.shape[1] % ROOM_STEP:
         raise Declined(
             f"writes over the rows of the next expert, but in room for a multiple of {ROOM_STEP}, not {x.shape[1]}"
@@ -76,7 +78,7 @@ def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: F
 
 
 def _in_room(ops: Ops, rows: FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    """Do as `_grouped_mlp_fp8` with room for N rows per expert."""
+    """Do as `grouped_mlp_fp8` with room for N rows per expert."""
     num_experts, room = rows.shape[:2]
     counts_E, expected = counts_E.to(torch.int32), max(1, room // EXPECTED_SHARE)
 
@@ -162,5 +164,4 @@ def _check(x: Tensor | FP8Rows, *weights: FP8Blocks) -> None:
             raise Declined("reads matrices that are dense in memory")
 
 
-WEIGHTS = {FP8Blocks: Products(Composed(_linear_fp8), Composed(_grouped_mlp_fp8))}
 DECLINES = ("linear[fp8]", "grouped_mlp[fp8]")

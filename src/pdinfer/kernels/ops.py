@@ -1,8 +1,9 @@
 """The ops a model is made of, as one frozen value of callables.
 
 A method of `Ops` states what an op takes, returns and promises (legend in docs/shapes.md). A provider is a module with
-functions of these names and types. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is
-not a sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
+functions of these names and types: `mla_decode`, and `linear_fp8` for FP8 weights. `resolve_ops` picks one per op,
+once, at load. `reference.py` has every op that is not a sequence of others (those are in `fused.py`) and is their
+specification; the others must agree with it.
 
 Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.formats.cache_rows` says:
 the store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold
@@ -274,18 +275,10 @@ class _Chosen:
         return ops_of({name: ops.get(op, self.functions[name]) for name, (op, _) in OPS.items()})
 
 
-@attrs.frozen
-class Products:
-    """What a provider has for a format of weights: a row of its table `WEIGHTS`. None stands for what it lacks."""
-
-    linear: Any = None
-    grouped_mlp: Any = None
-
-
-def function_of(provider: object, name: str) -> Any:
-    """Return a provider's function of that name, or None where it has none: it stands in one of the `MODULES` of the
-    provider, or in itself, and products with weights in its table `WEIGHTS`."""
-    op, kind = OPS[name]
-    if kind is not None:
-        return getattr(getattr(provider, "WEIGHTS", {}).get(kind), op, None)
-    return next((getattr(each, op) for each in getattr(provider, "MODULES", (provider,)) if hasattr(each, op)), None)
+def function_of(provider: object, op: str) -> Any:
+    """Return a provider's function of an op, `linear_fp8` for "linear[fp8]", or None where it has none. It stands in
+    one of the `MODULES` of the provider, or in itself."""
+    name = op.replace("[", "_").removesuffix("]")
+    return next(
+        (getattr(each, name) for each in getattr(provider, "MODULES", (provider,)) if hasattr(each, name)), None
+    )

@@ -8,8 +8,8 @@ arithmetic is float32 (float64 stays float64).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_
 from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation, int8_sums
 from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
 from pdinfer.kernels.formats.weights import as_format, expert
-from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 
 FP8_MIN_AMAX = 1e-4
@@ -93,13 +92,13 @@ def round_int8(x_TI: Tensor) -> Tensor:
     return (numbers * scale).to(x_TI.dtype)
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
     y = int8_sums(numbers, weight.numbers).to(exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
     return y.to(x_TI.dtype)
 
 
-def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
     sums = [
         int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
@@ -279,7 +278,7 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    multiply = WEIGHTS[type(as_format(down))].linear
+    multiply = _LINEARS[type(as_format(down))]
     out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
@@ -289,13 +288,9 @@ def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: We
     return out
 
 
-WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
-    {
-        Plain: Products(linear, grouped_mlp),
-        FP8Blocks: Products(linear_fp8, grouped_mlp),
-        Int8Dynamic: Products(linear_int8, grouped_mlp),
-        Int8Static: Products(linear_int8_static),
-    }
+grouped_mlp_fp8 = grouped_mlp_w8a8_dynamic = grouped_mlp
+_LINEARS: MappingProxyType[type[Format], Any] = MappingProxyType(
+    {Plain: linear, FP8Blocks: linear_fp8, Int8Dynamic: linear_w8a8_dynamic}
 )
 
 

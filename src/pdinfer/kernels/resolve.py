@@ -44,12 +44,11 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("torch", "pdinfer.kernels.torch.provider"),
     Provider("reference", "pdinfer.kernels.reference"),
 )
-"""The providers in order of preference. What the module of one offers is found by `ops.function_of`: functions with the
-names of ops, in it or in its `MODULES`, and products with weights in its table `WEIGHTS`. One that imports functions
-only when they are taken has `PLACES`, whose keys are their names, and `function(op)` instead. It may have functions of
-an `OpSpec` that return None or a sentence: `unavailable(spec)` says why nothing of it can run, `refuses(op, spec)` why
-it does not serve an op for these sizes and formats, and `slow(op, spec)` why an op on quantized weights is slower than
-floats made of them at load.
+"""The providers in order of preference. What the module of one offers is found by `ops.function_of`. One that imports
+functions only when they are taken has `PLACES`, whose keys are ops, and `function(op)` instead. It may have functions
+of an `OpSpec` that return None or a sentence: `unavailable(spec)` says why nothing of it can run, `refuses(op, spec)`
+why it does not serve an op for these sizes and formats, and `slow(op, spec)` why an op on quantized weights is slower
+than floats made of them at load.
 A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`.
 The functions of "composition" take the chosen ops as their first argument."""
 

@@ -15,10 +15,9 @@ import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels import DeviceSpec, OpSpec, compositions, reference, resolve, resolve_ops
-from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.fused import FusedOps
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Products, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.torch import provider as torch_provider
@@ -86,12 +85,11 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size. Nothing
     else comes before torch."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    for op in ("route", "add_rms_norm", "mla_decode"):
+    for op in ("linear", "route", "add_rms_norm", "mla_decode"):
         setattr(absent, op, print)
-    absent.WEIGHTS = {Plain: Products(print)}  # type: ignore[attr-defined]
     absent.unavailable = lambda spec: f"needs a quantum device, got {spec.device}"  # type: ignore[attr-defined]
     partial.unavailable = lambda spec: None  # type: ignore[attr-defined]
-    partial.WEIGHTS = {Plain: Products(reference.linear)}  # type: ignore[attr-defined]
+    partial.linear = reference.linear  # type: ignore[attr-defined]
     partial.mla_decode = reference.mla_decode  # type: ignore[attr-defined]
     partial.refuses = only_pages_of_64  # type: ignore[attr-defined]
     for module in (absent, partial):
@@ -232,10 +230,10 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
             raise Declined("is for small ones")
         calls.append(("first", arguments))
 
-    monkeypatch.setattr(first, "WEIGHTS", {Plain: Products(only_small)})
+    monkeypatch.setattr(first, "linear", only_small)
     monkeypatch.setattr(first, "DECLINES", ("linear",), raising=False)
     later = Composed(lambda ops, *arguments: calls.append((ops, arguments)))
-    monkeypatch.setattr(second, "WEIGHTS", {Plain: Products(later)})
+    monkeypatch.setattr(second, "linear", later)
     resolved = resolve_ops(FLOAT32)
     resolved.ops.linear("small", "w")
     resolved.ops.linear("large", "w")

@@ -14,26 +14,13 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache
-from pdinfer.kernels.formats.floats import Plain
-from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips
 from pdinfer.kernels.native import build, draws, fused, products, rows
 from pdinfer.kernels.native.calls import are, lacks
-from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.process.compiled import cpu_flags
 
 MODULES = (sys.modules[__name__], products, rows, draws, fused)
-WEIGHTS = {
-    Plain: Products(products.linear, products.grouped_mlp),
-    FP8Blocks: Products(products.linear_fp8, products.grouped_mlp_fp8),
-    Int8Dynamic: Products(products.linear_int8, products.grouped_mlp_int8),
-    Strips: Products(products.linear_strips, products.grouped_mlp_strips),
-    FP8Strips: Products(products.linear_fp8_strips, products.grouped_mlp_fp8_strips),
-}
 KERNELS = {
     "linear[fp8]": "linear_fp8",
     "linear[w8a8_dynamic]": "linear_int8",

@@ -126,21 +126,21 @@ def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strip
     return out
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, width = x_TI.shape
     outs = weight.numbers.shape[0]
     if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
-        return torch_products.linear_int8(x_TI, weight)
+        return torch_products.linear_w8a8_dynamic(x_TI, weight)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
     return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
 
 
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     num_experts, width, inner = down.numbers.shape
     counts_E = counts_E.long()
     fits = x.ndim == 2 and x.shape[0] and x.is_contiguous() and _reads_int8(x, gate_up, down)
     if not fits or not _serves(len(x), counts_E, build.library().is_served_int8):
-        return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
+        return torch_experts.by_expert(linear_w8a8_dynamic, gated_silu, x, counts_E, gate_up, down)
     out, hidden = torch.empty_like(x), x.new_empty(x.shape[0], 3 * inner)
     lacking = build.library().experts_int8(
         x.data_ptr(),

@@ -40,12 +40,12 @@ def _of_fp8(weight: FP8Blocks) -> Matrices:
     return Matrices.of(weight.numbers, parts=weight.parts, scales=weight.scale)
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     matrices = Matrices.of(weight.numbers, scales=weight.scale)
     return multiply(round_dynamic(Rows.of(x_TI)), matrices, of_product(weight.numbers.dtype, len(x_TI)))
 
 
-def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     parts, offsets = len(weight.input_scale), weight.output_offset
     matrices = Matrices.of(weight.numbers, parts=parts, scales=weight.output_scale, offsets=offsets)
     return multiply(round_static(x_TI, weight), matrices, of_product(weight.numbers.dtype, len(x_TI)))
@@ -69,7 +69,7 @@ def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, d
     return _multiply_experts(rows.with_numbers(hidden), _of_fp8(down)).view(x.shape)
 
 
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     rows = Rows.of(x, counts_E)
     wide_SJ = _multiply_experts(round_dynamic(rows), Matrices.of(gate_up.numbers, scales=gate_up.scale))
     matrices = Matrices.of(down.numbers, scales=down.scale)

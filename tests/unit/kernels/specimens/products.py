@@ -60,7 +60,7 @@ def experts(kind: str, *rows: int) -> None:
         products.grouped_mlp_fp8(fp8_rows(*rows, HIDDEN), counts_E, gate_up, down)
     elif kind == "int8":
         gate_up, down = int8(EXPERTS, 2 * WIDTH, HIDDEN), int8(EXPERTS, HIDDEN, WIDTH)
-        products.grouped_mlp_int8(floats(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp_w8a8_dynamic(floats(*rows, HIDDEN), counts_E, gate_up, down)
     else:
         gate_up, down = floats(EXPERTS, 2 * WIDTH, HIDDEN), floats(EXPERTS, HIDDEN, WIDTH)
         products.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
@@ -78,14 +78,14 @@ SPECIMENS = (
     *(
         Specimen(
             f"linear_int8, {rows} rows",
-            lambda rows=rows: products.linear_int8(floats(rows, HEADS), int8(HIDDEN, HEADS)),
+            lambda rows=rows: products.linear_w8a8_dynamic(floats(rows, HEADS), int8(HIDDEN, HEADS)),
             narrow=SCALES,
         )
         for rows in (16, 64, 4096)
     ),
     Specimen(
         "linear_int8_static, 4096 rows",
-        lambda: products.linear_int8_static(floats(4096, HEADS), int8_static(HIDDEN, HEADS)),
+        lambda: products.linear_w8a8(floats(4096, HEADS), int8_static(HIDDEN, HEADS)),
         narrow=SCALES,
     ),
     *(
