@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "native linear does not say what a kernel lacks",
-        '    if lacking:\n        raise lacks(lacking, f"a product of {rows} rows{form}")\n',
+        '    if lacking:\n        raise lacks(lacking, f"a product of {len(out)} rows{form}")\n',
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),

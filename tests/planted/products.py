@@ -60,8 +60,8 @@ MUTANTS = [
     ),
     Mutant(
         "native products read two matrices in strips as one",
-        "outs, width, weight.parts\n",
-        "outs, width, 1\n",
+        "outs, width, weight.parts)\n",
+        "outs, width, 1)\n",
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(
