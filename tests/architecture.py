@@ -181,7 +181,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch", "compositions", "hopper"),
         ("reference",),
         ("ops",),
-        ("fused", "spec", "arguments"),
+        ("spec", "arguments"),
         ("formats",),
         ("draws", "exact"),
     ),

@@ -179,11 +179,11 @@ def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "
 
 
 def for_tma(rows: FP8Rows) -> FP8Rows:
-    """Return the same rows with their scales in the layout "mn-major-tma"."""
+    """Return the same rows with their scales as a GPU's TMA loads them."""
     pitch = -(-len(rows) // 4) * 4
     scales_NT = rows.scales_TN.new_full((rows.scales_TN.shape[1], pitch), math.nan)
     scales_TN = scales_NT.T[: len(rows)].copy_(rows.scales_TN)
-    return attrs.evolve(rows, scales_TN=scales_TN, layout="mn-major-tma")
+    return attrs.evolve(rows, scales_TN=scales_TN)
 
 
 def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:

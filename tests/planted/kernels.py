@@ -20,9 +20,9 @@ EXPERTS = "device/test_experts.py"
 
 MUTANTS = [
     Mutant(
-        "rows for a GPU's TMA keep that layout when they are gathered",
-        'numbers_TI=numbers, scales_TN=scales, layout="row")',
-        "numbers_TI=numbers, scales_TN=scales)",
+        "rows that are gathered keep the scales of the first rows",
+        "self.scales_TN.index_select(axis, index)",
+        "self.scales_TN[: len(index)].contiguous()",
         "test_activations.py::test_rows_are_gathered_with_their_scales",
     ),
     Mutant(
@@ -166,9 +166,9 @@ MUTANTS = [
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
     Mutant(
-        "low-latency rows do not say where their scales lie",
-        '"mn-major-tma", dtype',
-        "dtype",
+        "low-latency rows do not say how their scales are rounded",
+        "FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0)",
+        "FP8Rows(numbers, scales, dtype=x_TD.dtype)",
         "test_deep_ep.py::test_rows_for_experts_in_fp8_are_rounded_by_the_kernel",
         where="deep_ep.py",
     ),

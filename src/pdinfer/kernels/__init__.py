@@ -1,8 +1,7 @@
 """What computes: ops, their providers, and the choice between them. A new provider is a module here.
 
     ops.py              every op as a typed callable, in one frozen value
-    fused.py            ops that are a sequence of others, typed in the same way
-    compositions.py     these sequences, of whatever ops were chosen
+    compositions.py     ops that are sequences of others, of whatever ops were chosen
     arguments.py        what several ops take, as values
     reference.py        every other op in plain torch: slow, and the specification
     torch/              fast eager torch

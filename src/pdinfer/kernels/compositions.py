@@ -1,4 +1,4 @@
-"""The ops of `fused.py`, each as the sequence of ops that it stands for. `ops` are those of the model.
+"""The ops of `FusedOps`, each as the sequence of ops that it stands for. `ops` are those of the model.
 
 Every step rounds to the dtype that its op returns, so a fused kernel has to round where these do.
 """

@@ -2,8 +2,8 @@
 
 A method of `Ops` states what an op takes, returns and promises (legend in docs/shapes.md). A provider is a module with
 functions of these names and types: `mla_decode`, and `linear_fp8` for FP8 weights. `resolve_ops` picks one per op,
-once, at load. `reference.py` has every op that is not a sequence of others (those are in `fused.py`) and is their
-specification; the others must agree with it.
+once, at load. `reference.py` has every op that is not a sequence of others and is their specification; the others
+must agree with it.
 
 Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.formats.cache_rows` says:
 the store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold
@@ -28,10 +28,9 @@ from torch import Tensor
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats import WEIGHT_FORMATS
-from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
-from pdinfer.kernels.fused import FusedOps
 from pdinfer.values import brief
 
 F = TypeVar("F", bound=Callable[..., Tensor])
@@ -49,6 +48,55 @@ class ByFormat(Generic[F]):
 
     def __call__(self, *arguments: Any) -> Tensor:
         return self.of(arguments[-1])(*arguments)
+
+
+class FusedOps(Protocol):
+    """Ops that are a sequence of others, so that one kernel can do what they do between two large products. A provider
+    may have any of them. Where none has, the op is the function of that name in `compositions.py`, which calls the ops
+    that were chosen and is the specification."""
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm of the sum, the sum), where the sum is residual + x rounded to x's dtype, or x itself
+        without a residual."""
+
+    def add_rms_norm_fp8(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, *, ue8m0: bool
+    ) -> tuple[Rounded, Tensor]:
+        """Do as `add_rms_norm`, and `quantize_fp8` the norm as it is returned, in x's dtype."""
+
+    def gated_silu_fp8(self, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
+        """`quantize_fp8` what `gated_silu` returns, in x's dtype."""
+
+    def norm_rotate_store(
+        self,
+        c_TC: Tensor,
+        k_TR: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        pages_PGW: Tensor,
+        slots_T: Tensor,
+        *,
+        rounding: Rounding | None,
+    ) -> None:
+        """Write token t's latent c after `rms_norm`, and its key k after `rotate` (of interleaved pairs), to its slot
+        as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
+        c and k may be views of wider rows. Mutates `pages_PGW` alone."""
+
+    def combine_experts(
+        self,
+        y_SD: Tensor,
+        row_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        shared_TD: Tensor | None,
+        residual_TD: Tensor | None,
+    ) -> Tensor:
+        """Return residual + (combine_rows(y, row, weights) + shared) -> [T, D] in y's dtype. The inner sum is float32,
+        and rounded to that dtype before the residual is added in it. None adds nothing; without `row_TK` and
+        `weights_TK` y has the sum of each token already, S = T."""
 
 
 class Ops(FusedOps, Protocol):
@@ -78,8 +126,8 @@ class Ops(FusedOps, Protocol):
 
     def quantize_fp8(self, x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
         """Return x rounded to e4m3 per token and 128 channels, I >= 1: scale max(amax, 1e-4) / 448, or the next power
-        of two with `ue8m0` (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Readers take scales in every
-        layout."""
+        of two with `ue8m0` (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Readers take scales at
+        any strides."""
 
     def round_fp8(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
         """Return the value of x after that rounding, in x's dtype."""

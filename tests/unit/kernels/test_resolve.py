@@ -15,9 +15,8 @@ import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels import DeviceSpec, OpSpec, compositions, reference, resolve, resolve_ops
-from pdinfer.kernels.fused import FusedOps
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, FusedOps, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.torch import provider as torch_provider

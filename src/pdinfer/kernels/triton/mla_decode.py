@@ -65,12 +65,13 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
         return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     floats = q_latent_BQHC.dtype == torch.float32
     upcast = floats or q_latent_BQHC.device.type == "cpu"
-    cut = configs.of_decode(rows, "float32" if floats else "packed" if cache.packed else "plain")
-    tiles = cut.config.tiles
+    config = configs.of_decode(rows, "float32" if floats else "packed" if cache.packed else "plain")
+    tiles = config.tiles
     part_of_page = page_size & -page_size  # the largest power of two that divides it
     tokens = {name: min(tiles[name], part_of_page) for name in ("N", "NEWEST_N")}
     num_tiles, blocks = triton.cdiv(rows, tiles["M"]), cache.table_BM.shape[1] * page_size // tokens["N"]
-    parts = configs.parts_of(num_tiles * batch, blocks, cut.blocks * configs.MULTIPROCESSORS) + 1  # the newest tokens
+    at_once = (config.blocks or 1) * configs.MULTIPROCESSORS
+    parts = configs.parts_of(num_tiles * batch, blocks, at_once) + 1  # the newest tokens
     out_BQHC = torch.empty_like(q_latent_BQHC, memory_format=torch.contiguous_format)
     sums = out_BQHC.new_empty(batch, parts, rows, latent, dtype=torch.float32)
     lse = out_BQHC.new_empty(batch, parts, rows, dtype=torch.float32)
@@ -88,7 +89,7 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
         pages_PGW.shape[0] * page_size,
         cache.table_BM.stride(0),
         S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, cache.packed, upcast),
-        **cut.config.constants | tokens,
+        **config.constants | tokens,
     )
     constants = configs.JOIN_PARTS.constants
     launch(_join_parts, (batch * rows,), sums, lse, out_BQHC, parts, ROWS=rows, LATENT=latent, **constants)

@@ -193,7 +193,7 @@ class DeepEPNormal:
         x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
         event.current_stream_wait()
         if isinstance(pending.sent, FP8Rows):
-            x_ND = attrs.evolve(pending.sent, numbers_TI=x_ND[0], scales_TN=x_ND[1], layout="row")
+            x_ND = attrs.evolve(pending.sent, numbers_TI=x_ND[0], scales_TN=x_ND[1])
         # an expert of another rank is -1
         counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK.to(torch.int64), self.sizes.experts_per_rank)
         return _Received(
@@ -305,7 +305,7 @@ class DeepEPLowLatency:
         )
         if rounded is not None:
             numbers, scales = x_END
-            x_END = FP8Rows(numbers, scales, "mn-major-tma", dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
+            x_END = FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
         room = _Room(x_END=x_END, counts_E=counts_E, handle=handle, ids_TK=ids_TK, weights_TK=weights_TK)
         return _Hooked(result=room, hook=hook, kept=x_TD)
 

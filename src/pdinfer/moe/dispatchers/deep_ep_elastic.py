@@ -128,7 +128,7 @@ class DeepEPElastic:
         x_SD, _, weights_S, handle, event = pending.received
         event.current_stream_wait()
         if isinstance(pending.sent, FP8Rows):
-            x_SD = attrs.evolve(pending.sent, numbers_TI=x_SD[0], scales_TN=x_SD[1], layout="row")
+            x_SD = attrs.evolve(pending.sent, numbers_TI=x_SD[0], scales_TN=x_SD[1])
         counts_E = handle.num_unaligned_recv_tokens_per_expert
         return _Expanded(x_SD=x_SD, counts_E=counts_E, weights_S=weights_S, handle=handle)
 

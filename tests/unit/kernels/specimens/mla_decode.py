@@ -54,7 +54,7 @@ SPECIMENS = (
         "mla_decode, 16 heads, float32",
         decode(16, dtype=torch.float32),
         NARROW,
-        configs.of_decode(16, "float32").config.exception,
+        configs.of_decode(16, "float32").exception,
         full=True,
     ),
 )
