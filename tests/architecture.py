@@ -187,8 +187,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kernels.torch": (("provider",), ("attention", "experts", "rows"), ("products", "flash")),
     "kernels.formats": (
-        ("fp8_strips", "weights", "int8", "cache_rows", "activations"),
-        ("strips", "fp8", "int8_static"),
+        ("strips", "weights", "int8", "cache_rows", "activations"),
+        ("fp8",),
         ("floats",),
         ("format",),
     ),

@@ -21,10 +21,8 @@ from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 from pdinfer.kernels.formats.weights import assign, expert, map_tensors
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops

@@ -20,9 +20,8 @@ from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips, fit
+from pdinfer.kernels.formats.strips import FP8Strips, Strips, fit
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with

@@ -22,8 +22,7 @@ from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
-from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation, int8_sums
-from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation, int8_sums
 from pdinfer.kernels.formats.weights import as_format, expert
 from pdinfer.kernels.spec import OpSpec
 
@@ -110,14 +109,10 @@ def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     x = exact(x_THR)
-    half = x.shape[-1] // 2
-    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
-    left, right = x[..., first], x[..., second]
+    left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
-    out = torch.empty_like(x)
-    out[..., first] = left * cos - right * sin
-    out[..., second] = left * sin + right * cos
-    return out.to(x_THR.dtype)
+    turned = left * cos - right * sin, left * sin + right * cos
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x_THR.dtype)
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu

@@ -11,7 +11,6 @@ from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
-from pdinfer.kernels.torch import rows as torch_rows
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -28,7 +27,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     readable = are(torch.bfloat16, x_THR) and are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
     if not interleaved or not readable:
-        return torch_rows.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+        return reference.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
     rows, num_heads, width = x_THR.shape
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
     out = x_THR.new_empty(rows, num_heads, width)
@@ -126,7 +125,7 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
     if not are(torch.bfloat16, x_TJ) or not build.serves("gated_silu"):  # experts ask, another family
-        return torch_experts.gated_silu(x_TJ)
+        return reference.gated_silu(x_TJ)
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
     out = x_TJ.new_empty(rows, width // 2)

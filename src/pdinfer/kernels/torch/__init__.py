@@ -5,7 +5,7 @@
     attention.py   attention, and the choice of what it reads
     flash.py       attention of many queries by torch's fused kernel for CPUs
     experts.py     experts, and the rows that go to them
-    rows.py        rotations, and rows of pages
+    rows.py        rows of pages
 
 Tested by tests/conformance/test_ops.py and the suites beside it.
 

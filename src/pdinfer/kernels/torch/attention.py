@@ -54,30 +54,8 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
         fused = len(out_THV) and out.is_cpu and out.dtype in flash.DTYPES
         if fused and flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
             continue
-        if len(pages_M) <= block_pages:
-            _attend_causal(q_HTQ, *keys_values(pages_M, context), scale, out_THV)
-        else:
-            _attend_in_blocks(q_HTQ, offset, blocks(), scale, out_THV)
+        _attend(q_HTQ, offset, blocks(), scale, out_THV)
     return out
-
-
-def _attend_causal(q_HTQ: Tensor, k_HSQ: Tensor, v_HSV: Tensor, scale: float, out_THV: Tensor) -> None:
-    """Let the last T of S positions attend to themselves and all before, block of queries by block of queries."""
-    num_heads, num_queries, _ = q_HTQ.shape
-    k_HQS, context = k_HSQ.mT, k_HSQ.shape[1]
-    offset = context - num_queries
-    block = max(1, min(num_queries, SCORE_BLOCK_BYTES // (4 * num_heads * context)))
-    for start in range(0, num_queries, block):
-        stop = min(start + block, num_queries)
-        visible = offset + stop
-        scores = torch.bmm(q_HTQ[:, start:stop], k_HQS[..., :visible]).float().mul_(scale)
-        lost_HT1 = _lost(scores)
-        # only the block's own columns can lie in the future of one of its rows
-        own = scores[..., offset + start : visible]
-        own.masked_fill_(torch.ones_like(own[0], dtype=torch.bool).triu_(1), -torch.inf)
-        scores[..., :1] += lost_HT1
-        weights = scores.softmax(-1).to(v_HSV.dtype)
-        out_THV[start:stop] = torch.bmm(weights, v_HSV[:, :visible]).transpose(0, 1)
 
 
 def _lost(scores: Tensor) -> Tensor:
@@ -86,11 +64,9 @@ def _lost(scores: Tensor) -> Tensor:
     return scores.amin(-1, keepdim=True) * 0
 
 
-def _attend_in_blocks(
-    q_HTQ: Tensor, offset: int, blocks: Iterable[tuple[int, Tensor, Tensor]], scale: float, out_THV: Tensor
-) -> None:
-    """Do as `_attend_causal`, with the first query at position `offset`, over blocks (first position, k_HSQ, v_HSV) of
-    context one at a time: softmax with a running maximum (arXiv 1805.02867, algorithm 3)."""
+def _attend(q_HTQ: Tensor, offset: int, blocks: Iterable[flash.Block], scale: float, out_THV: Tensor) -> None:
+    """Let T queries, the first at position `offset`, attend to themselves and all before, block by block of context and
+    of queries."""
     num_heads, num_queries, _ = q_HTQ.shape
     softmax = _RunningSoftmax.start(num_heads, num_queries, out_THV.shape[-1], q_HTQ.device)
     for position, k_HSQ, v_HSV in blocks:

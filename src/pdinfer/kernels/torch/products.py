@@ -17,9 +17,8 @@ from pdinfer.kernels import reference
 from pdinfer.kernels.exact import not_finite
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
-from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation
 from pdinfer.kernels.formats.int8 import int8_sums as exact_int8_sums
-from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
 from pdinfer.kernels.spec import DeviceSpec
 
 _log = logging.getLogger("pdinfer")

@@ -8,7 +8,8 @@ from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention, experts, products, rows
 
 MODULES = (products, attention, experts, rows, reference)
-"""The reference is last: norms, routing and draws have no faster form in eager torch."""
+"""The reference is last: norms, rotations, routing and draws have no faster form in eager
+torch."""
 
 
 def slow(op: str, spec: OpSpec) -> str | None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Static
 from pdinfer.kernels.triton.configs import INT8_SPLITS, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.product_kernel import silu

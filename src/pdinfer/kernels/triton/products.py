@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.activations import gated_silu_fp8, quantize_fp8
 from pdinfer.kernels.triton.configs import of_gated_product, of_product

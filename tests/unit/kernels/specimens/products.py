@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.triton import products
 from tests.unit.kernels.aot import Specimen
 
