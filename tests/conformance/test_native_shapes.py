@@ -183,7 +183,7 @@ def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots
 def drawn(logits: Tensor, changed: Tensor) -> Tensor:
     """The controls of greedy draws are not read."""
     nothing = {field.name: torch.empty(0) for field in attrs.fields(Controls)}
-    return native.draws.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
+    return native.rows.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
 
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]

@@ -326,7 +326,10 @@ class _Chosen:
 def function_of(provider: object, op: str) -> Any:
     """Return a provider's function of an op, `linear_fp8` for "linear[fp8]", or None where it has none. It stands in
     one of the `MODULES` of the provider, or in itself."""
-    name = op.replace("[", "_").removesuffix("]")
-    return next(
-        (getattr(each, name) for each in getattr(provider, "MODULES", (provider,)) if hasattr(each, name)), None
-    )
+    name, modules = name_of(op), getattr(provider, "MODULES", (provider,))
+    return next((getattr(each, name) for each in modules if hasattr(each, name)), None)
+
+
+def name_of(op: str) -> str:
+    """Return what the function of an op is called."""
+    return op.replace("[", "_").removesuffix("]")

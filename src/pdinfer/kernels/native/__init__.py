@@ -2,9 +2,8 @@
 
     ops.py        the provider: what it serves, and attention; what C cannot take goes to torch
     products.py   products with weights in every format, and experts
-    rows.py       what lies between products
+    rows.py       what lies between products, and draws of tokens as far as all of them go the same way
     fused.py      several of these in one call
-    draws.py      draws of tokens, as far as all of them go the same way
     calls.py      what all calls look at before and behind
     build.py      families of sources: a library of each is compiled for this machine on first use, or says why not
     products.c    linear maps

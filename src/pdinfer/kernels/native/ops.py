@@ -14,18 +14,16 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache
-from pdinfer.kernels.native import build, draws, fused, products, rows
+from pdinfer.kernels.native import build, fused, products, rows
 from pdinfer.kernels.native.calls import are, lacks
+from pdinfer.kernels.ops import name_of
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.process.compiled import cpu_flags
 
-MODULES = (sys.modules[__name__], products, rows, draws, fused)
+MODULES = (sys.modules[__name__], products, rows, fused)
 KERNELS = {
-    "linear[fp8]": "linear_fp8",
     "linear[w8a8_dynamic]": "linear_int8",
-    "linear[strips]": "linear_strips",
-    "linear[fp8_strips]": "linear_fp8_strips",
     "grouped_mlp": "experts",
     "grouped_mlp[fp8]": "linear_fp8",
     "grouped_mlp[w8a8_dynamic]": "experts_int8",
@@ -33,7 +31,7 @@ KERNELS = {
     "grouped_mlp[fp8_strips]": "experts_fp8_strips",
     "draw": "draw_greedy",
 }
-"""The function of an op in C, where it has another name."""
+"""The function of an op in C, where it has another name than in Python."""
 PART_TOKENS = 1024
 """The longest part of a context that one thread reads in decode."""
 KEYS = 4096
@@ -55,7 +53,7 @@ def unavailable(spec: OpSpec) -> str | None:
 
 def refuses(op: str, spec: OpSpec) -> str | None:
     """Return a sentence when the kernel of an op is not there or was not made for these sizes, else None."""
-    reason = build.library().why_not(KERNELS.get(op, op))
+    reason = build.library().why_not(KERNELS.get(op, name_of(op)))
     if reason is not None:
         return str(reason)
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim

@@ -1,4 +1,5 @@
-"""What lies between products: routing, sorting rows by expert, norms, rotations, activations (`rows.c`)."""
+"""What lies between products: routing, sorting rows by expert, norms, rotations, activations (`rows.c`); and draws of
+tokens (`draws.c`): the largest logit and the normalizer, which every draw needs. Torch draws the others."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import reference
+from pdinfer.kernels import draws, reference
 from pdinfer.kernels.arguments import RouterRule
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
@@ -131,3 +133,18 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     out = x_TJ.new_empty(rows, width // 2)
     build.library().gated_silu(x_TJ.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
+    if not logits_BV.shape[1] or not dense or not are(torch.float32, logits_BV, changed_BV):
+        return draws.draw(logits_BV, changed_BV, controls, kind)
+    words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
+    build.library().draw_greedy(
+        logits_BV.data_ptr(), changed_BV.data_ptr(), *logits_BV.shape, words_3B.data_ptr(), torch.get_num_threads()
+    )
+    if kind is not DrawKind.GREEDY:
+        tokens_B = draws.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
+        words_3B[0] = tokens_B
+        words_3B[1] = draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
+    return words_3B

@@ -8,15 +8,13 @@
     routing.py         the router
     experts.py         rows of experts: sorting tokens into them, summing what they return
     products.py        products with quantized matrices, and experts, as grouped products
-    int8_rows.py       activations in INT8, for both
-    tile_products.py   what both multiply, as values
-    product_kernel.py  the kernel of both
+    tile_products.py   what they multiply, as values
+    product_kernel.py  the kernel of all of them
     mla_decode.py      attention of a decode step over latents
     latent_parts.py    how a block of threads attends to a part of a context
     mla_prefill.py     attention of many queries per sequence
     mla_sparse.py      attention to chosen positions
     index_topk.py      what an indexer chooses
-    select.py          the best of each row of scores
     tiles.py           tiles of queries of all sequences, and their contexts out of pages
     softmax.py         products of tiles, and a softmax block by block
     draws.py           draws of tokens
