@@ -189,6 +189,8 @@ class GatedMLP:
     gate_up: Linear
     activate: Callable[[Tensor], Any]
     down: Callable[[Any], Tensor]
+    whole: Callable[[Any], Tensor] | None
+    """Does all of it in one op, where both maps are whole and in one format of floats."""
 
     @classmethod
     def build(
@@ -201,7 +203,11 @@ class GatedMLP:
         down = row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group)
         ue8m0 = fp8_scales_of([down.weight])
         activate = ops.gated_silu if ue8m0 is None else partial(ops.gated_silu_fp8, ue8m0=ue8m0)
-        return cls(gate_up, activate, down)
+        floats = as_format(gate_up.weight).holds_floats and type(gate_up.weight) is type(down.weight)
+        whole = None
+        if floats and isinstance(down, Linear) and gate_up.bias_O is None and down.bias_O is None:
+            whole = partial(ops.gated_mlp, gate_up=gate_up.weight, down=down.weight)
+        return cls(gate_up, activate, down, whole)
 
     @property
     def readers(self) -> tuple[Weight, ...]:
@@ -210,6 +216,8 @@ class GatedMLP:
 
     def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None) -> Tensor:
         mark(trace, "mlp")
+        if self.whole is not None:
+            return self.whole(x_TD)
         return self.down(self.activate(self.gate_up(x_TD)))
 
 

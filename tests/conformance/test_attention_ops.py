@@ -62,7 +62,7 @@ def test_long_contexts_are_decoded_in_parts(
     provider: str, device: str, dtype: torch.dtype, part_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native decode joins parts that have maxima of their own. Lengths lie on both sides of the borders of parts."""
-    monkeypatch.setattr(native, "PART_TOKENS", part_tokens)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", part_tokens)
     contexts = (1500, 1, 1024, 1025, 2100) if part_tokens == 1024 else (150, 31, 32, 33, 320)
     Attention(dtype, 2, 16, contexts, (1,) * 5, (32, 32, 34, 64)).check("mla_decode", provider, device)
 
@@ -86,7 +86,7 @@ def test_queries_on_both_sides_of_parts_and_blocks_of_a_context(
     provider: str, device: str, dtype: torch.dtype, num_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some see nothing of the last part, or of the last block. Page ids are int64."""
-    monkeypatch.setattr(native, "PART_TOKENS", 64)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", 64)
     monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
     contexts = (128, 129, 130, 131, 132, 64, 65, 66, 67, 4)
     case = Attention(dtype, 3, 16, contexts, (1,) * 10, (32, 32, 34, 64), num_queries, torch.int64)
@@ -119,7 +119,7 @@ def test_native_prefill_expands_a_context_piece_by_piece(
     provider: str, dtype: torch.dtype, keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces end with a page: before, within and after the queries' own positions."""
-    monkeypatch.setattr(native, "KEYS", keys)
+    monkeypatch.setattr(native.attention, "KEYS", keys)
     case = Attention(dtype, 2, page_size, (150, 33, 64, 97), (150, 20, 1, 60), (32, 32, 34, 64))
     case.check("mla_prefill", provider)
 

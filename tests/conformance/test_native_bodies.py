@@ -113,10 +113,10 @@ def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tupl
 @pytest.mark.parametrize("heads", [1, 5, 16])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(body: Kernels, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PART_TOKENS", 64)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", 64)
     case = Attention(torch.bfloat16, heads, 16, (150, 33, 64, 97), (150, 20, 1, 60), (64, 32, 34, 64), num_queries=2)
     run = case.prefill if name == "mla_prefill" else case.decode
-    assert_within(run(getattr(native, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
+    assert_within(run(getattr(native.attention, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("heads", "page_size"), [(5, 3), (16, 16)])
@@ -124,7 +124,7 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
     body: Kernels, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles hold rows of several queries. The last tokens lie around the borders of blocks and of parts."""
-    monkeypatch.setattr(native, "PART_TOKENS", 128)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", 128)
     contexts = (20, 4, 65, 66, 67, 130)
     case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, (64, 32, 34, 64), num_queries=4)
     exact, error = case.expected("mla_decode")
@@ -133,7 +133,7 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
         for mine, context in zip(case.owned, contexts, strict=True):
             for position in range(context - 4 + written, context):
                 unused[mine[position // page_size], position % page_size] = torch.nan
-        got = case.decode(native.mla_decode, unused, lambda x: x)
+        got = case.decode(native.attention.mla_decode, unused, lambda x: x)
         assert_within(got[:, :written], exact[:, :written], error[:, :written], torch.bfloat16)
         assert got[:, written:].isnan().any(-1).all()
 
@@ -142,11 +142,11 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
 def test_a_head_that_is_not_finite_stays_alone(body: Kernels, bad: float) -> None:
     pages, table, lens = draw(10, 16, 96).bfloat16(), torch.arange(10).view(2, 5), torch.tensor([70, 66])
     latent, rope = draw(2, 3, 7, 64).bfloat16(), draw(2, 3, 7, 32).bfloat16()
-    good = native.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
+    good = native.attention.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
     for spoilt in (latent, rope):
         before = spoilt[1, 2, 4, 31].item()
         spoilt[1, 2, 4, 31] = bad
-        got = native.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
+        got = native.attention.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
         spoilt[1, 2, 4, 31] = before
         lost = (~got.isfinite()).any(-1)
         assert lost.nonzero().tolist() == [[1, 2, 4]]
@@ -159,7 +159,7 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
     latent, rope, lens = draw(1, 1, 5, 64).bfloat16(), draw(1, 1, 5, 32).bfloat16(), torch.tensor([20])
     in_order = DecodeCache(pages, torch.tensor([[0, 1, 2, 3]]), lens)
     turned = DecodeCache(pages[[0, 2, 1, 3]], torch.tensor([[0, 2, 1, 3]]), lens)
-    expected, got = (native.mla_decode(latent, rope, cache, scale=0.25) for cache in (in_order, turned))
+    expected, got = (native.attention.mla_decode(latent, rope, cache, scale=0.25) for cache in (in_order, turned))
     assert torch.equal(got, expected)
 
 
@@ -276,7 +276,7 @@ def experts() -> Tensor:
 def decode() -> Tensor:
     pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
     latent, rope = draw(1, 2, 5, 64).bfloat16(), draw(1, 2, 5, 32).bfloat16()
-    return native.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
 
 
 every_user_of_tiles = pytest.mark.parametrize("work", [experts, decode])

@@ -31,7 +31,7 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
     latent, rope = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16)
     pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(PDInferError, match=rf"attention over \[{tokens}\] tokens lacks \d+ bytes"):
-        native.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([tokens])), scale=1.0)
+        native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([tokens])), scale=1.0)
 
 
 class Allocations:
@@ -94,7 +94,7 @@ def experts_of_int8() -> Tensor:
 def decode() -> Tensor:
     pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
     latent, rope = draw(1, 1, 3, 64).bfloat16(), draw(1, 1, 3, 32).bfloat16()
-    return native.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
 
 
 WORK: dict[str, Callable[[], Tensor]] = {

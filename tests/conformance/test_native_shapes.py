@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.arguments import DecodeCache, PrefillCache
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
@@ -150,14 +150,14 @@ def of_strips() -> tuple[Tensor]:
 def test_decode(body: Kernels, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of any size, heads that fill no tile, several queries, and contexts around the borders of blocks and parts.
     Nothing is read behind queries, pages and table."""
-    monkeypatch.setattr(native, "PART_TOKENS", 128)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", 128)
     laid, sizes = LAID["guarded"], ((32, 32, 34, 64), (96, 32, 34, 64), (64, 64, 34, 64))
     for page_size, heads, queries, dims in some((1, 3, 16, 64, 100), (1, 2, 7, 16, 17, 33), (1, 2, 3, 5), sizes)[:20]:
         contexts = (5, 16, 64, 65, 68, 130)
         case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, dims, queries)
         latent, rope = map(laid, case.of_decode)
         cache = DecodeCache(*map(laid, (case.pages, case.wide_table, torch.tensor(contexts))))
-        got = native.mla_decode(latent, rope, cache, scale=SCALE)
+        got = native.attention.mla_decode(latent, rope, cache, scale=SCALE)
         assert_within(got, *case.expected("mla_decode"), torch.bfloat16)
 
 
@@ -167,11 +167,13 @@ PAGES, TABLE = draw(7, 16, 96).bfloat16(), torch.tensor([[5, 2, 0], [1, 6, 3]])
 
 
 def decode(latent: Tensor, rope: Tensor, pages: Tensor, table: Tensor) -> Tensor:
-    return native.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([33, 48])), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([33, 48])), scale=0.25)
 
 
 def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
-    return native.mla_prefill(q, kv_b, PrefillCache(pages, table, (7, 48), (33, 48)), v_head_dim=64, scale=0.25)
+    return native.attention.mla_prefill(
+        q, kv_b, PrefillCache(pages, table, (7, 48), (33, 48)), v_head_dim=64, scale=0.25
+    )
 
 
 def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
@@ -184,6 +186,11 @@ def drawn(logits: Tensor, changed: Tensor) -> Tensor:
     """The controls of greedy draws are not read."""
     nothing = {field.name: torch.empty(0) for field in attrs.fields(Controls)}
     return native.rows.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
+
+
+def chosen(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    rule = RouterRule(sigmoid=True, normalize=True, top_k=3, num_groups=4, top_k_groups=2, scaling_factor=2.5)
+    return torch.cat([part.float() for part in native.rows.choose_experts(x, weight, bias, rule)])
 
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
@@ -204,7 +211,12 @@ CASES: dict[str, Case] = (
         "gather_rows": (native.rows.gather_rows, (whole(7, 43), torch.tensor([6, 0, 3, 6]))),
         "draw": (drawn, (draw(5, 1043), draw(5, 1043, seed=1))),
         "combine_rows": (native.rows.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
-        "linear_float": (native.products.linear, (draw(5, 43), draw(9, 43))),
+        "choose_experts": (chosen, (whole(5, 43), draw(16, 43), draw(16))),
+        "sort_rows": (
+            lambda x, ids: torch.cat([part.flatten().float() for part in native.rows.sort_rows(x, ids, 9)]),
+            (whole(3, 43), torch.tensor([[8, 0], [3, 1], [0, 2]])),
+        ),
+        "gated_mlp": (native.products.gated_mlp, (whole(5, 40), whole(32, 40), whole(40, 16))),
         "heads_in": (native.products.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
         "heads_out": (native.products.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
         "heads_out of many rows": (native.products.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
@@ -329,5 +341,5 @@ def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])
     every, one = PrefillCache(PAGES, table, (0, 9, 0), (0, 33, 20)), PrefillCache(PAGES, table[1:2], (9,), (33,))
-    got, alone = (native.mla_prefill(q, kv_b, cache, v_head_dim=64, scale=0.25) for cache in (every, one))
+    got, alone = (native.attention.mla_prefill(q, kv_b, cache, v_head_dim=64, scale=0.25) for cache in (every, one))
     assert torch.equal(got, alone)

@@ -398,7 +398,7 @@ def test_a_score_that_overflows_is_seen(
 def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
     provider: str, dtype: torch.dtype, bad: float, part_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "PART_TOKENS", part_tokens)
+    monkeypatch.setattr(native.attention, "PART_TOKENS", part_tokens)
     pages, table = draw(13, 16, 160).to(dtype), torch.arange(13)[None]
     q_latent, q_rope = draw(1, 1, 3, 128).to(dtype) * 0.1, draw(1, 1, 3, 32).to(dtype)
     op = op_of(provider, "mla_decode", "cpu", dtype)
@@ -422,7 +422,7 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
     if not fused:
         monkeypatch.setattr(torch_flash, "DTYPES", ())
     if small:
-        monkeypatch.setattr(native, "KEYS", 32)
+        monkeypatch.setattr(native.attention, "KEYS", 32)
         monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
         monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", 4 * 3 * 16 * 7)
     case, pages = Cached(dtype), draw(14, 16, 160).to(dtype)

@@ -319,7 +319,7 @@ def attention(chance: random.Random, host: Host) -> None:
 
         def op(*inputs: Any, name: str = name, **options: Any) -> Tensor:
             with host():
-                return getattr(native, name)(*inputs, **options)
+                return getattr(native.attention, name)(*inputs, **options)
 
         assert_within(run(op, pages, lambda x: x), *case.expected(name), DTYPE)
 

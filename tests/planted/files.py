@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "an op is taken from a family that is not there",
-        "    if reason is not None:\n        return str(reason)\n",
+        "    if reason := next(filter(None, map(build.library().why_not, kernels_of(op))), None):\n        return str(reason)\n",
         "",
         BUILD + "test_an_op_whose_family_is_lost_says_why_and_the_others_do_without",
     ),

@@ -192,8 +192,8 @@ MUTANTS = [
     ),
     Mutant(
         "native mla_decode reads int64 pages as int32",
-        "table_BM = cache.table_BM.to(torch.int32).contiguous()",
-        "table_BM = cache.table_BM.contiguous()",
+        "table_BM, out = cache.table_BM.to(torch.int32).contiguous(),",
+        "table_BM, out = cache.table_BM.contiguous(),",
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
     ),
     Mutant(
@@ -349,14 +349,14 @@ MUTANTS = [
     ),
     Mutant(
         "native linear takes any dtype",
-        "if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:",
-        "if not fits:",
+        "weight_OI.is_contiguous() and are(torch.bfloat16, x_TI, weight_OI)",
+        "weight_OI.is_contiguous()",
         f"{NATIVE_OPS}::test_native_ops_leave_other_dtypes_to_torch",
     ),
     Mutant(
         "native linear takes a weight of another dtype",
-        "or not are(x_TI.dtype, weight_OI) or not fits",
-        "or not fits",
+        "are(torch.bfloat16, x_TI, weight_OI)\n    if not dense or not rows",
+        "are(torch.bfloat16, x_TI)\n    if not dense or not rows",
         f"{NATIVE_OPS}::test_native_products_of_two_dtypes_are_refused_as_torch_does",
     ),
     Mutant(

@@ -6,6 +6,7 @@ from tests.planted.mutant import Mutant
 
 OPS = "test_ops.py"
 BODIES = "test_native_bodies.py"
+NATIVE_OPS = "test_native_ops.py"
 SHAPES = "test_native_shapes.py"
 LOADED = "test_strips.py"
 
@@ -23,10 +24,46 @@ MUTANTS = [
         f"{OPS}::test_grouped_mlp",
     ),
     Mutant(
-        "native router's product leaves out the last columns",
-        "for (; i < n; i++) sum += a[i] * b[i];",
+        "native routers leave out the last columns",
+        "for (; i < n; i++) sum += a[i] * from_bf16(b[i]);",
         "",
-        f"{OPS}::test_a_router_stays_float32",
+        f"{NATIVE_OPS}::test_choose_experts",
+    ),
+    Mutant(
+        "native rows of experts are those of the choice",
+        "memcpy(y + row[n] * bytes, x + n / k * bytes, bytes);",
+        "memcpy(y + row[n] * bytes, x + n % tokens * bytes, bytes);",
+        f"{NATIVE_OPS}::test_sort_rows",
+    ),
+    Mutant(
+        "native sort_rows copies the row of a choice that is none",
+        "if (row[n] >= 0) memcpy",
+        "if (1) memcpy",
+        f"{NATIVE_OPS}::test_sort_rows",
+    ),
+    Mutant(
+        "an MLP in one call has the rows of another step",
+        '    return torch.tensor([rows], dtype=torch.int64, device="cpu")',
+        '    return torch.tensor([1], dtype=torch.int64, device="cpu")',
+        f"{NATIVE_OPS}::test_gated_mlp",
+    ),
+    Mutant(
+        "native absorbed attention rotates what has no position",
+        "library.rotate(q + size * nope, heads",
+        "library.rotate(q, heads",
+        f"{NATIVE_OPS}::test_mla_absorbed",
+    ),
+    Mutant(
+        "native absorbed attention takes drafts for sequences",
+        "rows // table_BM.shape[0], torch",
+        "1, torch",
+        f"{NATIVE_OPS}::test_mla_absorbed",
+    ),
+    Mutant(
+        "native absorbed attention reads queries that lie apart",
+        "for each in (q_THQ, cache.pages_PGW, cos_TF, sin_TF)",
+        "for each in (cache.pages_PGW, cos_TF, sin_TF)",
+        f"{NATIVE_OPS}::test_mla_absorbed",
     ),
     Mutant(
         "native strips drop the last inputs of a row",

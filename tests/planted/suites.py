@@ -9,8 +9,8 @@ PROVIDERS = "test_providers.py::test_a_provider_that_could_be_here_serves_what_i
 MUTANTS = [
     Mutant(
         "kernels in C refuse what is not packed",
-        'if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":',
-        'if op in ("mla_decode", "mla_prefill") and spec.kv_format != "fp8":',
+        'if op in ("mla_decode", "mla_absorbed", "mla_prefill") and spec.kv_format == "fp8":',
+        'if op in ("mla_decode", "mla_absorbed", "mla_prefill") and spec.kv_format != "fp8":',
         PROVIDERS,
     ),
     Mutant(

@@ -4,8 +4,8 @@ A captured step reads and writes the memory that it used when it was captured: t
 and the pages stay where they are, and what differs from step to step lies there as data. A step takes the next larger
 size. Its padding rows go to no expert, write to the scratch page, and their tokens are not read.
 
-On a CPU nothing is launched, but what Python does between kernels takes its time too. There a step is recorded when its
-size comes for the second time, without padding, and runs as it was recorded from then on.
+On a CPU nothing is launched, but what Python does between kernels takes its time too. There the layers of a step are
+recorded when its size comes for the second time, without padding, and run as they were recorded from then on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -40,8 +41,8 @@ class Output:
     logits_TV: Tensor
 
 
-_Key = tuple[int, DrawKind, int]
-"""What a recorded step is for: its rows, its kind of draws, and the number of threads."""
+_Key = tuple[int, int]
+"""What a recording is for: so many rows, and the number of threads."""
 
 
 @attrs.frozen
@@ -53,15 +54,20 @@ class _Captured:
 @attrs.frozen
 class _Recorded:
     recording: Recording
-    output: Output
+    logits_BV: Tensor
 
 
 class DecodeGraphs:
-    """The captured steps of one runner. `run` runs a step of so many rows, the last of which may be padding, and waits
-    for nothing."""
+    """The captured steps of one runner, and those recorded on a CPU. `run` runs a step of so many rows, the last of
+    which may be padding, and waits for nothing. `forward` is the part of it that is recorded: the model alone, whose
+    logits are [B, V]."""
 
     def __init__(
-        self, device: torch.device, run: Callable[[int, DrawKind], Output], refusal: str | None = None
+        self,
+        device: torch.device,
+        run: Callable[[int, DrawKind], Output],
+        forward: Callable[[int], Tensor],
+        refusal: str | None = None,
     ) -> None:
         self.refusal = refusal
         """Why nothing can be captured, or None."""
@@ -71,10 +77,11 @@ class DecodeGraphs:
         """The numbers of rows that a CPU records, or None for all up to MAX_RECORDED_ROWS."""
         self._device = device
         self._run = run
+        self._forward = forward
         self._captured: dict[tuple[int, DrawKind], _Captured] = {}
         self._captured_bytes = 0
         self._recorded: dict[_Key, _Recorded] = {}
-        self._seen: dict[_Key, str] = {}  # why steps that came are not recorded; "" where they are
+        self._seen: dict[_Key, str] = {}  # why those that came are not recorded; "" where they are
         self._pool: object = None
         self._address = 0
 
@@ -82,10 +89,10 @@ class DecodeGraphs:
     def none(cls, refusal: str) -> DecodeGraphs:
         """Return the graphs of a runner that has none for this reason."""
 
-        def run(num_rows: int, kind: DrawKind) -> Output:
+        def never(*_: Any) -> Any:
             raise AssertionError(refusal)
 
-        return cls(torch.device("cpu"), run, refusal)
+        return cls(torch.device("cpu"), never, never, refusal)
 
     @property
     def num_bytes(self) -> int:
@@ -115,10 +122,7 @@ class DecodeGraphs:
 
     def step(self, num_rows: int, kind: DrawKind, address: int) -> Output | None:
         """Run a step of the first `num_rows` rows at `address`. Return None, having run nothing, when no captured size
-        is as large, or the rows have moved since. On a CPU the first step of a size returns None, and the second is
-        recorded."""
-        if self._device.type == "cpu":
-            return self._recorded_step(num_rows, kind, address)
+        is as large, or the rows have moved since."""
         if self._captured and address != self._address:
             self.passed("the rows of the batch have moved since they were captured")
             return None
@@ -133,17 +137,19 @@ class DecodeGraphs:
         words = captured.output.words
         return Output(words, captured.output.logits_TV[: num_rows * words.shape[2]])
 
-    def _recorded_step(self, num_rows: int, kind: DrawKind, address: int) -> Output | None:
+    def forward(self, num_rows: int, address: int) -> Tensor | None:
+        """Run the model on the first `num_rows` rows at `address`, on a CPU. Return None, having run nothing, where it
+        is not recorded: the first time of a number returns None, and the second is recorded."""
         if address != self._address:  # recordings hold the places where the rows were
             self._recorded.clear()
             self._address = address
-        key = num_rows, kind, torch.get_num_threads()
+        key = num_rows, torch.get_num_threads()
         recorded = self._recorded.pop(key, None)
         if recorded is not None:
             self._recorded[key] = recorded  # now the last to go
             recorded.recording.replay()
             self.num_steps[""] += 1
-            return recorded.output
+            return recorded.logits_BV
         reason = self._seen.get(key)
         if reason is None:
             self._seen[key] = "" if self._is_recorded(num_rows) else "steps of as many sequences are not recorded"
@@ -156,21 +162,21 @@ class DecodeGraphs:
     def _is_recorded(self, num_rows: int) -> bool:
         return num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
 
-    def _record(self, key: _Key) -> Output:
-        """Run a step and record it."""
-        outputs: list[Output] = []
-        recording = Recording.of(partial(self._keep, outputs, *key[:2]))
-        if recording.looks:
-            self._seen[key] = f"what it computes looks at values on the host: {', '.join(sorted(set(recording.looks)))}"
+    def _record(self, key: _Key) -> Tensor:
+        """Run the model and record it."""
+        logits: list[Tensor] = []
+        recording = Recording.of(lambda: logits.append(self._forward(key[0])))
+        if recording.refusal is not None:
+            self._seen[key] = recording.refusal
         elif recording.num_bytes > MAX_RECORDED_BYTES:
             self._seen[key] = f"its recording would keep {recording.num_bytes} bytes"
         else:
-            self._recorded[key] = _Recorded(recording, outputs[0])
+            self._recorded[key] = _Recorded(recording, logits[0])
         self.passed(self._seen[key] or "it was being recorded")
         while self.num_bytes > MAX_RECORDED_BYTES:
             oldest = next(iter(self._recorded))
             del self._recorded[oldest], self._seen[oldest]  # it must come twice again: many sizes may take turns
-        return outputs[0]
+        return logits[0]
 
     def passed(self, reason: str) -> None:
         """Count a step that does not run captured."""

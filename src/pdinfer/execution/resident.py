@@ -2,7 +2,7 @@
 
 Rows go in only as far as they changed (`DecodeRows`); drafting, model, draw, acceptance and advance queue work and wait
 for nothing; then the drawn tokens are read with one wait. The work in between is one launch where it was captured, and
-on a CPU the calls of kernels that were recorded (`graphs`).
+on a CPU the model is the kernels that were recorded (`graphs`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ResidentDecode:
         self._results = torch.empty(0, dtype=torch.int32, device="cpu")
         self.while_waiting: Callable[[], None] | None = None
         """See `ModelRunner.do_while_waiting`."""
-        self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model, trace))
+        self.graphs = DecodeGraphs(model.device, self._run_captured, self._logits, why_not_captured(model, trace))
 
     def order(self, rows: Sequence[Row]) -> list[int]:
         """Return the order in which a step runs these rows, so that other ranks can run them alike."""
@@ -158,11 +158,16 @@ class ResidentDecode:
         return kept
 
     def _captured(self, num_rows: int, kind: DrawKind) -> Output | None:
-        return None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind, self._rows.address)
+        if self.graphs.refusal is not None:
+            return None
+        if self._model.device.type != "cpu":
+            return self.graphs.step(num_rows, kind, self._rows.address)
+        logits_BV = self.graphs.forward(num_rows, self._rows.address)
+        return None if logits_BV is None else self._end(logits_BV, kind)
 
     def _run_captured(self, num_rows: int, kind: DrawKind) -> Output:
         if self._drafter is None:
-            return self._run(num_rows, kind, padded=self._model.device.type != "cpu")
+            return self._run(num_rows, kind, padded=True)
         num_drafts = self._num_drafts
         return self._run_drafts(
             self._drafter, num_rows, kind, num_newest=1 + num_drafts, num_drafts=num_drafts, padded=True
@@ -170,9 +175,17 @@ class ResidentDecode:
 
     def _run(self, num_rows: int, kind: DrawKind, *, padded: bool = False) -> Output:
         """Run one token of each of the first rows on the device, and draw the next. Waits for nothing."""
-        batch = self._rows.batch(num_rows, padded=padded)
-        _, logits_BV = self._forward(batch)
-        words = self._draw(logits_BV, logits_BV, self._controls(num_rows, batch.context_lens_B), kind)
+        _, logits_BV = self._forward(self._rows.batch(num_rows, padded=padded))
+        return self._end(logits_BV, kind)
+
+    def _logits(self, num_rows: int) -> Tensor:
+        return self._forward(self._rows.batch(num_rows, padded=False))[1]
+
+    def _end(self, logits_BV: Tensor, kind: DrawKind) -> Output:
+        """Draw the next tokens of the first rows, and make them the newest."""
+        num_rows = logits_BV.shape[0]
+        controls = self._controls(num_rows, self._rows.column("position", num_rows) + 1)
+        words = self._draw(logits_BV, logits_BV, controls, kind)
         self._rows.advance(words[0])
         return Output(words[:, :, None], logits_BV)
 

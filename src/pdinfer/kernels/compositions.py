@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, RouterRule
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
-from pdinfer.kernels.formats.format import Format, Rounding
+from pdinfer.kernels.formats.format import Format, Rounding, Weight
 from pdinfer.kernels.ops import Ops
 
 
@@ -58,6 +59,42 @@ def norm_rotate_store(
     if rounding is not None:
         c_TC = ops.rounded(c_TC, rounding)
     ops.store_latent(pages_PGW, slots_T, c_TC, ops.rotate(k_TR[:, None], cos_TF, sin_TF)[:, 0])
+
+
+def mla_absorbed(
+    ops: Ops,
+    q_THQ: Tensor,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    cache: DecodeCache,
+    k_b_HNC: Tensor,
+    v_b_HVC: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    (tokens, num_heads, _), batch, (_, nope, rank) = q_THQ.shape, len(cache.table_BM), k_b_HNC.shape
+    q_nope_THN, q_rope_THR = q_THQ.tensor_split((nope,), -1)
+    q_latent_THC, q_rope_THR = ops.heads_in(q_nope_THN, k_b_HNC), ops.rotate(q_rope_THR, cos_TF, sin_TF)
+    by_sequence = batch, tokens // max(1, batch), num_heads
+    q_latent_BQHC = q_latent_THC.view(*by_sequence, rank)
+    q_rope_BQHR = q_rope_THR.view(*by_sequence, q_rope_THR.shape[2])
+    o_BQHC = ops.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
+    return ops.heads_out(o_BQHC.flatten(0, 1), v_b_HVC)
+
+
+def gated_mlp(ops: Ops, x_TD: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    return ops.linear(ops.gated_silu(ops.linear(x_TD, gate_up)), down)
+
+
+def choose_experts(
+    ops: Ops, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RouterRule
+) -> tuple[Tensor, Tensor]:
+    return ops.route(ops.linear(x_TD.float(), weight_ED), bias_E, rule)
+
+
+def sort_rows(ops: Ops, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    counts_E, token_of_row_S, row_TK = ops.group_rows(ids_TK, num_experts)
+    return ops.gather_rows(x_TD, token_of_row_S), counts_E, row_TK
 
 
 def combine_experts(

@@ -86,6 +86,33 @@ class FusedOps(Protocol):
         as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
         c and k may be views of wider rows. Mutates `pages_PGW` alone."""
 
+    def mla_absorbed(
+        self,
+        q_THQ: Tensor,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        cache: DecodeCache,
+        k_b_HNC: Tensor,
+        v_b_HVC: Tensor,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Return heads_out(o, v_b) -> [T, H, V], where o is `mla_decode` of the last T / B tokens of each sequence. Of
+        each query the first N values come into the latent space by heads_in(q, k_b), and the others are rotated."""
+
+    def gated_mlp(self, x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
+        """Return linear(gated_silu(linear(x, gate_up)), down) -> [T, D], of weights in one format of floats. gate_up is
+        [2I, D] in two parts, down is [D, I]."""
+
+    def choose_experts(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RouterRule
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `route` makes of the logits x @ weight.T, computed in float32. Weights are float32."""
+
+    def sort_rows(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (x_SD, counts_E, row_TK): the rows in the order that `group_rows` assigns, how many each expert has,
+        and the row of each choice."""
+
     def combine_experts(
         self,
         y_SD: Tensor,

@@ -60,11 +60,19 @@ class MLA:
     rounding: Rounding | None
     o: Callable[[Tensor], Tensor]
     indexer: Indexer | None
-    # these two once, not in every layer of every step
+    # what follows once, not in every layer of every step
     q_head_dim: int = attrs.field(init=False)
     """The width of one head of a query: its part without positions, and its rotary part."""
     scale: float = attrs.field(init=False)
     """The factor of scores."""
+
+    by_head: tuple[Tensor, Tensor] = attrs.field(init=False)
+    """The rows of `kv_b_OC` that make keys and those that make values: [H, N, C] and [H, V, C]."""
+
+    @by_head.default
+    def _by_head(self) -> tuple[Tensor, ...]:
+        kv_b_HOC = self.kv_b_OC.view(self.num_heads, -1, self.config.kv_lora_rank)
+        return kv_b_HOC.tensor_split((self.config.qk_nope_head_dim,), 1)
 
     @q_head_dim.default
     def _q_head_dim(self) -> int:
@@ -139,11 +147,19 @@ class MLA:
         if self.indexer is not None:
             step.selected_TS = self.indexer(x_TD, query_TL, batch, angles, step.view.index_keys[layer])
         self.store(x_TD, batch, angles, pages_PGW)
-        q_nope_THN, q_rope_THR = self.query(query_TL, angles)
-        if batch.decode or step.selected_TS is not None:
-            out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, step.selected_TS)
+        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.q_head_dim)
+        if step.selected_TS is not None:
+            out_THV = self._attend_to_selected(q_THQ, step.selected_TS, batch, angles, pages_PGW)
+        elif batch.decode:
+            out_THV = self.ops.mla_absorbed(
+                q_THQ,
+                *angles,
+                DecodeCache(pages_PGW, batch.page_table_BM, batch.context_lens_B),
+                *self.by_head,
+                scale=self.scale,
+            )
         else:
-            out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
+            out_THV = self._attend_expanded(q_THQ, batch, angles, pages_PGW)
         return self.o(out_THV.flatten(1))
 
     def store(self, x_TD: Tensor | Rounded, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> None:
@@ -174,9 +190,23 @@ class MLA:
         models without one."""
         return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))[0]
 
-    def query(self, query_TL: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
-        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.q_head_dim)
+    def _attend_to_selected(
+        self, q_THQ: Tensor, selected_TS: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor
+    ) -> Tensor:
+        """Attend over the latents at selected positions -> [T, H, V]."""
+        ops, (q_nope_THN, q_rope_THR), (k_b_HNC, v_b_HVC) = self.ops, self._rotated(q_THQ, angles), self.by_head
+        cache = TokenCache(pages_PGW, batch.page_table_BM, batch.sequence_T)
+        o_THC = ops.mla_sparse(ops.heads_in(q_nope_THN, k_b_HNC), q_rope_THR, cache, selected_TS, scale=self.scale)
+        return ops.heads_out(o_THC, v_b_HVC)
+
+    def _attend_expanded(self, q_THQ: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> Tensor:
+        """Attend over keys and values expanded from the latents -> [T, H, V]."""
+        q_THQ = torch.cat(self._rotated(q_THQ, angles), -1)
+        cache = PrefillCache(pages_PGW, batch.page_table_BM, batch.query_lens, batch.context_lens)
+        return self.ops.mla_prefill(q_THQ, self.kv_b_OC, cache, v_head_dim=self.config.v_head_dim, scale=self.scale)
+
+    def _rotated(self, q_THQ: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the part of each query without positions, and the other one rotated."""
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
 
@@ -193,36 +223,3 @@ def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tu
         )
     form = f"mla.e4m3.{rank}+{rope}.float32-scale-pow2-per-{FP8_GROUP}.rope-bfloat16-interleaved"
     return packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers)
-
-
-def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
-    """Attend over keys and values expanded from the latents -> [T, H, V]."""
-    q_THQ = torch.cat((q_nope_THN, q_rope_THR), -1)
-    cache = PrefillCache(pages_PGW, batch.page_table_BM, batch.query_lens, batch.context_lens)
-    return mla.ops.mla_prefill(q_THQ, mla.kv_b_OC, cache, v_head_dim=mla.config.v_head_dim, scale=mla.scale)
-
-
-def absorbed(
-    mla: MLA,
-    q_nope_THN: Tensor,
-    q_rope_THR: Tensor,
-    batch: Batch,
-    pages_PGW: Tensor,
-    selected_TS: Tensor | None,
-) -> Tensor:
-    """Attend over the latents themselves -> [T, H, V]: over selected positions, or over all with the same number of
-    queries in each sequence (T = B * Q)."""
-    config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
-    kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)
-    k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
-    q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
-    scale = mla.scale
-    if selected_TS is None:
-        q_BQHC, q_BQHR = batch.by_sequence(q_THC), batch.by_sequence(q_rope_THR)
-        cache = DecodeCache(pages_PGW, table_BM, batch.context_lens_B)
-        o_BQHC = ops.mla_decode(q_BQHC, q_BQHR, cache, scale=scale)
-        o_THC = o_BQHC.flatten(0, 1)
-    else:
-        chosen = TokenCache(pages_PGW, table_BM, batch.sequence_T)
-        o_THC = ops.mla_sparse(q_THC, q_rope_THR, chosen, selected_TS, scale=scale)
-    return ops.heads_out(o_THC, v_b_HVC)

@@ -59,7 +59,7 @@ class Router:
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen logical experts and their weights: ids_TK int64, weights_TK float32."""
-        return self.ops.route(self.ops.linear(x_TD.float(), self.weight_ED), self.bias_E, self.rule)
+        return self.ops.choose_experts(x_TD, self.weight_ED, self.bias_E, self.rule)
 
 
 @attrs.frozen

@@ -1,9 +1,10 @@
-"""What a graph is for a device, for a CPU: the calls of a step, recorded once and made again.
+"""What a graph is for a device, for a CPU: the kernels of a step, recorded once and called again.
 
-Beside its kernels a step of a CPU is Python: shapes that are looked at, memory for results, arguments. A recording
-keeps what is left when all that is known: every kernel with the addresses it was given, and every op of torch with its
-tensors. `replay` makes these calls again, in their order and on the same memory. What differs from step to step must
-lie in tensors: a value that Python looked at would be in the recording for good, and so `looks` tells of each.
+Between its kernels a step on a CPU is Python: shapes that are looked at, memory for results, arguments. A recording
+keeps what is left when all that is known: every kernel with the addresses that it was given. `replay` calls them again,
+in their order and on the same memory. Of torch it knows views and new memory, which need no call, and ops that follow
+shapes alone, which are done again into the same results. Any other op refuses the recording, and so does any look of
+Python at a value, which would be in it for good.
 """
 
 from __future__ import annotations
@@ -22,22 +23,18 @@ from pdinfer.errors import PDInferError
 
 _here = threading.local()
 
-_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-_COPIES = frozenset({"_to_copy", "clone", "to", "contiguous"})
-"""The ops whose result is their first argument, in another dtype or order."""
+_PLAIN = frozenset({"_to_copy", "mm", "bmm"})
+"""What looks at no value, without being tagged as pointwise by torch."""
 _LOOKS = frozenset({"tolist", "numpy", "__array__"})
-"""What torch's modes for ops do not see."""
-_LOOKING_OPS = frozenset({"is_nonzero", "equal", "repeat_interleave", "nonzero", "masked_select", "unique"})
-_BY_MASK = (torch.bool, torch.uint8)
+"""The methods by which Python sees values without any op."""
 
 
 class Recording:
     """The calls of one run of a function in one thread."""
 
     def __init__(self) -> None:
-        self.looks: list[str] = []
-        """The calls by which Python looked at values, or made memory whose size follows from values. With any of them
-        the recording must not be replayed."""
+        self.refusal: str | None = None
+        """Why the recording must not be replayed, or None."""
         self._calls: list[Callable[[], object]] = []
         self._memory: dict[int, Tensor] = {}
 
@@ -75,21 +72,21 @@ class Recording:
 
     def ran(self, op: Any, arguments: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
         """Record an op of torch that gave this result."""
-        name = str(op).split(".")[1]
-        results = list(_tensors([result]))
-        if name in _LOOKING_OPS or torch.Tag.data_dependent_output in op.tags or _follows_values(op, name, arguments):
-            self.looks.append(name)
-        given = {_storage(each) for each in _tensors((*arguments, *options.values()))}
-        made = [each for each in results if _storage(each) not in given]
-        self._memory.update((_storage(each), each) for each in made)
-        again = partial(op, *arguments, **options)
-        if not made:  # a view is there already, and anything else has changed what it was given
-            if not op.is_view:
-                self._calls.append(again)
-        elif name in _COPIES:
-            self._calls.append(partial(made[0].copy_, arguments[0]))
-        elif name not in _ALLOCATIONS:
-            self._calls.append(partial(_redo, again, results))
+        if op.is_view:
+            return
+        name = op.overloadpacket.__name__
+        if "empty" in name:
+            self._keep(result)
+        elif not (name in _PLAIN or _is_pointwise(op)):
+            self.refusal = self.refusal or f"torch's {name} cannot be recorded"
+        elif _storage(result) in map(_storage, _tensors((*arguments, *options.values()))):
+            self._calls.append(partial(op, *arguments, **options))  # in place, or into what was given
+        else:
+            self._keep(result)
+            self._calls.append(partial(_redo, partial(op, *arguments, **options), result))
+
+    def _keep(self, result: Tensor) -> None:
+        self._memory[_storage(result)] = result
 
 
 def recording_here() -> Recording | None:
@@ -141,15 +138,12 @@ class _Looks(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", None) in _LOOKS:
-            self._recording.looks.append(function.__name__)
+            self._recording.refusal = f"Python looks at values on the host: {function.__name__}"
         return function(*args, **(kwargs or {}))
 
 
-def _follows_values(op: Any, name: str, arguments: Sequence[Any]) -> bool:
-    """Return whether the shape of a result follows from values. Of `index` only masks make it so."""
-    if name == "index":
-        return any(each.dtype in _BY_MASK for each in _tensors(arguments[1:]))
-    return torch.Tag.dynamic_output_shape in op.tags
+def _is_pointwise(op: Any) -> bool:
+    return torch.Tag.pointwise in op.tags and torch.Tag.data_dependent_output not in op.tags
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -164,10 +158,8 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _redo(again: Callable[[], Any], results: Sequence[Tensor]) -> None:
-    made = again()
-    for before, now in zip(results, [made] if isinstance(made, Tensor) else made, strict=True):
-        before.copy_(now)
+def _redo(again: Callable[[], Tensor], result: Tensor) -> None:
+    result.copy_(again())
 
 
 def _checked(again: partial[Any], failure: str) -> None:

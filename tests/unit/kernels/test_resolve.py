@@ -152,6 +152,9 @@ def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: 
 FP8_STRIPS = ("linear[fp8_strips]", "grouped_mlp[fp8_strips]")
 
 
+DECODE = ("mla_decode", "mla_absorbed")
+
+
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) -> None:
     """Have the native provider see a CPU with these flags, whose kernels read weights in strips or do not."""
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
@@ -168,16 +171,16 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, *flags: str, strips: bool = True) 
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {}),
         (
             {"kv_lora_rank": 512, "qk_rope_head_dim": 72},
-            {"mla_decode": "reads latents and rotary keys in steps of 32 elements, they have 512 and 72"},
+            dict.fromkeys(DECODE, "reads latents and rotary keys in steps of 32 elements, they have 512 and 72"),
         ),
         (
             {"kv_lora_rank": 16, "qk_rope_head_dim": 16},
-            {"mla_decode": "reads latents and rotary keys in steps of 32 elements, they have 16 and 16"},
+            dict.fromkeys(DECODE, "reads latents and rotary keys in steps of 32 elements, they have 16 and 16"),
         ),
         ({"kv_lora_rank": 16}, {}),
         (
             {"kv_format": "fp8"},
-            dict.fromkeys(("mla_decode", "mla_prefill"), "reads pages of bfloat16, these are packed FP8"),
+            dict.fromkeys((*DECODE, "mla_prefill"), "reads pages of bfloat16, these are packed FP8"),
         ),
         ({"kv_format": "bfloat16"}, {}),
     ],
@@ -326,6 +329,7 @@ def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
     assert by_op.keys() == {*OP_NAMES}
     others = dict.fromkeys(("linear", "heads_in", "heads_out", "gather_rows"), "torch")
     others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips]")), "composition")
+    others |= dict.fromkeys(("mla_absorbed", "gated_mlp", "choose_experts", "sort_rows"), "composition")
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)
     told = [line.strip() for line in lines]

@@ -1,6 +1,7 @@
 """Ops in C for bfloat16 models on x86 CPUs.
 
-    ops.py        the provider: what it serves, and attention; what C cannot take goes to torch
+    ops.py        the provider: what it serves; what C cannot take goes to torch
+    attention.py  attention over latents, in both forms
     products.py   products with weights in every format, and experts
     rows.py       what lies between products, and draws of tokens as far as all of them go the same way
     fused.py      several of these in one call

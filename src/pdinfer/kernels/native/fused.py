@@ -32,11 +32,16 @@ _APART.rounded = partial(Ops.rounded, _APART)
 
 
 def _dense(*tensors: Tensor | None) -> bool:
-    return are(torch.bfloat16, *tensors) and all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != torch.bfloat16 or not tensor.is_contiguous()):
+            return False
+    return True
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if residual_TD is None or not _dense(x_TD, residual_TD, weight_D):
+    if residual_TD is None:
+        return rms_norm(x_TD, weight_D, eps), x_TD
+    if not _dense(x_TD, residual_TD, weight_D):
         return compositions.add_rms_norm(_APART, x_TD, residual_TD, weight_D, eps)
     rows, width = x_TD.shape
     normed_TD, sum_TD = x_TD.new_empty(rows, width), x_TD.new_empty(rows, width)

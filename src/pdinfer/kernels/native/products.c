@@ -1,4 +1,4 @@
-/* The products of a bfloat16 model, and the router's in float32. Called through `ops.py`, which checks dtypes, shapes and
+/* The products of a bfloat16 model. Called through `ops.py`, which checks dtypes, shapes and
  * strides; sizes here are numbers of elements. docs/decisions/ says why this is C. What returns an i64 returns the bytes of
  * memory that it could not have, or 0. */
 
@@ -33,25 +33,6 @@ EXPORT i64 linear_strips(const bf16 *x, i64 ldx, i64 rows, const bf16 *strips, i
                          int threads) {
     Matrix matrix = {strips, outs, n, parts, 1};
     return by_strips(best_way(), (Input){x, ldx}, rows, &matrix, y, outs, threads);
-}
-
-/* The same in float32, for any number of outs: what routers are made of. */
-EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 outs, i64 n, float *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 o = 0; o < outs; o++)
-        for (i64 m = 0; m < rows; m++) {
-            const float *a = w + o * n, *b = x + m * ldx;
-            floats acc[4] = {{0}}; /* four, so that no addition waits for the one before */
-            i64 i = 0;
-            for (; i + 4 * LANES <= n; i += 4 * LANES)
-                for (int u = 0; u < 4; u++) {
-                    __builtin_prefetch((const char *)(a + i + LANES * u) + PREFETCH_BYTES, 0, 2);
-                    acc[u] += load(a + i + LANES * u) * load(b + i + LANES * u);
-                }
-            float sum = sum_of((acc[0] + acc[1]) + (acc[2] + acc[3]));
-            for (; i < n; i++) sum += a[i] * b[i];
-            y[m * outs + o] = sum;
-        }
 }
 
 /* y[rows, heads, outs] = x[rows, heads, n] . w[heads, n, outs] per head; heads of x are `ldh` apart, its rows `ldx`, heads

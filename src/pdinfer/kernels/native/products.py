@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -21,11 +22,10 @@ from pdinfer.kernels.native.rows import gated_silu
 from pdinfer.kernels.torch import experts as torch_experts
 from pdinfer.kernels.torch import products as torch_products
 
-FEW_ROWS = 16
-"""Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
-bfloat16 the library says which it serves."""
 FEW_IN_ALL = 512
 """Up to this many rows of all experts are served on every CPU, since no expert is likely to have many of them."""
+FEW_OF_ONE = 64
+"""Up to this many rows an MLP runs as one expert, if that is served."""
 FEW_HEAD_ROWS = 64
 """Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
 FEW_FP8_ROWS = 16
@@ -35,18 +35,20 @@ FP8_BLOCK_BYTES = 4 << 20
 """The memory for such a block."""
 
 
-_LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
-
-
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    rows, width = x_TI.shape
-    outs = weight_OI.shape[0]
-    served = rows <= FEW_ROWS if x_TI.dtype == torch.float32 else build.library().is_served(rows, outs)
-    fits = rows and served and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
-    if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:
+    outs, width = weight_OI.shape
+    library = build.library()
+    rows = x_TI.shape[0]
+    dense = x_TI.stride(-1) == 1 and weight_OI.is_contiguous() and are(torch.bfloat16, x_TI, weight_OI)
+    if not dense or not rows or not library.is_served(rows, outs):
         return F.linear(x_TI, weight_OI)
-    kernel, out = getattr(build.library(), _LINEARS[x_TI.dtype]), x_TI.new_empty(rows, outs)
+    kernel, out = library.linear, x_TI.new_empty(rows, outs)
     return _run(kernel, out, x_TI.data_ptr(), x_TI.stride(0), rows, weight_OI.data_ptr(), outs, width)
+
+
+@functools.cache  # for good: recorded calls have the address
+def _count(rows: int) -> Tensor:
+    return torch.tensor([rows], dtype=torch.int64, device="cpu")
 
 
 def linear_or_torch(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -79,12 +81,17 @@ def _reads_strips(x: Tensor, *weights: Strips) -> bool:
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     width, inner = down_EDI.shape[1:]
     fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    few = 1 if len(x) <= FEW_IN_ALL else len(x)
+    few = 1 if x.shape[0] <= FEW_IN_ALL else x.shape[0]
     if not fits or not _serves(few, counts_E, build.library().experts_are_served, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
-    hidden = x.new_empty(x.shape[0], 3 * inner)
-    stacks = gate_up_EJD.data_ptr(), down_EDI.data_ptr(), width, inner, hidden.data_ptr()
-    return _run_experts(build.library().experts, torch.empty_like(x), (x.data_ptr(),), counts_E, *stacks)
+    return _experts(x, counts_E, gate_up_EJD, down_EDI, inner)
+
+
+def _experts(x: Tensor, counts_E: Tensor, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
+    (rows, width), x_ptr = x.shape, (x.data_ptr(),)
+    out, hidden = x.new_empty(rows, width), x.new_empty(rows, 3 * inner)
+    stacks = gate_up.data_ptr(), down.data_ptr(), width, inner, hidden.data_ptr()
+    return _run_experts(build.library().experts, out, x_ptr, counts_E, *stacks)
 
 
 def _run_experts(
@@ -95,6 +102,21 @@ def _run_experts(
     num_experts = counts_E.shape[0]
     form = f" with {num_experts} experts{form}"
     return _run(kernel, out, *rows, counts_E.data_ptr(), num_experts, *stacks, form=form)
+
+
+def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
+    """Run it as one expert, which has all rows."""
+    rows = x_TD.shape[0]
+    few = 0 < rows <= FEW_OF_ONE
+    if isinstance(gate_up, Strips):
+        if few:
+            return grouped_mlp_strips(x_TD, _count(rows), gate_up, down)
+        return linear_strips(gated_silu(linear_strips(x_TD, gate_up)), down)
+    width, inner = down.shape
+    dense = all(each.is_contiguous() for each in (x_TD, gate_up, down)) and are(torch.bfloat16, x_TD, gate_up, down)
+    if not few or not dense or not build.library().experts_are_served(rows, width, inner):
+        return linear(gated_silu(linear(x_TD, gate_up)), down)
+    return _experts(x_TD, _count(rows), gate_up, down, inner)
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
@@ -131,7 +153,7 @@ def _stacks(gate_up: Int8Dynamic | FP8Strips, down: Int8Dynamic | FP8Strips) -> 
 
 def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
     """Return whether kernels serve the expert with most rows. Where they serve one with `most` of them, no count is
-    looked at, so that steps can be recorded."""
+    looked at."""
     return bool(serves(most, *sizes) or serves(int(counts_E.max()), *sizes))
 
 

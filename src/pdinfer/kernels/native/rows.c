@@ -11,6 +11,28 @@ EXPORT void gated_silu(const bf16 *x, i64 rows, i64 n, bf16 *y, int threads) {
 
 /* -- tokens and experts -------------------------------------------------------------------------------------------- */
 
+#define PREFETCH_BYTES 4096 /* from the router's weights that are read to those that are asked for */
+
+/* logits[rows, experts] = x[rows, n] . w[experts, n]^T, in float32. Rows of x are `ldx` apart. */
+static void score(const bf16 *x, i64 ldx, i64 rows, const float *w, i64 experts, i64 n, float *logits, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 e = 0; e < experts; e++)
+        for (i64 m = 0; m < rows; m++) {
+            const float *a = w + e * n;
+            const bf16 *b = x + m * ldx;
+            floats acc[4] = {{0}}; /* four, so that no addition waits for the one before */
+            i64 i = 0;
+            for (; i + 4 * LANES <= n; i += 4 * LANES)
+                for (int u = 0; u < 4; u++) {
+                    __builtin_prefetch((const char *)(a + i + LANES * u) + PREFETCH_BYTES, 0, 2);
+                    acc[u] += load(a + i + LANES * u) * load_bf16(b + i + LANES * u);
+                }
+            float sum = sum_of((acc[0] + acc[1]) + (acc[2] + acc[3]));
+            for (; i < n; i++) sum += a[i] * from_bf16(b[i]);
+            logits[m * experts + e] = sum;
+        }
+}
+
 /* Chooses k of `experts` per token, as `Ops.route` says. bias may be NULL. What is compared is never NaN in a
  * token whose weights are not: `lost` is 0, or NaN when a logit or a bias is not finite. */
 EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
@@ -68,22 +90,33 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
     }
 }
 
-/* Sorts the pairs (token, choice) by expert, keeping their order: counts[expert], the token of each row, and the row of
- * each pair. */
-EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *counts, i64 *token_of_row, i64 *row) {
+/* Chooses for rows of x [tokens, n] instead, by the router's weights w [experts, n]. `logits` has room for those. */
+EXPORT void choose_experts(const bf16 *x, i64 ldx, i64 n, const float *w, const float *bias, i64 tokens, i64 experts,
+                           int sigmoid, i64 k, i64 groups, i64 top_groups, int normalize, float factor, float *logits,
+                           i64 *ids, float *weights, int threads) {
+    score(x, ldx, tokens, w, experts, n, logits, threads);
+    route(logits, bias, tokens, experts, sigmoid, k, groups, top_groups, normalize, factor, ids, weights, threads);
+}
+
+/* Sorts pairs (token, choice) by expert, keeping their order: counts[expert], and the row of each pair. */
+static void number_rows(const i64 *ids, i64 pairs, i64 experts, i64 *counts, i64 *row) {
     i64 next[experts], sum = 0;
     memset(counts, 0, experts * sizeof *counts);
-    memset(token_of_row, 0, tokens * k * sizeof *token_of_row);
-    for (i64 n = 0; n < tokens * k; n++)
+    for (i64 n = 0; n < pairs; n++)
         if (ids[n] >= 0) counts[ids[n]]++;
     for (i64 e = 0; e < experts; e++) {
         next[e] = sum;
         sum += counts[e];
     }
-    for (i64 n = 0; n < tokens * k; n++) {
-        row[n] = ids[n] < 0 ? -1 : next[ids[n]]++;
+    for (i64 n = 0; n < pairs; n++) row[n] = ids[n] < 0 ? -1 : next[ids[n]]++;
+}
+
+/* Does so, and tells the token of each row. */
+EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *counts, i64 *token_of_row, i64 *row) {
+    number_rows(ids, tokens * k, experts, counts, row);
+    memset(token_of_row, 0, tokens * k * sizeof *token_of_row);
+    for (i64 n = 0; n < tokens * k; n++)
         if (row[n] >= 0) token_of_row[row[n]] = n / k;
-    }
 }
 
 /* y[r] = x[from[r]], rows of so many bytes. How many are not among `num_rows`; nothing is written there. */
@@ -95,6 +128,15 @@ EXPORT i64 gather_rows(const char *x, i64 num_rows, i64 bytes, const i64 *from, 
         else memcpy(y + r * bytes, x + from[r] * bytes, bytes);
     }
     return outside;
+}
+
+/* Sorts the pairs, and copies x [tokens, bytes] to the rows of y. */
+EXPORT void sort_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, const char *x, i64 bytes, i64 *counts, i64 *row,
+                      char *y, int threads) {
+    number_rows(ids, tokens * k, experts, counts, row);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens * k > 64)
+    for (i64 n = 0; n < tokens * k; n++)
+        if (row[n] >= 0) memcpy(y + row[n] * bytes, x + n / k * bytes, bytes);
 }
 
 /* The sum over the k choices of a token of weight * y[row], in float32, from value i on. A row of -1 adds nothing. */

@@ -4,6 +4,7 @@ tokens (`draws.c`): the largest logit and the normalizer, which every draw needs
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
@@ -13,6 +14,9 @@ from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
+
+FEW_TOKENS = 16
+"""Up to this many tokens a router waits for its weights. For more of them torch's GEMM is faster."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -73,6 +77,59 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
         torch.get_num_threads(),
     )
     return ids, weights
+
+
+def choose_experts(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RouterRule,
+) -> tuple[Tensor, Tensor]:
+    (tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
+    dense = x_TD.stride(-1) == 1 and weight_ED.is_contiguous() and (bias_E is None or bias_E.is_contiguous())
+    if not dense or not are(torch.bfloat16, x_TD) or not are(torch.float32, weight_ED, bias_E) or tokens > FEW_TOKENS:
+        return route(F.linear(x_TD.float(), weight_ED), bias_E, rule)
+    logits_TE, weights_TK = weight_ED.new_empty(tokens, num_experts), weight_ED.new_empty(tokens, rule.top_k)
+    ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu")
+    build.library().choose_experts(
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        width,
+        weight_ED.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(),
+        tokens,
+        num_experts,
+        rule.sigmoid,
+        rule.top_k,
+        rule.num_groups,
+        rule.top_k_groups,
+        rule.normalize,
+        rule.scaling_factor,
+        logits_TE.data_ptr(),
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids_TK, weights_TK
+
+
+def sort_rows(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, top_k), ids_TK, x_TD = ids_TK.shape, ids_TK.contiguous(), x_TD.contiguous()
+    rows, width = tokens * top_k, x_TD.shape[1]
+    x_SD, counts_E, row_TK = x_TD.new_empty(rows, width), ids_TK.new_empty(num_experts), ids_TK.new_empty(tokens, top_k)
+    build.library().sort_rows(
+        ids_TK.data_ptr(),
+        tokens,
+        top_k,
+        num_experts,
+        x_TD.data_ptr(),
+        width * x_TD.itemsize,
+        counts_E.data_ptr(),
+        row_TK.data_ptr(),
+        x_SD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return x_SD, counts_E, row_TK
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -120,13 +120,13 @@ class LocalDispatcher:
     graph_safe: ClassVar[bool] = True
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
-        counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
-        return _Sorted(x_SD=self._rows(x_TD, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK)
-
-    def _rows(self, x_TD: Tensor | Rounded, token_of_row_S: Tensor) -> Tensor | FP8Rows:
+        x_SD: Tensor | FP8Rows
         if isinstance(x_TD, Rounded):
-            return x_TD.rows.index_select(0, token_of_row_S)
-        return self.ops.gather_rows(x_TD, token_of_row_S)
+            counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
+            x_SD = x_TD.rows.index_select(0, token_of_row_S)
+        else:
+            x_SD, counts_E, row_TK = self.ops.sort_rows(x_TD, ids_TK, self.num_experts)
+        return _Sorted(x_SD=x_SD, counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK)
 
     def dispatch_end(self, pending: _Sorted) -> _Sorted:
         return pending
