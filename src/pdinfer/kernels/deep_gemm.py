@@ -136,7 +136,6 @@ class _Tiles:
 
 
 def _call(names: tuple[str, ...]) -> Any:
-    """Return the library's function of one of these names."""
     library = importlib.import_module("deep_gemm")
     return next(getattr(library, name) for name in names if hasattr(library, name))
 

@@ -205,7 +205,6 @@ def mla_sparse(
 
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
-    """Return (c, k_rope) of cached rows."""
     return exact(cache_rows.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 

@@ -66,16 +66,18 @@ def _run(kernel: Callable[..., int], out: Tensor, *arguments: int, form: str = "
 
 def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
     rows, (outs, width) = x_TI.shape[0], weight.shape
-    if not rows or not _reads_strips(x_TI, weight):
+    if not rows or x_TI.stride(-1) != 1 or not _reads(x_TI, weight.numbers) or not are(x_TI.dtype, weight.numbers):
         return F.linear(x_TI, weight.ordered())
     kernel, matrix = build.library().linear_strips, (weight.numbers.data_ptr(), outs, width, weight.parts)
     return _run(kernel, x_TI.new_empty(rows, outs), x_TI.data_ptr(), x_TI.stride(0), rows, *matrix)
 
 
-def _reads_strips(x: Tensor, *weights: Strips) -> bool:
-    """Return whether the kernels take these rows and weights."""
-    dense = all(weight.numbers.is_contiguous() for weight in weights)
-    return dense and x.stride(-1) == 1 and are(torch.bfloat16, x, *(weight.numbers for weight in weights))
+def _reads(x: Tensor | FP8Rows, *weights: Tensor) -> bool:
+    """Return whether the kernels take rows of that dtype, and tensors of weights that are so in memory."""
+    for tensor in weights:
+        if not tensor.is_contiguous():
+            return False
+    return x.dtype == torch.bfloat16
 
 
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
@@ -120,15 +122,17 @@ def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
-    if x.ndim != 2 or not x.shape[0] or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
+    stacks = gate_up.numbers, down.numbers
+    if x.ndim != 2 or not x.shape[0] or not _reads(x, x, *stacks) or not are(x.dtype, *stacks):
         return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
-    stacks = gate_up.numbers.data_ptr(), down.numbers.data_ptr(), *down.shape
-    return _run_experts(build.library().experts_strips, torch.empty_like(x), (x.data_ptr(),), counts_E, *stacks)
+    taken = *(stack.data_ptr() for stack in stacks), *down.shape
+    return _run_experts(build.library().experts_strips, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken)
 
 
 def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     rows, (outs, width) = x_TI.shape[0], weight.numbers.shape
-    if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
+    reads = rows and x_TI.stride(-1) == 1 and _reads(x_TI, weight.numbers, weight.scale)
+    if not reads or not build.library().is_served_int8(rows):
         return torch_products.linear_w8a8_dynamic(x_TI, weight)
     kernel, out = build.library().linear_int8, x_TI.new_empty(rows, outs)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
@@ -137,32 +141,20 @@ def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
 
 def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     width, inner = down.numbers.shape[1:]
-    fits = x.ndim == 2 and x.shape[0] and x.is_contiguous() and _reads_int8(x, gate_up, down)
+    stacks = gate_up.numbers, gate_up.scale, down.numbers, down.scale
+    fits = x.ndim == 2 and x.shape[0] and _reads(x, x, *stacks)
     if not fits or not _serves(len(x), counts_E, build.library().is_served_int8):
         return torch_experts.by_expert(linear_w8a8_dynamic, gated_silu, x, counts_E, gate_up, down)
     hidden = x.new_empty(x.shape[0], 3 * inner)
-    stacks = *_stacks(gate_up, down), width, inner, hidden.data_ptr()
+    taken = *(stack.data_ptr() for stack in stacks), width, inner, hidden.data_ptr()
     kernel = build.library().experts_int8
-    return _run_experts(kernel, torch.empty_like(x), (x.data_ptr(),), counts_E, *stacks, form=" in INT8")
-
-
-def _stacks(gate_up: Int8Dynamic | FP8Strips, down: Int8Dynamic | FP8Strips) -> tuple[int, ...]:
-    """Return what kernels take of quantized experts."""
-    return tuple(each.data_ptr() for each in (gate_up.numbers, gate_up.scale, down.numbers, down.scale))
+    return _run_experts(kernel, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken, form=" in INT8")
 
 
 def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
     """Return whether kernels serve the expert with most rows. Where they serve one with `most` of them, no count is
     looked at."""
     return bool(serves(most, *sizes) or serves(int(counts_E.max()), *sizes))
-
-
-def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
-    """Return whether the kernels take these rows and numbers."""
-    for weight in weights:
-        if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous():
-            return False
-    return x.stride(-1) == 1 and are(torch.bfloat16, x)
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
@@ -185,7 +177,7 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
 
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
-    if not _reads_fp8(x_TI, weight):
+    if x_TI.ndim != 2 or not _reads(x_TI, weight.numbers, weight.scale):
         return torch_products.linear_fp8(x_TI, weight)
     x, (outs, width) = _rounded(x_TI, weight), weight.numbers.shape
     rows = len(x)
@@ -204,7 +196,7 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 
 
 def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-    if not len(x_TI) or not _reads_fp8(x_TI, weight):
+    if x_TI.ndim != 2 or not len(x_TI) or not _reads(x_TI, weight.numbers, weight.scale):
         return linear_fp8(x_TI, weight.ordered())
     x, (outs, width) = _rounded(x_TI, weight), weight.shape
     kernel, out = build.library().linear_fp8_strips, x.new_empty((len(x), outs))
@@ -213,17 +205,12 @@ def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
 
 
 def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
-    if x.ndim != 2 or not len(x) or not _reads_fp8(x, gate_up, down):
+    stacks = gate_up.numbers, gate_up.scale, down.numbers, down.scale
+    if x.ndim != 2 or not len(x) or not _reads(x, *stacks):
         return grouped_mlp_fp8(x, counts_E, gate_up.ordered(), down.ordered())
     rows, kernel = _rounded(x, gate_up), build.library().experts_fp8_strips
-    stacks = *_stacks(gate_up, down), *down.shape, down.ue8m0
-    return _run_experts(kernel, rows.new_empty(rows.shape), _rows(rows), counts_E, *stacks, form=" in FP8")
-
-
-def _reads_fp8(x: Tensor | FP8Rows, *weights: FP8Blocks | FP8Strips) -> bool:
-    """Return whether the kernels take these rows and weights."""
-    dense = all(weight.numbers.is_contiguous() and weight.scale.is_contiguous() for weight in weights)
-    return dense and x.dtype == torch.bfloat16 and x.ndim == 2
+    taken = *(stack.data_ptr() for stack in stacks), *down.shape, down.ue8m0
+    return _run_experts(kernel, rows.new_empty(rows.shape), _rows(rows), counts_E, *taken, form=" in FP8")
 
 
 def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Blocks | FP8Strips) -> FP8Rows:

@@ -79,7 +79,6 @@ def _groups_of_rows(
     UE8M0: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Do so for some groups of a row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group * GROUP + tl.arange(0, GROUP)[None, :]

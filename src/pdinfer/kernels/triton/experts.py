@@ -78,7 +78,6 @@ def _sum_rows(
     CHOICES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Sum some channels of a token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = at < width

@@ -22,7 +22,7 @@ from pdinfer.kernels.triton.tiles import (
     load_keys,
     need_queries,
     padded,
-    tile_table,
+    table_of,
     tiles_of,
 )
 
@@ -43,7 +43,7 @@ def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k:
     config = of_index_scores(queries.dtype, decode=False)
     keys_SY = copy_index_keys(cache, width, queries.dtype)
     size = config.tiles["BLOCK_Q"]
-    table = tile_table(tiles_of(cache, size), q_TXY.device)
+    table = table_of(tiles_of(cache, size), 4, q_TXY.device)
     pitch = triton.cdiv(longest, 128) * 128
     for tiles in table.split(max(1, SCORES_BYTES // (4 * pitch * size))):
         scores = torch.empty(len(tiles) * size, pitch, dtype=torch.float32, device=q_TXY.device)

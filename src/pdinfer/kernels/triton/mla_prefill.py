@@ -16,7 +16,7 @@ from pdinfer.kernels.triton.configs import of_prefill
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import need
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
-from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, tile_table, tiles_of
+from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, table_of, tiles_of
 
 EXPANDED_BYTES = 512 << 20
 """The memory for keys and values: heads of a long context are expanded in groups that fit."""
@@ -32,9 +32,9 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
     if not num_tokens:
         return out_THV
     config = of_prefill(q_THQ.dtype)
-    tiles = tiles_of(cache, config.tiles["BLOCK_Q"])
     # those that read most start first, so that none is left alone at the end
-    table = tile_table(sorted(tiles, key=lambda tile: -tile.end), q_THQ.device)
+    tiles = sorted(tiles_of(cache, config.tiles["BLOCK_Q"]), key=lambda tile: -tile.end)
+    table = table_of(tiles, 4, q_THQ.device)
     c_SC, k_rope_SR = copy_latents(cache, rank, rope, q_THQ.dtype)
     q_TN = padded_parts(q_THQ, (nope, rope), -1).flatten(1)
     kv_b_HOC = padded_parts(kv_b_OC.view(num_heads, -1, rank), (nope, v_head_dim), 1)

@@ -52,7 +52,6 @@ def _in_longs(*tensors: Tensor) -> list[Tensor]:
 def _copy_words(
     pool_ptr, rows_ptr, parts_ptr, pool_pitch, parts_pitch, width, GATHERS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Copy some words of a row."""
     part = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + part)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

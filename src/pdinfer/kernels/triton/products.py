@@ -41,7 +41,6 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 
 
 def _of_fp8(weight: FP8Blocks) -> Matrices:
-    """Return FP8 blocks as matrices."""
     return Matrices.of(weight.numbers, parts=weight.parts, scales=weight.scale)
 
 

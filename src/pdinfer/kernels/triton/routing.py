@@ -71,7 +71,6 @@ def _of_kept_groups(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Return whether each expert is in one of the best groups."""
     grouped = tl.reshape(choice, [TOKENS, GROUPS, SIZE])
     rank_in_group = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     best = tl.max(rank_in_group, 2)[:, :, None]

@@ -8,8 +8,8 @@ that is not finite stands behind a context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import attrs
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +25,7 @@ CONTEXT_BLOCK = 128
 """Rows to which a copied context is padded. Kernels read it in blocks of this many, or of a power of two below."""
 
 
-@attrs.frozen
-class Tile:
+class Tile(NamedTuple):
     """Queries of one sequence that one block of threads computes. Positions count from the start of the sequence, and
     `context_row` is the row where its copied context starts."""
 
@@ -57,11 +56,6 @@ def tiles_of(cache: PrefillCache, size: int) -> list[Tile]:
         ]
         row += triton.cdiv(context, CONTEXT_BLOCK) * CONTEXT_BLOCK
     return tiles
-
-
-def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
-    """Return the tiles as int32 [tiles, 4] on the device."""
-    return _table([attrs.astuple(tile) for tile in tiles], 4, device)
 
 
 def copy_latents(cache: PrefillCache, rank: int, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -149,10 +143,11 @@ def _context_blocks(cache: PrefillCache) -> Tensor:
         for row, context in enumerate(cache.context_lens)
         for position in range(0, context, CONTEXT_BLOCK)
     ]
-    return _table(blocks, 3, cache.pages_PGW.device)
+    return table_of(blocks, 3, cache.pages_PGW.device)
 
 
-def _table(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+def table_of(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+    """Return tiles, or other rows of that many integers, as int32 on the device."""
     table = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu").view(-1, width)
     return table.to(device, non_blocking=True)
 
