@@ -31,7 +31,8 @@ import torch.distributed as dist
 import pdinfer as pd
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.moe import AllToAllDispatcher, DispatchRule, solve_placement
+from pdinfer.moe import DispatchRule, solve_placement
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.layer import Experts
 from pdinfer.moe.placement.replicas import ReplicaTables
 

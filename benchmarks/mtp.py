@@ -25,8 +25,7 @@ import torch
 import pdinfer as pd
 from pdinfer.execution import runner
 from pdinfer.execution.drafting import Drafter
-from pdinfer.execution.runner import ModelRunner, Runner
-from pdinfer.kv.memory import Memory
+from pdinfer.execution.runner import ModelRunner
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -72,8 +71,8 @@ class TimedRunner(ModelRunner):
 class TimedDecode(pd.DecodeEngine):
     """A decode engine whose runner's time is measured."""
 
-    def make_runner(self, model: pd.Model, memory: Memory) -> Runner:
-        return TimedRunner(model, memory)
+    def _make_runner(self) -> ModelRunner:
+        return TimedRunner(self.model, self.pool.memory)
 
 
 def pair(model: pd.Model, num_draft_tokens: int) -> pd.Pairing:

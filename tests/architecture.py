@@ -36,8 +36,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("parallel", "kernels"),
         ("files", "trace", "inbox", "stats", "identity", "progress"),
-        ("checks", "types"),
-        ("process", "bounds", "stop", "tokens"),
+        ("types",),
+        ("process", "bounds", "stop", "checks"),
         ("values",),
         ("errors",),
     ),
@@ -86,15 +86,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
     "text": (
-        ("openai",),
+        ("openai", "schema"),
         ("stream", "dialects"),
-        ("detokenizer", "schema"),
+        ("detokenizer",),
         ("tokenizer",),
         ("chat", "files", "markers", "tiktoken"),
         ("sandbox",),
     ),
     "text.openai": (("call",), ("prompts", "choice", "options"), ("messages", "tools", "logprobs"), ("body",)),
-    "text.dialects": (("dialect",), ("families", "parser"), ("grammar", "arguments")),
+    "text.dialects": (("dialect",), ("families", "parser"), ("grammar",)),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),
@@ -104,9 +104,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables", "snapshot", "tracks"),
+        ("engine", "page_tables", "shown"),
         ("experts", "sequence"),
-        ("ranks", "commands"),
+        ("ranks",),
     ),
     "scheduling": (("decode", "prefill"), ("rules", "admission", "costs")),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
@@ -204,7 +204,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "huge_pages", "locks", "malloc", "memory", "openmp", "recording", "scratch", "silence", "streams"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams"),
     ),
 }
 
@@ -220,7 +220,6 @@ GROUND = frozenset(
         "progress",
         "stats",
         "stop",
-        "tokens",
         "trace",
         "types",
         "values",

@@ -21,7 +21,16 @@ import pdinfer
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 RELEASED = SNAPSHOT.with_name("released")
-_PUBLIC = [getattr(pdinfer, name) for name in pdinfer.__all__]
+
+
+def _objects(module: types.ModuleType) -> Iterator[object]:
+    for name in _names(module):
+        value = getattr(module, name)
+        yield from _objects(value) if isinstance(value, types.ModuleType) else (value,)
+
+
+def _names(module: types.ModuleType) -> list[str]:
+    return getattr(module, "__all__", None) or [name for name in vars(module) if _is_of(name, module)]
 
 
 def surface() -> list[str]:
@@ -31,8 +40,7 @@ def surface() -> list[str]:
 
 
 def _members(prefix: str, module: types.ModuleType) -> Iterator[str]:
-    names = getattr(module, "__all__", None) or [name for name in vars(module) if _is_of(name, module)]
-    for name in names:
+    for name in _names(module):
         value = getattr(module, name)
         if isinstance(value, types.ModuleType):
             yield from _members(f"{prefix}.{name}", value)
@@ -65,9 +73,10 @@ def _is_foreign(cls: type, member: str) -> bool:
 
 
 def _is_of_a_base(cls: type, member: str) -> bool:
-    """Return whether a class has the member from a public base, which lists it."""
-    owner = next(base for base in cls.__mro__ if member in vars(base))
-    return owner is not cls and owner in _PUBLIC
+    """Return whether a public base lists the member just so."""
+    line = _member(member, inspect.getattr_static(cls, member))
+    bases = (base for base in cls.__mro__[1:] if base in _PUBLIC and member in dir(base))
+    return any(_member(member, inspect.getattr_static(base, member)) == line for base in bases)
 
 
 def _member(name: str, value: object) -> str:
@@ -87,6 +96,9 @@ def _signature(value: object) -> str:
     # A host does not write where a type lives, nor where a default value happened to be in memory.
     text = re.sub(r"\bpdinfer\.(?:\w+\.)*", "", text)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+_PUBLIC = frozenset(each for each in _objects(pdinfer) if isinstance(each, type))
 
 
 def _version() -> str:

@@ -127,7 +127,7 @@ def test_all_is_sorted_and_is_what_can_be_imported():
 
 # ---- what one request goes through ---------------------------------------------------------------------------------
 
-MAX_ROOMS, MAX_MODULES = 10, 57
+MAX_ROOMS, MAX_MODULES = 10, 55
 """The modules are those outside `kernels`: which of them run there depends on the CPU."""
 
 

@@ -18,10 +18,9 @@ from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 
 import pdinfer as pd
 from pdinfer.execution import resident
-from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
-from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm
 from pdinfer.process.recording import Recording
@@ -70,8 +69,8 @@ class TimedRunner(ModelRunner):
 class TimedDecode(pd.DecodeEngine):
     """A decode engine whose runner's time is measured."""
 
-    def make_runner(self, model: pd.Model, memory: Memory) -> Runner:
-        return TimedRunner(model, memory)
+    def _make_runner(self) -> ModelRunner:
+        return TimedRunner(self.model, self.pool.memory)
 
 
 def watch_compute() -> None:

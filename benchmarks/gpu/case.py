@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import FP8Rows, OpSpec, Rounded
+from pdinfer.kernels import OpSpec, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8_MAX, FP8Blocks
 
 PAGE_SIZE = 64

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from case import BLOCK, HIDDEN, MOE_INTERMEDIATE, Case, Goal, Work, draw, draw_blocks
 
-from pdinfer.kernels import FP8Rows, reference
+from pdinfer.kernels import reference
+from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 ROOM = 128

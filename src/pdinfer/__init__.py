@@ -18,7 +18,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     moe/          Experts are placed on ranks, tokens are routed to them, and they move while engines run.
     checkpoint/   The files of a model folder are read without trust, and written shard by shard.
     layers        Linear maps, norms, the gated MLP and rotary angles are the smallest parts of a model.
-    scheduling/   What engines decide is said once: real engines obey it, and simulated ones too.
+    scheduling/   What engines decide stands here once: real engines obey it, and simulated ones too.
     kv/           Pages of the cache have a layout, an owner, and channels that carry them between engines.
     config/       The host's choices and the model's architecture are checked and frozen.
     parallel/     Ranks are divided into groups, which act together.
@@ -27,15 +27,14 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     trace         A profile on demand shows what the steps of an engine spend their time on.
     inbox         Any thread puts items into a box, and the one that steps takes them out.
     stats         Engines, channels and Pairings tell their loads and counts by value.
-    identity      The weights of an engine are told from others, and the tensors that differ are found.
+    identity      Weights are compared by digests, and the tensors that differ are found.
     progress      Long work tells how far it is: to a function, or in a line on stderr.
-    checks        Public names share these checks of ranges, sizes and kinds of arguments.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.
     stop          A matcher says where a request has to stop, and an automaton finds sequences in a stream.
+    checks        Public names share these checks of ranges, sizes, token ids and kinds of arguments.
     bounds        Each value that a peer sends has a bound, which stands in its type.
-    tokens        Token ids come in any sequence of ints, and are kept as a tuple.
-    values        A value is shown in one short line or a table, and told as plain data.
+    values        A value is shown in one short line or a table, or becomes plain data.
     errors        Every error that is raised on purpose has a class and a stable code.
 
 `kv` moves bytes and `kernels` computes; neither knows of the other.

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ahead.add_argument(
         "--for", dest="cpus", default="", metavar="CPU,...", help="as -march has them; default: this CPU"
     )
-    ahead.add_argument("--into", type=Path, metavar="FOLDER", help="default: beside the package, where they are found")
+    ahead.add_argument("--into", type=Path, metavar="FOLDER", help="default: next to the package, where they are found")
     options = parser.parse_args(arguments)
     if options.command == "build-kernels":
         return _build_kernels([name for name in options.cpus.split(",") if name], options.into)

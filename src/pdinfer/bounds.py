@@ -77,8 +77,8 @@ def escaped(text: str) -> str:
 
 def cause(error: BaseException) -> str:
     """Return the class of an error and what it says, cut to 200 characters, as another error quotes it."""
-    said = escaped(str(error))[:200]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = escaped(str(error))[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def broken_bound(error: Exception) -> str:

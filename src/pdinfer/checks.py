@@ -1,5 +1,5 @@
-"""Small checks that all public names share: ranges for attrs fields, kinds of arguments, memory, and how a bad value is
-shown."""
+"""Small checks that all public names share: ranges for attrs fields, kinds of arguments, token ids, memory, and how a
+bad value is shown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import inspect
 import itertools
 import math
 import numbers
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection
-from typing import Annotated, Any, ParamSpec, TypeVar, Union
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, Union
 
 import attrs
 
@@ -56,54 +57,44 @@ def as_float(value: float) -> float:
     return float(value) if is_int(value) and abs(value) <= 2**53 else value
 
 
-def int_in(low: int, high: int) -> Validator:
-    """Return an attrs validator for an int (not a bool) from `low` to `high`, both included. It raises ConfigError."""
+def _must_be(kind: str, fits: Fits) -> Validator:
+    """Return an attrs validator for values that fit. It raises ConfigError, which says what a value must be."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not is_int(value) or not low <= value <= high:  # type: ignore[operator]
-            raise ConfigError(f"{attribute.name} must be an int from {low} to {high}, got {clip(value)}")
+        if not fits(value):
+            raise ConfigError(f"{attribute.name} must be {kind}, got {clip(value)}")
 
     return check
+
+
+def int_in(low: int, high: int) -> Validator:
+    """Return a validator for an int (not a bool) from `low` to `high`, both included."""
+    return _must_be(f"an int from {low} to {high}", lambda value: is_int(value) and low <= value <= high)
 
 
 def float_in(low: float, high: float, *, low_included: bool = False) -> Validator:
-    """Return an attrs validator for a finite float in (low, high], or [low, high] if `low_included`. It raises
-    ConfigError."""
+    """Return a validator for a finite float in (low, high], or [low, high] if `low_included`."""
 
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    def fits(value: object) -> bool:
         in_range = isinstance(value, float) and math.isfinite(value) and low <= value <= high
-        if in_range and (low_included or value != low):
-            return
-        least = f"at least {low:g}" if low_included else f"greater than {low:g}"
-        raise ConfigError(f"{attribute.name} must be a finite number, {least} and at most {high:g}, got {clip(value)}")
+        return in_range and (low_included or value != low)
 
-    return check
+    least = f"at least {low:g}" if low_included else f"greater than {low:g}"
+    return _must_be(f"a finite number, {least} and at most {high:g}", fits)
 
 
 def one_of(*choices: str) -> Validator:
-    """Return an attrs validator for one of the given strings. It raises ConfigError that lists them."""
-
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, str) or value not in choices:
-            raise ConfigError(f"{attribute.name} must be one of {', '.join(choices)}, got {clip(value)}")
-
-    return check
+    """Return a validator for one of the given strings."""
+    return _must_be(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
 def instance_of(kind: type[object]) -> Validator:
-    """Return an attrs validator for an instance of `kind`. It raises ConfigError."""
-
-    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, kind):
-            raise ConfigError(f"{attribute.name} must be a {kind.__name__}, got {clip(value)}")
-
-    return check
+    """Return a validator for an instance of `kind`."""
+    return _must_be(f"a {kind.__name__}", lambda value: isinstance(value, kind))
 
 
-def a_bool(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-    """Validate, for attrs, that a value is True or False. Raise ConfigError."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} must be true or false, got {clip(value)}")
+a_bool = _must_be("true or false", lambda value: isinstance(value, bool))
+"""The validator for True or False."""
 
 
 def check_fits(required_bytes: int, available_bytes: int, what: str) -> None:
@@ -129,7 +120,6 @@ def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
         name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
     rest = [name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL]
-    where = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache
     def kinds() -> dict[str, tuple[Any, Fits]]:
@@ -143,6 +133,8 @@ def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
         in_place = zip(itertools.chain(positional, itertools.cycle(rest)), args, strict=False)
         for name, value in (*in_place, *kwargs.items()):
             if name in wanted and not wanted[name][1](value):
+                is_made = function.__name__ == "__init__"
+                where = type(args[0]).__qualname__ if is_made else function.__qualname__
                 raise ConfigError(_sentence(f"{where}: {name}", wanted[name][0], value))
         return function(*args, **kwargs)
 
@@ -209,3 +201,84 @@ def _members(protocol: type) -> Collection[str]:
     bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not typing.Protocol]
     names = {name for base in bases for name in (*vars(base), *vars(base).get("__annotations__", ()))}
     return [name for name in names if not name.startswith("_")]
+
+
+# -- token ids --------------------------------------------------------------------------------------------------------
+
+
+class CheckedTokens(tuple[int, ...]):
+    """Token ids that this process has compared with a vocabulary. None is negative, and `largest` is the largest.
+
+    Only `admission.check_request` makes them. Everything derived from them is a plain tuple again: slices, sums,
+    unpickled copies, and what another process unpacks from a message.
+    """
+
+    largest: int
+
+    @classmethod
+    def of(cls, tokens: tuple[int, ...]) -> CheckedTokens:
+        """Mark token ids that were compared."""
+        if isinstance(tokens, CheckedTokens):
+            return tokens
+        checked = cls(tokens)
+        checked.largest = max(tokens)
+        return checked
+
+    def __reduce__(self) -> tuple[type[tuple[int, ...]], tuple[tuple[int, ...]]]:
+        return tuple, (tuple(self),)
+
+
+class IntArray(Protocol):
+    """A one-dimensional array or tensor of ints, on any device."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+MAX_TOKEN = 2**31 - 1
+MAX_TOKENS = 2**24
+"""The most in a sequence: as many as a message between engines holds."""
+
+
+def token_ids(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """Return token ids as a tuple of ints, see `ints_of`. Raises ConfigError also for an id below 0 or above 2**31 - 1.
+    Whether a model has these tokens is checked where it is known."""
+    if isinstance(tokens, CheckedTokens):
+        return tokens
+    ids = ints_of(tokens)
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN:
+        index, token = next(pair for pair in enumerate(ids) if not 0 <= pair[1] <= MAX_TOKEN)
+        raise ConfigError(f"token ids are ints from 0 to {MAX_TOKEN}, got {shown(token)} at index {index}")
+    return ids
+
+
+def ints_of(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """Return a sequence or a one-dimensional array of ints as a tuple. A tensor on a device is copied, which waits for
+    the device. Raises ConfigError for text, floats, bools and more dimensions."""
+    given: Any = tokens  # it may be anything
+    if hasattr(given, "ndim") and hasattr(given, "tolist") and not isinstance(given, type):
+        if given.ndim != 1:
+            raise ConfigError(f"token ids have one dimension, got {shown(given)}: make a request for each row")
+    elif isinstance(given, str):
+        raise ConfigError(f"a prompt is token ids, got the text {shown(given)}: encode it with the model's tokenizer")
+    elif not isinstance(given, Sequence):
+        raise ConfigError(f"token ids are a sequence of ints, got {shown(given)}: give a list, a tuple or an array")
+    if len(given) > MAX_TOKENS:
+        raise ConfigError(f"a sequence has at most {MAX_TOKENS} tokens, got {len(given)}: {shown(given)}")
+    read = given.tolist() if hasattr(given, "tolist") else given
+    if not set(map(type, read)) <= {int}:
+        read = [_as_int(index, token, tokens) for index, token in enumerate(read)]
+    return read if type(read) is tuple else tuple(read)
+
+
+def _as_int(index: int, token: Any, tokens: object) -> int:
+    """Return one id that may be an int of numpy or torch."""
+    try:
+        if not isinstance(token, bool) and "bool" not in str(getattr(token, "dtype", "")):
+            return operator.index(token)
+    except TypeError:
+        pass
+    within = f" of {shown(tokens)}" if hasattr(tokens, "dtype") else ""
+    raise ConfigError(f"token ids are ints, got {shown(token)} at index {index}{within}")

@@ -17,6 +17,7 @@ borders, and is what programs should look at.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -96,21 +97,13 @@ class Forked(PDInferError):
     code = "FORKED"
 
 
-BY_CODE: dict[str, type[PDInferError]] = {
-    error.code: error
-    for error in (
-        PDInferError,
-        ConfigError,
-        CheckpointError,
-        RequestError,
-        Overloaded,
-        TransferError,
-        LayoutMismatch,
-        BackendUnavailable,
-        RankLost,
-        Forked,
-    )
-}
+def _kinds(base: type[PDInferError]) -> Iterator[type[PDInferError]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _kinds(kind)
+
+
+BY_CODE = {kind.code: kind for kind in _kinds(PDInferError)}
 
 
 def error_from_code(code: str, message: str, retry_after_s: float | None = None) -> PDInferError:

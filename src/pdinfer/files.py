@@ -88,8 +88,8 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
 
 
 def inside(path: Path, folder: Path, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()) -> Path:
-    """Return where `path`, which is directly inside `folder`, is without links. Raises `error` when that is none of the
-    places that `open_regular` allows."""
+    """Return where `path`, which is directly inside `folder`, is without links. Raises `error` for a place that
+    `open_regular` does not allow."""
     try:
         root = folder.resolve(strict=True)
         target = path.resolve(strict=True)

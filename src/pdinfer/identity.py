@@ -15,7 +15,7 @@ import attrs
 from msgspec import UNSET, UnsetType
 
 from pdinfer.bounds import Digest, Name
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 FEW_TENSORS = 4
 """As many as one frame of a handshake holds by name."""
@@ -76,11 +76,9 @@ NO_TENSORS = TensorDigests()
 
 
 @attrs.frozen(kw_only=True)
-class WeightsIdentity:
+class WeightsIdentity(Value):
     """Which weights a model has: digests as `KVLayout` tells them, and the `tensors` that they are made of, none where
     no files were read."""
-
-    __repr__ = brief
 
     weights_id: bytes = b""
     mtp_weights_id: bytes | UnsetType = UNSET

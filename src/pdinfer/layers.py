@@ -18,7 +18,7 @@ from pdinfer.kernels.formats.weights import as_format
 from pdinfer.kernels.ops import Ops
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, mark
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 class WeightSource(Protocol):
@@ -44,11 +44,9 @@ class WeightSource(Protocol):
 
 
 @attrs.frozen
-class Linear:
+class Linear(Value):
     """x @ weight.T, with a weight [out, in] in any format. It has a bias only where one was quantized with the
     weight."""
-
-    __repr__ = brief
 
     weight: Weight
     op: Callable[[Any, Any], Tensor]
@@ -79,36 +77,28 @@ class Linear:
 
 
 @attrs.frozen
-class RowParallelLinear:
-    """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
-    channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
-
-    __repr__ = brief
-
+class _Divided(Value):
     linear: Linear
     group: Group
 
     @property
     def weight(self) -> Weight:
         return self.linear.weight
+
+
+@attrs.frozen
+class RowParallelLinear(_Divided):
+    """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
+    channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
 
     def __call__(self, x_TI: Tensor | FP8Rows) -> Tensor:
         return self.group.all_reduce(self.linear(x_TI))
 
 
 @attrs.frozen
-class GatheredLinear:
+class GatheredLinear(_Divided):
     """A linear map of divided inputs in a format that scales each token over all of its channels, which no rank has.
     The inputs are gathered, each rank computes a part of the outputs, and these are gathered too."""
-
-    __repr__ = brief
-
-    linear: Linear
-    group: Group
-
-    @property
-    def weight(self) -> Weight:
-        return self.linear.weight
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.group.all_gather_columns(self.linear(self.group.all_gather_columns(x_TI)))
@@ -132,10 +122,8 @@ def fp8_scales_of(weights: Iterable[Weight]) -> bool | None:
 
 
 @attrs.frozen
-class RMSNorm:
+class RMSNorm(Value):
     """A root-mean-square norm over the last axis, with the bias that INT8 checkpoints may add to tame outliers."""
-
-    __repr__ = brief
 
     weight_D: Tensor
     eps: float
@@ -152,13 +140,11 @@ class RMSNorm:
 
 
 @attrs.frozen
-class InputNorm:
+class InputNorm(Value):
     """The norm of the residual stream in front of linear maps, with the sum that goes before it.
 
     `ue8m0` is None where no map is in FP8; else the norm is also rounded as those maps read it, once for all of them.
     """
-
-    __repr__ = brief
 
     norm: RMSNorm
     ue8m0: bool | None = None
@@ -180,11 +166,9 @@ class InputNorm:
 
 
 @attrs.frozen
-class GatedMLP:
+class GatedMLP(Value):
     """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first. `activate` returns what
     `down` reads."""
-
-    __repr__ = brief
 
     gate_up: Linear
     activate: Callable[[Tensor], Any]
@@ -222,10 +206,8 @@ class GatedMLP:
 
 
 @attrs.frozen
-class Rotary:
+class Rotary(Value):
     """The angles of the rotary embedding: position * inv_frequency. Cos and sin include YaRN's amplitude."""
-
-    __repr__ = brief
 
     inv_frequency_F: Tensor
     amplitude: float

@@ -1,5 +1,5 @@
-"""How far long work is: told to a function of the host, or in a line on stderr. Everything that takes `progress=` tells
-it by this."""
+"""How far long work is: reported to a function of the host, or in a line on stderr. Everything that takes `progress=`
+reports through this."""
 
 from __future__ import annotations
 

@@ -25,20 +25,18 @@ from pdinfer.bounds import (
     Text,
 )
 from pdinfer.types import FinishReason, Link, PeerAddress
-from pdinfer.values import as_table, brief
+from pdinfer.values import Value, as_table
 
 L = TypeVar("L", bound="EngineLoad")
 
 
 @attrs.frozen(kw_only=True)
-class PeerStats:
+class PeerStats(Value):
     """One peer of a channel. Bytes, retries and dropped frames count since it was first connected. `connected` says
     whether there is an open link now. `mb_per_s` is the average speed while its payloads arrived. `inflight_bytes` were
     pushed and have not left our pages yet; above `window_bytes`, prefill takes no more prompts for this peer.
     `step_age_s` is how long ago the peer's engine looked at its channel: the age in its last beat plus the time since,
     None before the first beat."""
-
-    __repr__ = brief
 
     address: PeerAddress
     connected: bool = False
@@ -53,11 +51,10 @@ class PeerStats:
 
 
 @attrs.frozen(kw_only=True)
-class ChannelStats:
+class ChannelStats(Value):
     """Counts since the channel was made. `receive_s` is the sum of the times from each payload's announcement to its
     last byte."""
 
-    __repr__ = brief
     _repr_html_ = as_table
 
     bytes_sent: Count = 0
@@ -71,12 +68,10 @@ class ChannelStats:
 
 
 @attrs.frozen(kw_only=True)
-class PrefillCost:
+class PrefillCost(Value):
     """The time that steps of a prefill take, fitted to the recent ones: `step_s` for each, and `token_s` for each token
     that it computes. A step has at most `chunk_tokens`, or any number of them when that is 0. Zeros mean that no step
     was measured."""
-
-    __repr__ = brief
 
     step_s: Seconds = 0.0
     token_s: Seconds = 0.0
@@ -89,11 +84,9 @@ class PrefillCost:
 
 
 @attrs.frozen(kw_only=True)
-class DecodeCost:
+class DecodeCost(Value):
     """The time that steps of a decode take, fitted to the recent ones: `step_s` for each, `sequence_s` for each
     sequence in it and `token_s` for each token of their contexts. Zeros mean that no step was measured."""
-
-    __repr__ = brief
 
     step_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
@@ -110,11 +103,9 @@ _Classes = Annotated[tuple[Count, ...], Meta(max_length=MAX_SIZE_CLASSES)]
 
 
 @attrs.frozen
-class QueuedSizes:
+class QueuedSizes(Value):
     """The prompts that an engine has not finished, by size: the tokens that are still to be computed for them, without
     those that its pages hold. Item i of both is about sizes of i bits: from 2**(i - 1) up to 2**i, 2**i excluded."""
-
-    __repr__ = brief
 
     num_requests: _Classes = ()
     num_tokens: _Classes = ()
@@ -138,7 +129,7 @@ class QueuedSizes:
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class EngineLoad:
+class EngineLoad(Value):
     """The common part of both engines' snapshots.
 
     `num_tokens` were computed in `busy_s` seconds of model steps since the engine was made. `providers` are (op,
@@ -151,7 +142,6 @@ class EngineLoad:
 
     What a policy is shown leaves `transport`, `providers` and `kv` empty: they take long, and it does not need them."""
 
-    __repr__ = brief
     _repr_html_ = as_table
 
     address: PeerAddress
@@ -189,8 +179,6 @@ class PrefillLoad(EngineLoad):
     prompts that wait to start count in full. `queued` has them by size, without those that are cached. `unsent_bytes`
     were pushed and not sent yet. `cost` says how long its steps take."""
 
-    __repr__ = brief
-
     num_queued_requests: Count
     num_queued_tokens: Count
     unsent_bytes: Count = 0
@@ -205,8 +193,6 @@ class DecodeLoad(EngineLoad):
     choice. `accept_length` is the average number of tokens that a sequence got in the last step: 1 without drafts, 0
     before the first step. At most `max_running_requests` hold pages at a time, or any number when that is 0. `cost`
     says how long its steps take."""
-
-    __repr__ = brief
 
     num_waiting_requests: Count
     num_waiting_tokens: Count
@@ -297,10 +283,8 @@ class Links(Sequence[Link]):
 
 
 @attrs.frozen(kw_only=True)
-class LostPort:
+class LostPort(Value):
     """A port that was lost `age_s` seconds ago, and the reason. `is_back` says whether it is in use again."""
-
-    __repr__ = brief
 
     address: PeerAddress
     role: str
@@ -310,7 +294,7 @@ class LostPort:
 
 
 @attrs.frozen(kw_only=True)
-class PairingStats:
+class PairingStats(Value):
     """The work that a Pairing has, and what it did since it was made.
 
     `ended` counts requests by the reason in their last event. `num_retries` counts grants after a request's first one
@@ -319,7 +303,6 @@ class PairingStats:
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     """
 
-    __repr__ = brief
     _repr_html_ = as_table
 
     num_queued_requests: int

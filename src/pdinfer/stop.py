@@ -72,7 +72,7 @@ class Automaton(Generic[Symbol]):
         return made
 
     def next(self, state: int, symbol: Symbol) -> int:
-        """Return the state behind one more symbol."""
+        """Return the state after one more symbol."""
         while state and symbol not in self._children[state]:
             state = self._shorter[state]
         return self._children[state].get(symbol, 0)

@@ -15,7 +15,7 @@ Below it are the tracks of requests, on which a request is a slice with its id a
 on which a room is one. Slices that overlap lie on tracks of their own. An arrow leads from the step of prefill that
 handed a request off to the step of decode that took it over. `join_traces` makes one file of those of many processes.
 
-Times are those of the host. On a CUDA device ops run behind it. A part then lasts as long as the launch of its work,
+Times are those of the host. On a CUDA device ops run after it. A part then lasts as long as the launch of its work,
 and only parts that wait for the device (the counts that experts need, sample) show the rest. With
 CUDA_LAUNCH_BLOCKING=1 in the environment the host waits for every op, and everything is slower.
 
@@ -32,7 +32,8 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,6 +59,9 @@ MAX_FILE_BYTES = 1 << 30
 IDLE_NS = 100_000
 """A shorter span in which no model ran is left out, because a host that polls would fill the file with them."""
 
+Values = Mapping[str, float | str]
+"""What is known of an event."""
+
 _log = logging.getLogger("pdinfer")
 
 
@@ -66,24 +70,12 @@ class _Event:
     name: str
     start_ns: int
     duration_ns: int
-    values: Mapping[str, float | str]
+    values: Values
 
     def json(self, category: str, track: Mapping[str, int]) -> dict[str, object]:
         """Return it as a complete event on a track, in microseconds."""
         head = {"name": self.name, "cat": category, "ph": "X"}
         return {**head, "ts": self.start_ns / 1000, "dur": self.duration_ns / 1000, **track, "args": self.values}
-
-
-@attrs.frozen
-class Slice:
-    """Something that others may overlap, such as a request: its name, when it was, what is known of it, and the stages
-    inside it. Times are seconds before now."""
-
-    name: str
-    began_ago_s: float
-    ended_ago_s: float = 0.0
-    values: Mapping[str, float | str] = attrs.field(factory=dict)
-    stages: Sequence[Slice] = ()
 
 
 class Trace:
@@ -156,10 +148,19 @@ class Trace:
             if name not in HOST_PARTS:
                 self._model_ns += now - start
 
-    def show(self, kind: str, shown: Slice) -> None:
-        """Show a slice on the tracks of that kind: REQUESTS or CHANNEL."""
-        now = self._clock_ns()
-        self._slices[kind].append(tuple(_at(each, now) for each in (shown, *shown.stages)))
+    def show(
+        self, kind: str, name: str, marks: Iterable[tuple[str, float | None]], values: Values, *, now: float
+    ) -> None:
+        """Show a slice, which others may overlap, on the tracks of that kind, REQUESTS or CHANNEL: from the first of
+        `marks` to the last. A mark is the name of the stage that begins there, "" for none, and its time by the clock
+        that says `now`, None where it is not known."""
+        now_ns = self._clock_ns()
+        known = [(stage, now_ns - round((now - at) * 1e9)) for stage, at in marks if at is not None]
+        stages = [
+            _Event(stage, began, max(0, ended - began), {}) for (stage, began), (_, ended) in pairwise(known) if stage
+        ]
+        (_, began), (_, ended) = known[0], known[-1]
+        self._slices[kind].append((_Event(name, began, max(0, ended - began), values), *stages))
 
     def depart(self, key: str) -> None:
         """Begin an arrow in what is open now. Another trace ends it by the same key: 16 hexadecimal digits."""
@@ -202,13 +203,8 @@ class Trace:
                     yield event.json(kind, track)
 
 
-def _at(shown: Slice, now_ns: int) -> _Event:
-    start, end = (now_ns - round(ago_s * 1e9) for ago_s in (shown.began_ago_s, shown.ended_ago_s))
-    return _Event(shown.name, start, max(0, end - start), shown.values)
-
-
 def _lanes(slices: Iterable[tuple[_Event, ...]]) -> list[list[_Event]]:
-    """Divide slices, each with its stages behind it, into as few tracks as they need for not overlapping."""
+    """Divide slices, each followed by its stages, into as few tracks as they need for not overlapping."""
     lanes: list[list[_Event]] = []
     ends: list[int] = []
     for whole, *stages in sorted(slices, key=lambda parts: parts[0].start_ns):

@@ -33,10 +33,10 @@ from pdinfer.bounds import (
     Seconds,
     TopLogprobs,
 )
+from pdinfer.checks import token_ids
 from pdinfer.errors import PDInferError
 from pdinfer.stop import StopMatcher
-from pdinfer.tokens import token_ids
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 class FinishReason(enum.Enum):
@@ -57,7 +57,7 @@ class HandoffStatus(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class SamplingParams:
+class SamplingParams(Value):
     """The rules by which tokens are drawn from the logits of one request.
 
     `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
@@ -79,7 +79,6 @@ class SamplingParams:
     the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes.
     """
 
-    __repr__ = brief
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -99,7 +98,7 @@ class SamplingParams:
 
 
 @attrs.frozen(kw_only=True)
-class Request:
+class Request(Value):
     """One prompt to continue: token ids, in any sequence of ints or one-dimensional array or tensor of ints, kept as a
     tuple. Anything but token ids raises ConfigError (see `token_ids`). Everything else, and whether the model has these
     tokens, is checked when the request is submitted: see `admission.check_request`.
@@ -114,7 +113,6 @@ class Request:
     in steps of its own; a Pairing sets it on a request that may be what breaks engines (docs/decisions/0056).
     """
 
-    __repr__ = brief
     request_id: str | None = None
     prompt: tuple[int, ...] = attrs.field(converter=token_ids)
     output: tuple[int, ...] = attrs.field(default=(), converter=token_ids)
@@ -133,11 +131,10 @@ class Request:
 
 
 @attrs.frozen(kw_only=True)
-class RequestLimits:
+class RequestLimits(Value):
     """The requests that an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and
     output, and the logits processors it was given."""
 
-    __repr__ = brief
     name: Name
     vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
     max_tokens: Count
@@ -145,18 +142,14 @@ class RequestLimits:
 
 
 @attrs.frozen
-class PeerAddress:
-    """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
+class PeerAddress(Value):
+    """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer.
+    Its hash is of what tells most apart, since tables of ports and links are read for every choice."""
 
-    __repr__ = brief
     engine_id: EngineId
-    epoch: Epoch
+    epoch: Epoch = attrs.field(hash=False)
     rank: Index
-    endpoints: Annotated[tuple[Name, ...], FEW] = ()
-
-    def __hash__(self) -> int:
-        """Hash what distinguishes addresses: tables of ports and links are read for every choice."""
-        return hash((self.engine_id, self.rank))
+    endpoints: Annotated[tuple[Name, ...], FEW] = attrs.field(default=(), hash=False)
 
     def __str__(self) -> str:
         """Return the text for messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
@@ -173,7 +166,7 @@ def peer_key(address: PeerAddress) -> PeerKey:
 
 
 @attrs.frozen(kw_only=True)
-class PageGrant:
+class PageGrant(Value):
     """Decode's reservation and the right to write it, for one attempt (`room`, 16 random bytes).
 
     `writers` are all ranks of prefill that have the request, its leader first. Each writes a part of the tokens to each
@@ -181,7 +174,6 @@ class PageGrant:
     It starts on a page border of decode's page size. `pages[i]` holds tokens [tokens.start + i * page_size, …) on every
     destination, and `generations[i]` dates that page."""
 
-    __repr__ = brief
     room: Room
     request_id: Name
     writers: Annotated[tuple[PeerAddress, ...], SOME]
@@ -193,10 +185,9 @@ class PageGrant:
 
 
 @attrs.frozen(kw_only=True)
-class NamedState:
+class NamedState(Value):
     """A tensor that travels next to the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
 
-    __repr__ = brief
     name: Name
     version: Index
     dtype: Name
@@ -205,13 +196,12 @@ class NamedState:
 
 
 @attrs.frozen(kw_only=True)
-class Handoff:
+class Handoff(Value):
     """One writer's last message about a room: LANDED with the first token, or ABORTED with the reason.
 
     `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in.
     """
 
-    __repr__ = brief
     room: Room
     writer: PeerAddress
     status: HandoffStatus
@@ -228,32 +218,29 @@ class Handoff:
 
 
 @attrs.frozen(kw_only=True)
-class Granted:
+class Granted(Value):
     """Decode has reserved pages. `request` is what prefill must run, with the output so far."""
 
-    __repr__ = brief
     grant: PageGrant
     request: Request
 
 
 @attrs.frozen(kw_only=True)
-class Refused:
+class Refused(Value):
     """Decode cannot take the request, and holds nothing for it."""
 
-    __repr__ = brief
     request_id: Name
     error: PDInferError
 
 
 @attrs.frozen(kw_only=True)
-class Timeline:
+class Timeline(Value):
     """The times at which a request reached each stage, in seconds since `submit` of the object that emitted the event.
     None means that it did not reach the stage, or that the author of the event does not know. `queued_s` is when decode
     got the request, as soon as its pair was chosen. `granted_s` to `committed_s` are those of the last attempt,
     `queued_s` and `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken
     for the moment of the grant."""
 
-    __repr__ = brief
     queued_s: Seconds | None = None
     granted_s: Seconds | None = None
     prefill_began_s: Seconds | None = None
@@ -265,13 +252,12 @@ class Timeline:
 
 
 @attrs.frozen(kw_only=True)
-class Usage:
+class Usage(Value):
     """The usage of a finished request. Seconds count from `submit` of the object that emitted the event. Prefill found
     `cached_tokens` of the prompt in its pages and did not compute them. `num_draft_tokens` were proposed for it, and
     `num_accepted_tokens` of them were the model's own choice. A Pairing adds its last `choice`; `num_retries` counts
     the attempts that were made again, at one decode or at another."""
 
-    __repr__ = brief
     prompt_tokens: Count
     output_tokens: Count
     cached_tokens: Count
@@ -285,11 +271,10 @@ class Usage:
 
 
 @attrs.frozen(kw_only=True)
-class TokenEvent:
+class TokenEvent(Value):
     """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when it was
     made, in seconds since `submit` of the object that emitted it; None for a request that was never accepted."""
 
-    __repr__ = brief
     request_id: Name
     token: Index | None
     index: Index
@@ -305,14 +290,13 @@ Event = Granted | Refused | TokenEvent
 
 
 @attrs.frozen(kw_only=True)
-class Link:
+class Link(Value):
     """A prefill and a decode that reach each other. `bytes_per_s` is the average speed at which payloads of the prefill
     arrived at the decode, without the time that they waited at the prefill, or None before the first. `inflight_bytes`
     were pushed and have not left prefill's pages yet. For an engine with several ranks, both are measured at its first
     rank. `backlog_bytes` have to cross the link before those of a new request: all that belong to requests that this
     pair serves and that have not arrived whole."""
 
-    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     bytes_per_s: float | None = None
@@ -329,12 +313,11 @@ class TokensByPort(Mapping[PeerAddress, int]):
 
 
 @attrs.frozen(kw_only=True)
-class RequestShape:
+class RequestShape(Value):
     """The facts about a request that a policy may know. `ordinal` counts the choices a Pairing has made so far. `links`
     are all pairs that reach each other, among the ports that the policy is shown; without any, all pairs do.
     `found_tokens` has the tokens at the beginning of this prompt that the pages of a port hold, where there are any."""
 
-    __repr__ = brief
     ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -350,10 +333,9 @@ class RequestShape:
 
 
 @attrs.frozen(kw_only=True)
-class Choice:
+class Choice(Value):
     """The pair that a policy chose, with every part of the score that led to it (lower is better)."""
 
-    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     score: Annotated[tuple[tuple[Name, Score], ...], FEW] = ()

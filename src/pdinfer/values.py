@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from types import FunctionType
 from typing import Any
@@ -28,6 +29,17 @@ def brief(value: object) -> str:
     return _fields(value, MAX_CHARACTERS)
 
 
+class Value:
+    """Base of attrs values. They are shown by `brief`, unless they say how themselves."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = brief  # type: ignore[method-assign]  # before attrs looks whether to write one
+
+
 def as_table(value: object) -> str:
     """Return the fields that `brief` shows as a table in HTML, all of them. Made to be the `_repr_html_` of a class."""
     return table(((type(value).__name__,), *_seen(value, INNER_CHARACTERS)))
@@ -43,6 +55,8 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
     """Return `repr(value)` cut to `limit` characters, at least 20. It shows the beginning of what is long, and the
     dtype, shape and device of what is a tensor. Safe for ints of any size."""
     match value:
+        case partial():  # which may have tensors
+            return shown(value.func, limit)
         case enum.Enum():
             text = f"{type(value).__name__}.{value.name}"
         case bool() | None:

@@ -19,6 +19,7 @@ from pdinfer.execution.sampling import Draw
 from pdinfer.kernels.torch import rows as torch_rows
 from pdinfer.kv import copies
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
+from pdinfer.kv.transports.loopback import LoopbackHub
 from pdinfer.kv.view import PageMemory
 from pdinfer.model.batch import Row
 from pdinfer.testing import random_model, tiny_config
@@ -299,7 +300,7 @@ PROMPTS = [tuple((7 * i + j) % 97 for j in range(length)) for i, length in enume
 
 def transports(name: str) -> list[pd.kv.Transport]:
     if name == "loopback":
-        hub = pd.kv.LoopbackHub()
+        hub = LoopbackHub()
         return [pd.kv.LoopbackTransport(hub) for _ in range(2)]
     return [pd.kv.ShmTransport() if name == "shm" else pd.kv.SocketTransport() for _ in range(2)]
 

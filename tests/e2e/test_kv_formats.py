@@ -19,7 +19,8 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
-from pdinfer.testing import RandomWeights, tiny_config
+from pdinfer.testing import tiny_config
+from pdinfer.testing.models import RandomWeights
 from tests.e2e.setups import greedy, join, prompt_of, tokens_of
 
 CPU = torch.device("cpu")

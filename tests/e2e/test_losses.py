@@ -63,8 +63,8 @@ class Fragile(ModelRunner):
 
 @pytest.fixture(autouse=True)
 def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
-    monkeypatch.setattr(PrefillEngine, "make_runner", lambda self, model, memory: Fragile(model, memory, None))
-    monkeypatch.setattr(DecodeEngine, "make_runner", lambda self, model, memory: Fragile(model, memory, None))
+    monkeypatch.setattr(PrefillEngine, "_make_runner", lambda self: Fragile(self.model, self.pool.memory))
+    monkeypatch.setattr(DecodeEngine, "_make_runner", lambda self: Fragile(self.model, self.pool.memory))
     Fragile.died = []
     yield Fragile
     Fragile.fragile = ""

@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant(
         "a prefill that vLLM never asked about turns no grant away",
         "        ask = self._ask(request)  # vLLM may never have asked about it\n        del self._asks[req_id]\n",
-        "        ask = self._asks.pop(req_id, None)\n",
+        "        ask = self._asks.pop(req_id, Ask())\n",
         f"{VLLM}test_a_grant_that_comes_behind_its_request_is_answered_at_once",
     ),
     Mutant(
@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pool full of kept prompts waits for their leases",
-        "            if orders.lacks_blocks:\n",
-        "            if orders.lacks_blocks and not orders.is_idle:\n",
+        "            if self.orders.lacks_blocks:\n",
+        "            if self.orders.lacks_blocks and not self.orders.is_idle:\n",
         f"{ORDER}test_a_prompt_with_a_grant_gets_the_blocks_of_one_that_nobody_has_asked_for",
     ),
     Mutant(
@@ -142,13 +142,13 @@ MUTANTS = [
     ),
     Mutant(
         "a server goes on with a prompt that nobody wants",
-        "            call = self._calls.get(room)\n",
-        "            call = None\n",
+        "if (call := self._calls.get(room)) is not None:",
+        "if (call := None) is not None:",
         f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
     ),
     Mutant(
         "a server that was left before it answered is heard to its end",
-        "                is_left = self._is_left\n",
+        "                is_left = self.is_left\n",
         "                is_left = False\n",
         f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
     ),
@@ -232,8 +232,8 @@ MUTANTS = [
     ),
     Mutant(
         "overrides of a checkpoint's config are no part of the model's id",
-        "return attrs.evolve(layout, model_id=folded(layout.model_id, changes))",
-        "return layout",
+        "model_id=folded(layout.model_id, changes))",
+        "model_id=layout.model_id)",
         f"{TOLD}test_overrides_at_one_end_are_refused_by_name_and_at_both_served",
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "log-probabilities of a prompt that was loaded are what memory held",
-        'ask.loads and getattr(request, "skip_reading_prefix_cache", False):',
-        "False:",
+        'elif loads and getattr(request, "skip_reading_prefix_cache", False):',
+        "elif False:",
         f"{VLLM}test_a_prompt_that_vllm_must_compute_itself_is_not_loaded",
     ),
 ]

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "a vLLM that was restarted is not probed",
-        "probed = peer if peer_key(peer) == peer_key(self.address) else reached.check()",
+        "probed = peer if is_known else self._probe.check(self._kv, self._complete, self._key)",
         "probed = peer",
         f"{PREFILL}test_a_vllm_that_comes_back_wrong_is_refused",
     ),
@@ -53,7 +53,7 @@ MUTANTS = [
     ),
     Mutant(
         "vLLM waits for the prompt of a request that has ended here",
-        "        _turn_away(known.engine, known.grant)\n        if grant.room",
+        '        turn_away(known.engine.channel, known.grant, RequestError("the request was ended"))\n        if grant.room',
         "        if grant.room",
         f"{DECODE}test_cancels_and_deadlines_end_once",
     ),

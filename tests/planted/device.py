@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "work on a stream runs on another",
-        "torch.get_device_module(device).stream(stream)",
+        "torch.get_device_module(stream.device).stream(stream)",
         "contextlib.nullcontext()",
         T + "test_a_push_reads_behind_the_event_of_its_layer",
     ),

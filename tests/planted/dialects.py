@@ -53,13 +53,13 @@ MUTANTS = [
     ),
     Mutant(
         "a text that looks like a number becomes one",
-        'if stripped == "null" or types != TEXT | {"null"}:',
+        'if stripped == "null" or types != _TEXT | {"null"}:',
         "if True:",
         f"{PARSER}test_the_schema_says_what_is_text_and_else_what_is_json_is_json {TRANSCRIPT}[glm-4.7]",
     ),
     Mutant(
         "quotes in a text end the arguments",
-        "            self._argue(quoted(text)[1:-1])\n",
+        "            self._argue(_quoted(text)[1:-1])\n",
         "            self._argue(text)\n",
         f"{PARSER}test_arguments_of_a_whole_call_are_the_json_that_was_meant {TRANSCRIPT}[v3.2]",
     ),

@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "documents write markers of turns",
-        'list(map(look_at, values["messages"])), look(values["documents"])',
-        'list(map(look_at, values["messages"])), values["documents"]',
+        '"documents": look(values["documents"])',
+        '"documents": values["documents"]',
         MARKERS + "test_documents_and_what_is_inside_of_a_message_are_text",
     ),
     Mutant(

@@ -13,14 +13,14 @@ MUTANTS = [
     # -- forks
     Mutant(
         "a forked child uses objects of its parent",
-        "[each for each in list(self.has) if each._is_shared_by_fork]",
+        "[each for each in inherited if each._is_shared_by_fork]",
         "[]",
         REFUSED,
     ),
     Mutant(
         "closing a copy in a child is refused",
-        "        if name in kind._ends:",
-        "        if name in ():",
+        "ends = dict.fromkeys(thing._ends, _nothing)",
+        "ends = {}",
         REFUSED,
     ),
     Mutant(

@@ -24,8 +24,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill computes a request that must run alone beside others",
-        'share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps),',
-        "self.active,",
+        'share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps)',
+        "self.active",
         LOSSES + "test_a_request_that_must_run_alone_takes_turns_with_the_others",
     ),
     Mutant(

@@ -214,8 +214,8 @@ MUTANTS = [
     ),
     Mutant(
         "a decode engine does not look at its largest step",
-        "        model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)\n",
-        "",
+        "            *self.config.largest_decode_step, tp_size",
+        '            1, "", tp_size',
         STEP,
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
     ),
     Mutant(
         "a prefill engine does not look at its largest step",
-        "        model.experts.check_step(*largest, tp_size=model.topology.tp_size)\n",
+        "        self.model.experts.check_step(*largest, tp_size=self.model.topology.tp_size)\n",
         "",
         DEEP_EP + "test_a_prefill_with_larger_steps_than_can_be_dispatched_is_refused",
     ),

@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed step does not say why",
-        'return f"{type(error).__name__}: {said}" if said else type(error).__name__',
+        'return f"{type(error).__name__}: {text}" if text else type(error).__name__',
         "return type(error).__name__",
         f"{SETTINGS}::test_a_failed_step_says_what_has_failed",
     ),

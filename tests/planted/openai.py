@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "tools that may not be called are told to the model",
-        'if chosen == "none" or not tools:',
+        'if body.tool_choice == "none" or not tools:',
         "if not tools:",
         _TOOLS + "test_tools_are_told_unless_none_may_be_called",
     ),
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "JSON begins before a reasoning has ended",
-        "return self.rest if CLOSE in text else",
+        "return self.rest if END_OF_THOUGHT in text else",
         "return self.rest if text else",
         "test_schema.py::test_json_begins_behind_a_reasoning_that_the_prompt_or_the_answer_opens",
     ),
@@ -315,8 +315,8 @@ MUTANTS = [
     ),
     Mutant(
         "an empty content ends a reasoning",
-        "if not chunk and self._is_content:",
-        "if not chunk:",
+        "if not message and self._is_content:",
+        "if not message:",
         _CHATS + "test_a_stream_has_the_same_in_pieces_one_chunk_for_each_token",
     ),
 ]

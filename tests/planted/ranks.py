@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     Mutant(
         "followers draft from the newest token only",
-        "draw.output[-MAX_NEWEST:]",
-        "draw.output[-1:]",
+        ".output[-MAX_NEWEST:]",
+        ".output[-1:]",
         "test_leader.py::test_drafts_are_told_by_number_until_they_are_gone",
     ),
     Mutant(
@@ -332,8 +332,8 @@ MUTANTS = [
     ),
     Mutant(
         "a known page may be the last token's",
-        "(sequence.num_tokens - 1) // self._pool",
-        "sequence.num_tokens // self._pool",
+        "(num_tokens - 1) // self._pool",
+        "num_tokens // self._pool",
         "test_prefix.py::test_a_prompt_known_to_its_end_has_its_last_page_run_and_sent_again[16-shared-4-4]",
     ),
     Mutant(
@@ -380,9 +380,10 @@ MUTANTS = [
     ),
     Mutant(
         "orphans are not counted",
-        "        return len(self._orphans)\n",
+        "        return len(self.orphans)\n",
         "        return 0\n",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
+        where="page_tables.py",
     ),
     Mutant(
         "shared pages count as new ones",
@@ -392,14 +393,14 @@ MUTANTS = [
     ),
     Mutant(
         "an orphan's pages are free at once",
-        "        self._orphans[grant.room] = grant.pages\n",
-        "        self._orphans[grant.room] = ()\n        self._pool.release(grant.pages)\n",
+        "        self.orphans[grant.room] = grant.pages\n",
+        "        self.orphans[grant.room] = ()\n        self._pool.release(grant.pages)\n",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
     ),
     Mutant(
         "settled orphans stay",
-        "self._orphans.pop(room, None)",
-        "self._orphans.get(room)",
+        "self.orphans.pop(room, None)",
+        "self.orphans.get(room)",
         "test_page_tables.py::test_pages_of_a_room_that_was_given_up_wait_for_its_writers",
     ),
     Mutant(
@@ -416,8 +417,8 @@ MUTANTS = [
     ),
     Mutant(
         "a page beyond max_total_tokens",
-        "return self._pool.num_available - self._num_withheld\n\n    @property",
-        "return self._pool.num_available\n\n    @property",
+        "return self._pool.num_available - self._num_withheld",
+        "return self._pool.num_available",
         "test_page_tables.py::test_pages_in_use_have_room_for_no_more_tokens_than_allowed",
     ),
     Mutant(
@@ -446,8 +447,8 @@ MUTANTS = [
     ),
     Mutant(
         "withheld pages are given",
-        "return self._pool.num_available - self._num_withheld\n\n    def is_full",
-        "return self._pool.num_available\n\n    def is_full",
+        "PromptTables(self.pool, self._channel, num_withheld=self._num_withheld)",
+        "PromptTables(self.pool, self._channel, num_withheld=0)",
         "test_prefill.py::test_no_more_tokens_are_held_than_allowed",
     ),
     Mutant(

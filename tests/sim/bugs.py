@@ -28,7 +28,8 @@ from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.scheduling import rules
 from pdinfer.scheduling.decode import DecodeScheduler
-from pdinfer.testing import Placement, SimNetwork, SimTransport
+from pdinfer.testing import Placement, SimNetwork
+from pdinfer.testing.network import SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
 
@@ -69,8 +70,8 @@ def _free_orphans(patch: pytest.MonkeyPatch) -> None:
 
     def orphan_and_free(self: PageTables, sequence: Any) -> Any:
         grant = orphan(self, sequence)
-        self._pool.release(self._orphans[grant.room])
-        self._orphans[grant.room] = ()
+        self._pool.release(self.orphans[grant.room])
+        self.orphans[grant.room] = ()
         return grant
 
     patch.setattr(PageTables, "orphan", orphan_and_free)
@@ -101,10 +102,10 @@ def pages_free_after_a_while(patch: pytest.MonkeyPatch) -> None:
 
     def grant_and_reap(self: DecodeEngine) -> None:
         since = self.__dict__.setdefault("orphaned_at", {})
-        for room, pages in self._tables._orphans.items():
+        for room, pages in self._tables.orphans.items():
             if pages and self._clock() - since.setdefault(room, self._clock()) > 0.05:
                 self.channel.pool.release(pages)
-                self._tables._orphans[room] = ()
+                self._tables.orphans[room] = ()
         grant(self)
 
     patch.setattr(DecodeEngine, "_grant", grant_and_reap)

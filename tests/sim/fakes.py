@@ -380,11 +380,11 @@ class CellRunner(ModelRunner):
 class CellPrefill(PrefillEngine):
     """A prefill engine on the fake model. On a pool shared with decode it computes into granted pages."""
 
-    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+    def _make_runner(self) -> CellRunner:
         return CellRunner(
-            memory,
+            self.pool.memory,
             lambda: (PageState.OWNED, PageState.GRANTED) if self.shared else (PageState.OWNED,),
-            model.groups.attention,
+            self.model.groups.attention,
             self.channel,
             drafts=self.config.num_draft_tokens > 0,
         )
@@ -413,11 +413,11 @@ class CellPrefill(PrefillEngine):
 class CellDecode(DecodeEngine):
     """A decode engine on the fake model."""
 
-    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+    def _make_runner(self) -> CellRunner:
         return CellRunner(
-            memory,
+            self.pool.memory,
             lambda: (PageState.OWNED,),
-            model.groups.attention,
+            self.model.groups.attention,
             self.channel,
             drafts=self.config.num_draft_tokens > 0,
         )

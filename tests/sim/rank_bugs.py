@@ -96,7 +96,7 @@ def what_a_follower_lost_is_not_heard(patch: pytest.MonkeyPatch) -> None:
 @bug(rare=True, **RANKS, armed=SLOW, tight=1.0)
 def pages_return_before_followers_have_sent(patch: pytest.MonkeyPatch) -> None:
     """Prefill's pages go to the next prompt when the leader's share has left."""
-    patch.setattr(leaders._Sent, "done", property(lambda self: self.own.done))
+    patch.setattr(leaders.Sent, "done", property(lambda self: self.own.done))
 
 
 @bug(rare=True, **RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)

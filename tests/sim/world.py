@@ -468,10 +468,11 @@ class World:
         """Return what the ranks of an engine without work still keep for each other."""
         if name not in self.teams or not self._lives(name):
             return ""
-        kept = [self.engines[name].ranks.channel.rooms]
+        leader = self.engines[name].ranks.channel
+        kept = [leader._handoffs, leader._settled, leader._sent, leader._stops]
         for one in self.following[name]:
             follower = one.engine.ranks.follower
-            kept += [follower.rooms, follower.num_drafts]
+            kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
             held = one.engine.channel.snapshot()
             written = (AcceptedState.OPEN, AcceptedState.STOPPING)
             kept += [held.expected, [room for room, state in held.accepted.items() if state in written]]

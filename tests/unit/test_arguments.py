@@ -12,6 +12,7 @@ import torch
 import pdinfer as pd
 from pdinfer import bench, kernels, kv, moe, remote
 from pdinfer.checks import typed
+from pdinfer.moe.placement.difference import plan_migration
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e.setups import local, model_of, pool_of, request
 
@@ -161,7 +162,7 @@ CALLED = [
     row("quantize_checkpoint", lambda value: pd.quantize_checkpoint(value, "nowhere")),
     row("rebalance_experts", lambda value: pd.rebalance_experts(value, 4, 1, 1, 1)),
     row("ExpertPlacement.slots_of", lambda value: pd.ExpertPlacement.trivial(1, 2, 1).slots_of(value)),
-    row("plan_migration", lambda value: moe.plan_migration(value, value, expert_bytes=1)),
+    row("plan_migration", lambda value: plan_migration(value, value, expert_bytes=1)),
     row("write_placement", lambda value: moe.write_placement("nowhere/x.json", value)),
     row("Model.logits", MODEL.logits, "bytes"),
     row("Model.mtp_logits", lambda value: MODEL.mtp_logits([1], value), "int"),

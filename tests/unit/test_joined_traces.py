@@ -12,7 +12,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.testing import random_model
-from pdinfer.trace import CHANNEL, REQUESTS, Slice, Trace, join_traces
+from pdinfer.trace import CHANNEL, REQUESTS, Trace, join_traces
 from tests.e2e.setups import greedy
 
 Event = dict[str, Any]
@@ -115,8 +115,8 @@ def made(folder: Path) -> Trace:
 def test_slices_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
     trace = made(tmp_path)
     for name, began, ended in (("a", 9, 5), ("b", 8, 6), ("c", 6, 4), ("d", 5, 3), ("e", 4, 4)):
-        trace.show(REQUESTS, Slice(name, began, ended))
-    trace.show(CHANNEL, Slice("f", 9, 1))
+        trace.show(REQUESTS, name, [("", -began), ("", -ended)], {}, now=0)
+    trace.show(CHANNEL, "f", [("", -9), ("", -1)], {}, now=0)
     trace.write()
     found = tracks(read(tmp_path / "a.json"))
     assert [[event["name"] for event in lane] for lane in found["requests decode"]] == [["a", "d"], ["b", "c", "e"]]

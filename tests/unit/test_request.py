@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.tokens import CheckedTokens
+from pdinfer.checks import CheckedTokens
 
 IDS = (3, 1, 4)
 

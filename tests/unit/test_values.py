@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.diagnosis.report import Diagnosis, Fact, Section, failure, warning
-from pdinfer.process.forked import _refusing
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.values import MAX_CHARACTERS, asdict, brief, shown
 from tests.e2e.setups import local, request
@@ -131,13 +130,6 @@ def test_a_pairing_counts_its_ports_and_says_when_it_is_closed() -> None:
         setup.pairing.submit(request())
         assert repr(setup.pairing) == "Pairing(1 prefill, 1 decode, 1 unfinished requests)"
     assert repr(setup.pairing) == "Pairing(1 prefill, 1 decode, 0 unfinished requests, closed)"
-
-
-def test_a_copy_in_a_forked_child_can_be_printed() -> None:
-    with local() as setup:
-        for each in (setup.pairing, *setup.prefills):
-            copied = object.__new__(_refusing(type(each)))
-            assert repr(copied).startswith(f"{type(each).__name__}(a copy")
 
 
 def test_the_reprs_of_what_stands_around_a_pairing() -> None:

@@ -7,7 +7,7 @@ import attrs
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 METRICS = (
     "request_goodput", "token_goodput", "goodput_per_gpu", "attainment", "request_throughput", "output_throughput",
@@ -18,11 +18,9 @@ LENGTHS_WITHIN = 0.02
 
 
 @attrs.frozen(kw_only=True)
-class ComparedRow:
+class ComparedRow(Value):
     """One figure of both. `ratio` is second / first. `is_distinct` says whether their 95 % intervals are apart; None
     without repeats of both."""
-
-    __repr__ = brief
 
     metric: str
     first: float
@@ -32,10 +30,8 @@ class ComparedRow:
 
 
 @attrs.frozen(kw_only=True)
-class Comparison:
+class Comparison(Value):
     """The figures that two summaries share."""
-
-    __repr__ = brief
 
     rows: tuple[ComparedRow, ...]
 

@@ -12,7 +12,7 @@ import numpy as np
 from pdinfer.bench.traces import MAX_SEED, Arrival, Trace, rng_of
 from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 Lengths = int | tuple[int, int] | Trace
 """The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
@@ -20,15 +20,13 @@ MAX_REQUESTS = 10_000_000
 
 
 @attrs.frozen(kw_only=True)
-class Load:
+class Load(Value):
     """Requests with the times at which they are due, in seconds since the run begins, in order.
 
     In the mode "closed_loop" `at_s` is when a client starts, for the first `max_concurrency` requests; each of the
     others is due when one before it ends. In other modes times do not depend on what is served, and
     `max_concurrency` only holds requests back: they still count as due.
     """
-
-    __repr__ = brief
 
     mode: str
     arrivals: tuple[Arrival, ...]

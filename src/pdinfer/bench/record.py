@@ -17,7 +17,7 @@ from itertools import pairwise
 import attrs
 
 from pdinfer.types import Choice, FinishReason, Timeline, TokenEvent
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 STAGES = ("slip", "queue", "grant", "prefill_queue", "prefill", "transfer", "commit", "decode", "delivery")
 """The parts of TTFT, in order. `slip`: intended until sent. `queue`: until a pair was chosen. `grant`: until decode
@@ -30,15 +30,13 @@ REFUSED, UNFINISHED = "refused", "unfinished"
 
 
 @attrs.frozen(kw_only=True)
-class Record:
+class Record(Value):
     """One request. Times are seconds since the run began; None is a stage that it did not reach, or an unknown time.
 
     `token_s` is when decode made each token, `read_s` when the host read it. `outcome` is a FinishReason's value,
     "refused" (never accepted) or "unfinished". `is_first_of_shape` says that no request of its size (prompt tokens,
     rounded up to a power of two) came before it, so that it may have paid for a cold shape.
     """
-
-    __repr__ = brief
 
     request_id: str
     intended_s: float

@@ -14,16 +14,14 @@ from pdinfer.bench.summary import Interval, Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 from pdinfer.progress import Progress, telling
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MIN_SEEDS = 3
 
 
 @attrs.frozen(kw_only=True)
-class Trial:
+class Trial(Value):
     """One rate that was tried: its attainment over the seeds, and whether that keeps the target."""
-
-    __repr__ = brief
 
     rate: float
     attainment: Interval
@@ -32,11 +30,9 @@ class Trial:
 
 
 @attrs.frozen(kw_only=True)
-class Goodput:
+class Goodput(Value):
     """The highest rate that was found to keep the target, 0 if none did, and every trial on the way. `upper` is the
     lowest rate that did not keep it, None when every rate did."""
-
-    __repr__ = brief
 
     rate: float
     upper: float | None

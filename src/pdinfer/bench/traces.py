@@ -25,7 +25,7 @@ from msgspec import Meta
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_LINE_BYTES = 16 << 20
 MAX_TRACE_BYTES = 1 << 30
@@ -47,11 +47,9 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(\+00:00|Z)?",
 
 
 @attrs.frozen(kw_only=True)
-class Arrival:
+class Arrival(Value):
     """One request: when it is due in seconds, its tokens, the hashes of its blocks, equal for equal prefixes, and its
     priority and deadline as in `Request`."""
-
-    __repr__ = brief
 
     at_s: float
     prompt_tokens: int
@@ -62,10 +60,8 @@ class Arrival:
 
 
 @attrs.frozen(kw_only=True)
-class Trace:
+class Trace(Value):
     """Requests in order of arrival, and where they come from. `sha256` is that of the file."""
-
-    __repr__ = brief
 
     name: str
     format: str

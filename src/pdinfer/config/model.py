@@ -32,7 +32,7 @@ from pdinfer.config.hf import (
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, read_json
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
@@ -43,7 +43,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "
 
 
 @attrs.frozen(kw_only=True)
-class ModelConfig:
+class ModelConfig(Value):
     """The architecture of a model of one of the `FAMILIES`: DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-5 and relatives. Fields
     keep the names of the Hugging Face config.json.
 
@@ -53,8 +53,6 @@ class ModelConfig:
     and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
     `indexer_types` is empty.
     """
-
-    __repr__ = brief
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
     vocab_size: int = attrs.field(validator=int_in(1, MAX_VOCAB))

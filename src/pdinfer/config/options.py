@@ -15,7 +15,7 @@ from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, 
 from pdinfer.config.hf import STORED_DTYPES
 from pdinfer.errors import ConfigError
 from pdinfer.process.silence import SESSIONS
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
@@ -57,7 +57,7 @@ def _path_of(what: str) -> Validator:
 
 
 @attrs.frozen(kw_only=True)
-class CacheConfig:
+class CacheConfig(Value):
     """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
 
     `kv_format` "auto" is the model's dtype. "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
@@ -74,8 +74,6 @@ class CacheConfig:
     wrote, and what was computed from it, only to requests that the same prefill serves. "all" says that all prefills
     are trusted alike, and then decode reuses pages across them.
     """
-
-    __repr__ = brief
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
     kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
@@ -94,7 +92,7 @@ class CacheConfig:
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig:
+class EngineConfig(Value):
     """The limits of one engine.
 
     `chunked_prefill_size` is the most prompt tokens of a prefill step. -1 runs every prompt in one piece, and then
@@ -115,7 +113,7 @@ class EngineConfig:
 
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; afterwards the thread
     that steps has its own number again. None leaves the number to the host. With `keep_freed_memory` the process's
-    malloc keeps the memory that steps on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the
+    malloc keeps the memory that steps on a CPU free, see `pdinfer.process.memory`. `trace` names a folder: when the
     engine is closed, a timeline of its newest steps is written there, see `pdinfer.trace`.
 
     With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
@@ -123,8 +121,6 @@ class EngineConfig:
     sends as many as need be. On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step`
     in a step, though one expert at least; 0 moves all at once.
     """
-
-    __repr__ = brief
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
     max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
@@ -170,7 +166,7 @@ class EngineConfig:
 
 
 @attrs.frozen(kw_only=True)
-class ExpertConfig:
+class ExpertConfig(Value):
     """The spread of a model's experts over ranks, and the way of tokens to them.
 
     `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
@@ -183,8 +179,6 @@ class ExpertConfig:
     the last `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
     `moe.ExpertLoadRecorder`.
     """
-
-    __repr__ = brief
 
     num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
@@ -207,7 +201,7 @@ class ExpertConfig:
 
 
 @attrs.frozen(kw_only=True)
-class PairingConfig:
+class PairingConfig(Value):
     """The limits of one Pairing: requests in its own queue, requests that wait per decode, and times in seconds.
 
     `default_deadline_s` is for requests that bring no deadline; None lets them take as long as they need. `port_wait_s`
@@ -221,8 +215,6 @@ class PairingConfig:
     `fair_share` tenants, that is requests of equal `cache_salt`, take turns in the queue by the tokens they ask for,
     within a priority. It is off by default, because salts need not name tenants; see docs/decisions/0022.
     """
-
-    __repr__ = brief
 
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
     max_queued_per_decode: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -242,7 +234,7 @@ class PairingConfig:
 
 
 @attrs.frozen(kw_only=True)
-class RemoteConfig:
+class RemoteConfig(Value):
     """The times that either end of a served engine's connection waits, in seconds. This is the table of defaults of
     `pdinfer.remote`.
 
@@ -253,8 +245,6 @@ class RemoteConfig:
     uses what the engine says of itself, see `hung_after_s`. When the client is gone for good and a step does not end
     for another `exit_s`, the engine's process ends without it.
     """
-
-    __repr__ = brief
 
     silent_s: float = attrs.field(
         default=SESSIONS.silent_s, converter=as_float, validator=float_in(1, 3600, low_included=True)

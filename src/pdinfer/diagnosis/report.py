@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import attrs
 import msgspec
 
-from pdinfer.values import brief, table
+from pdinfer.values import Value, table
 
 SCHEMA = "pdinfer.doctor/1"
 WIDTH = 110
@@ -23,10 +23,8 @@ class Level(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class Fact:
+class Fact(Value):
     """A fact: a name, its value (None if it has none), and remarks in sentences."""
-
-    __repr__ = brief
 
     name: str
     value: str | int | float | None
@@ -34,10 +32,8 @@ class Fact:
 
 
 @attrs.frozen(kw_only=True)
-class Problem:
+class Problem(Value):
     """A problem: a sentence, and a shell command that mends it ("" where none is known)."""
-
-    __repr__ = brief
 
     level: Level
     sentence: str
@@ -59,10 +55,8 @@ def warning(sentence: str, mend: str = "") -> Problem:
 
 
 @attrs.frozen(kw_only=True)
-class Section:
+class Section(Value):
     """The facts of one subject, and the problems that follow from them."""
-
-    __repr__ = brief
 
     name: str
     facts: tuple[Fact, ...] = ()

@@ -3,11 +3,9 @@
     prefill.py       `PrefillEngine`: prompts in, latents pushed, one hand-off for each
     decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
     engine.py        what both engines share, also after a step that did not end
-    commands.py      what a host asks of an engine between steps
-    sequence.py      one request in an engine: a prompt at prefill, a sequence at decode
+    sequence.py      one request in an engine: a command, then a prompt at prefill, a sequence at decode
     page_tables.py   the pages of the prompts or sequences in an engine
-    tracks.py        what the trace of an engine shows of requests
-    snapshot.py      what an engine holds at one moment, for finding faults
+    shown.py         what an engine shows of its requests: a snapshot, and stages in its trace
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 

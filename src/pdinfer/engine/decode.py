@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
-from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.sequence import Sequence, ends_of
-from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
-from pdinfer.engine.tracks import show_landed, show_sequence
-from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
-from pdinfer.execution.drafting import DraftCounts, check_drafter
+from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
+from pdinfer.engine.shown import DecodeSnapshot, SequenceSnapshot, show_landed, show_sequence
+from pdinfer.errors import ConfigError, PDInferError, RankLost, RequestError, TransferError
+from pdinfer.execution.drafting import DraftCounts
 from pdinfer.execution.graphs import DecodeGraphs
-from pdinfer.execution.runner import ModelRunner, graphs_of
-from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory
+from pdinfer.execution.sampling import Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
-from pdinfer.model.model import Model
-from pdinfer.process.modes import own_modes
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.stats import DecodeCost, DecodeLoad
-from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
+from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request, Timeline
 
 _log = logging.getLogger("pdinfer")
 
@@ -50,40 +42,33 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """
 
     role = "decode"
-    run_empty = staticmethod(empty_decode)
+    _run_empty = staticmethod(empty_decode)
 
-    @typed
-    @own_modes()
-    def __init__(
-        self,
-        model: Model,
-        channel: KVChannel,
-        config: EngineConfig | None = None,
-        *,
-        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        asked = config or EngineConfig()
-        check_drafter(model, asked.num_draft_tokens)
-        num_queries, tp_size = 1 + asked.num_draft_tokens, model.topology.tp_size
-        model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)
-        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+    def _check_steps(self) -> None:
+        num_drafts = self.config.num_draft_tokens
+        if num_drafts and self.model.mtp is None:
+            raise ConfigError(
+                f"num_draft_tokens is {num_drafts} and the model was loaded without the MTP layer that drafts: load it "
+                "with mtp=True, or leave num_draft_tokens 0"
+            )
+        self.model.experts.check_step(
+            *self.config.largest_decode_step, tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
+        )
+
+    def _prepare(self) -> None:
         self._sequences: dict[str, Sequence] = {}
         self._untold: list[tuple[Sequence, Granted]] = []
-        shares_pool = self._channel.shares_pool
-        self._tables = PageTables(self.pool, num_withheld=self._num_withheld, shares_pool=shares_pool)
+        self._tables = PageTables(self.pool, self._channel, num_withheld=self._num_withheld)
         self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
             self._tables,
             self.config,
-            clock,
+            self._clock,
             num_pages=self.pool.num_pages,
             page_size=self.pool.layout.page_size,
             has_writers=lambda sequence: all(map(self._channel.connected, sequence.writers)),
         )
-        self.pool.hold(self._held)
-        self._arrivals = 0
         self._drafted = DraftCounts()
-        if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
+        if self.model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
         if self.config.graph_batch_sizes is not None:
             self.graphs.asked = frozenset(self.config.graph_batch_sizes)
@@ -101,7 +86,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     @property
     def graphs(self) -> DecodeGraphs:
         """The captured steps of this engine. As text: their sizes and bytes, and why steps ran otherwise."""
-        return graphs_of(self._model_runner)
+        return self._model_runner.resident.graphs
 
     @typed
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
@@ -142,7 +127,6 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _make_brief_load(self) -> DecodeLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting, granted, running = map(list, self._requests)
-        step_s, sequence_s, token_s = self._scheduler.costs.weights
         return DecodeLoad(
             **self._brief_load(),
             num_waiting_requests=len(waiting) + len(unseen),
@@ -151,22 +135,27 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             num_running_requests=len(running),
             num_running_tokens=sum(sequence.num_tokens for sequence in (*granted, *running)),
             max_running_requests=self.config.max_running_requests,
-            cost=DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s),
+            cost=self._cost,
             **attrs.asdict(self._drafted),
         )
 
     def next_step_s(self) -> float | None:
         """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
         when no sequence runs."""
-        if not (running := self._scheduler.running):
-            return None
+        running = self._scheduler.running
+        return self._cost.seconds(len(running), sum(one.num_tokens for one in running)) if running else None
+
+    @property
+    def _cost(self) -> DecodeCost:
         step_s, sequence_s, token_s = self._scheduler.costs.weights
-        return step_s + len(running) * sequence_s + sum(sequence.num_tokens for sequence in running) * token_s
+        return DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
 
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
         waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in self._requests)
-        return DecodeSnapshot(waiting=waiting, granted=granted, running=running, orphans=self._tables.orphans)
+        return DecodeSnapshot(
+            waiting=waiting, granted=granted, running=running, orphans=frozenset(self._tables.orphans)
+        )
 
     @typed
     def wait(self, timeout_s: float) -> bool:
@@ -223,13 +212,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             if request.stop != ():
                 raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
             request = check_request(request, [self.limits])
-            processor = self._make_processor(request.sampling)
+            processor = make_processor(self._factories, request.sampling)
             self._scheduler.check_room()
         except PDInferError as error:
             self._events.append(Refused(request_id=request_id, error=error))
             return
-        chain, now = self.pool.chain(request.cache_salt), self._clock()
-        sequence = Sequence.of(request, writers, self._arrivals, now, chain, processor)
+        chain, now, eos = self.pool.chain(request.cache_salt), self._clock(), self.model.config.eos_token_ids
+        sequence = Sequence.of(request, writers, self._arrivals, now, chain, eos_token_ids=eos, processor=processor)
         self._arrivals += 1
         self._sequences[request_id] = sequence
         self._scheduler.wait(sequence)
@@ -298,10 +287,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
         self._looked_up(sequence.num_tokens, found=grant.tokens.start)
-        sequence.waited_s += self._clock() - sequence.waiting_since
-        sequence.granted(self._clock())
+        now = self._clock()
+        sequence.waited_s += now - sequence.waiting_since
+        sequence.timeline = Timeline(queued_s=0.0, granted_s=now - sequence.submitted_at)
         self._channel.expect(grant)
-        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - now)
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._untold.append((sequence, Granted(grant=grant, request=request)))
 
@@ -350,16 +340,10 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
-            sequence.draft.num_tokens = self._scheduler.num_drafts(sequence)
+            sequence.draft.num_tokens = self._scheduler.num_drafts(sequence) if sequence.draft.num_newest else 0
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [s.next_draw or self._remember_draw(s) for s in batch]
+        draws = [sequence.next_draw for sequence in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
-
-    def _remember_draw(self, sequence: Sequence) -> Draw:
-        """Make what the tokens of a sequence depend on. It stays the same object, whose `output` grows."""
-        draw = self._draw(sequence.request.sampling, sequence.prompt, sequence.output, sequence.processor)
-        sequence.next_draw = draw
-        return draw
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""
@@ -380,7 +364,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         now = self._clock()
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
+        reason = sequence.ends_with(new.token)
         if reason is None:
             self._events.append(sequence.event(new, now=now))
             sequence.num_told += 1

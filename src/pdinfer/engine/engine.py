@@ -17,25 +17,24 @@ import torch
 from pdinfer.bounds import cause, escaped
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
-from pdinfer.engine.ranks.lockstep import Agreement
-from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
+from pdinfer.engine.ranks.leader import RankRunner, RunEmpty
+from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks
+from pdinfer.engine.sequence import Cancel
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
-from pdinfer.execution.runner import ModelRunner, Runner, using_threads
-from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.runner import ModelRunner, using_threads
+from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.memory import Memory
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.pool import Held, PagePool
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
+from pdinfer.process.forked import OfOneProcess, begin_to_compute
 from pdinfer.process.locks import HeldBack, let_go
-from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
 from pdinfer.scheduling.decode import DecodeScheduler
@@ -43,7 +42,7 @@ from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
-from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
+from pdinfer.types import Event, PeerAddress, RequestLimits
 
 Command = TypeVar("Command")
 
@@ -63,7 +62,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    _computing: frozenset[str] = frozenset()
+    _computing: frozenset[str]
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -114,8 +113,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """
 
     role = "engine"
+    _run_empty: RunEmpty
     _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
+    @typed
+    @own_modes()
     def __init__(
         self,
         model: Model,
@@ -125,7 +127,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        refuse(channel)
+        self.model = model
+        self.channel = channel
+        self.config = config or EngineConfig()
+        self._check_steps()
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
         if channel.engine is not None:
@@ -134,9 +139,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
         if channel.pool.layout.model_id != model.config.fingerprint:
             raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
-        self.model = model
-        self.channel = channel
-        self.config = config or EngineConfig()
         begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
@@ -153,10 +155,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
         self.experts = EngineExperts(self._rebalancing)
-        self._model_runner = self.make_runner(model, self.pool.memory)
+        self._model_runner = self._make_runner()
         self.ranks = self._join_ranks()
         # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
-        self._runner, self._channel = self.ranks.runner, self.ranks.channel
+        self._runner: ModelRunner | RankRunner = self.ranks.runner
+        self._channel = self.ranks.channel
         self._events: list[Event] = []
         self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
@@ -164,10 +167,26 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._prefix_hit_tokens = 0
         self._brief: tuple[int, EngineLoad] | None = None
         self._closed = False
+        self._arrivals = 0
         self._arrived = deque()
+        self._computing = frozenset()
         channel.notify(self._inbox.wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers
+        self._prepare()
+        self.pool.hold(self._held)
+
+    @abstractmethod
+    def _check_steps(self) -> None:
+        """Raise ConfigError when a step of this role may be larger than the model can run, before anything is made."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make the scheduler of this role, and what it counts."""
+
+    @abstractmethod
+    def _held(self) -> Held:
+        """Return the pages that requests hold."""
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -180,13 +199,13 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Take this engine's place among its ranks. All ranks call it together."""
         groups = self.model.groups
         if groups.world.size == 1:
-            return SingleRank(self.channel, self._model_runner, self._rebalancing)
+            return Ranks(self.channel, self._model_runner, self._rebalancing)
         return SeveralRanks(
             groups,
             self.channel,
             self._model_runner,
             rebalancing=self._rebalancing,
-            run_empty=self.run_empty,
+            run_empty=self._run_empty,
             limits=self._shared_limits(),
             inbox=self._inbox,
             clock=self._clock,
@@ -204,19 +223,14 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             "mtp": self.model.mtp is not None,
         }
 
-    @staticmethod
-    @abstractmethod
-    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
-        """Run this role's step of the model without rows, while other ranks run it with some."""
-
     @property
     def closed(self) -> bool:
         """Whether the engine was closed, here or on another of its ranks."""
         return self._closed
 
-    def make_runner(self, model: Model, memory: Memory) -> Runner:
-        """Make what runs this engine's steps. A simulator overrides it and puts arithmetic in its place."""
-        return ModelRunner(model, memory, self._trace)
+    def _make_runner(self) -> ModelRunner:
+        """Make what runs this engine's steps. Tests and benchmarks override it."""
+        return ModelRunner(self.model, self.pool.memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:
@@ -290,7 +304,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @typed
     def tell_computing(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call `listener` with `computing`, in the thread that steps, before a step that computes the first rows of a
-        request: whoever is told then knows of them even if the step ends the process."""
+        request: the listener then knows of them even if the step ends the process."""
         self._tell_computing = listener
 
     def _begin(self, request_ids: Iterable[str | None]) -> None:
@@ -358,9 +372,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
                 "or drain it"
             )
         self._begin_call()
-        told = telling(progress, f"warming up {self.role}", "steps", self._clock)
+        line = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
-            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), told as tell:
+            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), line as tell:
                 run = WarmUpRun(self._model_runner, self.pool, self.config, self.limits, self._clock, tell)
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s
@@ -413,31 +427,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _close(self) -> None:
         """End what is unfinished and close the channel."""
 
-    def _make_processor(self, sampling: SamplingParams) -> LogitsProcessor | None:
-        """Make the logits processor of a request that was checked. Raise RequestError when that fails."""
-        name = sampling.logits_processor
-        if name is None:
-            return None
-        try:
-            processor = self._factories[name](sampling.logits_processor_argument)
-            if not callable(processor):
-                raise TypeError("its factory made no function")
-        except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
-            raise RequestError(f"logits processor {name!r} does not take its argument: {cause(error)}") from error
-        return processor
-
-    def _draw(
-        self, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], processor: LogitsProcessor | None
-    ) -> Draw:
-        """Return what the token after `output` depends on."""
-        return Draw(
-            sampling=sampling,
-            prompt=prompt,
-            output=output,
-            eos_token_ids=self.model.config.eos_token_ids,
-            processor=processor,
-        )
-
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""
         self._prefix_query_tokens += num_tokens
@@ -465,7 +454,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Return what there is to do now."""
 
     def _brief_load(self) -> dict[str, Any]:
-        """Return the fields of EngineLoad that are quickly told, and that policies need."""
+        """Return the fields of EngineLoad that policies need, which take little time."""
         return {
             "address": self.address,
             "num_free_pages": self.pool.num_free,

@@ -3,7 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -16,45 +16,51 @@ from pdinfer.kv.pool import Held, PagePool
 from pdinfer.types import PageGrant, PeerAddress
 
 
-class PageTables:
-    """Reserves, adopts, extends and returns the pages of sequences, as the scheduler decides (`SequencePages`).
+class _Tables:
+    """The pages of a pool that may be used, which are those beyond `num_withheld`."""
 
-    A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
-    written: only full pages are known, and a sequence writes behind them. The granted pages of a room that was given up
-    are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
-    """
-
-    def __init__(
-        self, pool: PagePool, *, num_withheld: int, shares_pool: Callable[[tuple[PeerAddress, ...]], bool]
-    ) -> None:
+    def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
         self._pool = pool
+        self._channel = channel
         self._num_withheld = num_withheld
-        self._shares_pool = shares_pool
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the orphans, whose writers are all gone."""
-        self._orphans: dict[bytes, tuple[int, ...]] = {}
 
     @property
     def num_available(self) -> int:
         """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
         return self._pool.num_available - self._num_withheld
 
-    @property
-    def num_orphans(self) -> int:
-        """How many rooms were given up and have writers that have not stopped yet."""
-        return len(self._orphans)
+    def _to_find(self, keys: Seq[bytes], num_tokens: int) -> Seq[bytes]:
+        """Return the keys under which the beginning of a request is looked up, without the page of its last token.
+        Prefill must run that token to draw the next one, and it cannot run in a shared page, which is not written
+        again."""
+        return keys[: (num_tokens - 1) // self._pool.layout.page_size]
+
+
+class PageTables(_Tables):
+    """Reserves, adopts, extends and returns the pages of sequences, as the scheduler decides (`SequencePages`).
+
+    A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
+    written: only full pages are known, and a sequence writes after them. The granted pages of a room that was given up
+    are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
+    """
+
+    def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
+        super().__init__(pool, channel, num_withheld=num_withheld)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the orphans, whose writers are all gone."""
+        self.orphans: dict[bytes, tuple[int, ...]] = {}
+        """Their pages, by room."""
 
     @property
-    def orphans(self) -> frozenset[bytes]:
-        """The rooms that were given up and have writers that have not stopped yet."""
-        return frozenset(self._orphans)
+    def num_orphans(self) -> int:
+        return len(self.orphans)
 
     def held(self, sequences: Iterable[Sequence]) -> Held:
         """Return the pages that these sequences and the orphans hold."""
         owned: list[int] = []
-        granted = [page for pages in self._orphans.values() for page in pages]
+        granted = [page for pages in self.orphans.values() for page in pages]
         for sequence in sequences:
             own = len(sequence.pages) - (0 if sequence.grant is None else len(sequence.grant.pages))
             owned += [*sequence.pages[:own], *sequence.spare]
@@ -64,7 +70,7 @@ class PageTables:
     def num_in_use(self, sequence: Sequence, /) -> int:
         """Return how many pages with the beginning of a waiting sequence are in use anyway. It may find those that its
         current writers wrote; in a pool that is shared with them there are only our own."""
-        writers = () if self._shares_pool(sequence.writers) else sequence.writers
+        writers = () if self._channel.shares_pool(sequence.writers) else sequence.writers
         chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
         if chain.root != sequence.chain.root:
             sequence.chain = chain
@@ -109,7 +115,7 @@ class PageTables:
         if full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
             kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full], sequence.all_tokens)
-            if [*kept] != sequence.pages[:full]:  # a new list tells the runner that pages behind the newest changed
+            if [*kept] != sequence.pages[:full]:  # a new list shows the runner that pages before the newest changed
                 sequence.pages = [*kept, *sequence.pages[full:]]
 
     def forget(self, sequence: Sequence) -> None:
@@ -117,8 +123,6 @@ class PageTables:
         self._pool.forget(sequence.pages)
 
     def extend(self, sequence: Sequence, num_drafts: int = 0, /) -> bool:
-        """Make sure that the next token of the sequence and the `num_drafts` tokens after it have slots. Only the last
-        of them may lack one before the call. Return False when the pool has no page for it."""
         if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
             return True
         if sequence.spare:
@@ -153,7 +157,7 @@ class PageTables:
         """Give up the room of a sequence, and return the grant to abort. Its pages wait for `settle`."""
         grant = sequence.grant
         assert grant is not None
-        self._orphans[grant.room] = grant.pages
+        self.orphans[grant.room] = grant.pages
         del sequence.pages[len(sequence.pages) - len(grant.pages) :]
         sequence.grant = None
         self.release(sequence)
@@ -161,32 +165,19 @@ class PageTables:
 
     def settle(self, room: bytes) -> bool:
         """Note that the writers of a room have stopped. Return True if it was an orphan, whose pages are free now."""
-        pages = self._orphans.pop(room, None)
+        pages = self.orphans.pop(room, None)
         if pages is not None:
             self._pool.release(pages)
         return pages is not None
 
     def _known(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the pages that already hold the beginning of the sequence, without the page of its last token. Prefill
-        must run that token to draw the next one, and it cannot run in a shared page, which is not written again."""
-        return self._pool.find(sequence.chain.keys[: (sequence.num_tokens - 1) // self._pool.layout.page_size])
+        return self._pool.find(self._to_find(sequence.chain.keys, sequence.num_tokens))
 
 
-class PromptTables:
+class PromptTables(_Tables):
     """Finds, lays out and returns the pages of prompts, as the scheduler decides (`PromptPages`)."""
 
-    def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
-        self._pool = pool
-        self._channel = channel
-        self._num_withheld = num_withheld
-
-    @property
-    def num_available(self) -> int:
-        """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
-        return self._pool.num_available - self._num_withheld
-
     def is_full(self, prompt: Prompt, /) -> bool:
-        """Return whether too many bytes are on their way to the decode of this prompt."""
         return self._channel.is_full(prompt.grant)
 
     def num_needed(self, prompt: Prompt, /) -> int:
@@ -201,7 +192,8 @@ class PromptTables:
         chain = self._pool.chain(prompt.request.cache_salt)
         chain.extend(prompt.request.tokens)
         prompt.keys = chain.keys
-        prompt.num_found = self._pool.count_known(self._keys_to_find(prompt)) * self._pool.layout.page_size
+        found = self._pool.count_known(self._to_find(prompt.keys, prompt.num_tokens))
+        prompt.num_found = found * self._pool.layout.page_size
 
     def lay_out(self, prompt: Prompt) -> None:
         """Give the prompt its page table. In a pool shared with decode, the known pages are those that decode did not
@@ -232,9 +224,4 @@ class PromptTables:
         self._pool.release(prompt.held)
 
     def _known(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the pages that already hold the beginning of the prompt, without the page of its last token. That
-        token must run for the next one to be drawn, and it cannot run in a shared page, which is not written again."""
-        return self._pool.find(self._keys_to_find(prompt))
-
-    def _keys_to_find(self, prompt: Prompt) -> Seq[bytes]:
-        return prompt.keys[: (prompt.num_tokens - 1) // self._pool.layout.page_size]
+        return self._pool.find(self._to_find(prompt.keys, prompt.num_tokens))

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
-from pdinfer.config import EngineConfig
-from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.sequence import Prompt
-from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
-from pdinfer.engine.tracks import show_prompt, show_sent
+from pdinfer.engine.sequence import Cancel, Prompt, SubmitPrefill
+from pdinfer.engine.shown import PrefillSnapshot, PromptSnapshot, show_prompt, show_sent
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
-from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.execution.sampling import Draw, Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
-from pdinfer.model.model import Model
-from pdinfer.process.modes import own_modes
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
@@ -43,29 +36,18 @@ class PrefillEngine(Engine[SubmitPrefill]):
     """
 
     role = "prefill"
-    run_empty = staticmethod(empty_prefill)
+    _run_empty = staticmethod(empty_prefill)
 
-    @typed
-    @own_modes()
-    def __init__(
-        self,
-        model: Model,
-        channel: KVChannel,
-        config: EngineConfig | None = None,
-        *,
-        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        largest = (config or EngineConfig()).largest_prefill_step(model.config.max_position_embeddings)
-        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
-        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
-        channel.window_bytes = self.config.send_window_bytes
+    def _check_steps(self) -> None:
+        largest = self.config.largest_prefill_step(self.model.config.max_position_embeddings)
+        self.model.experts.check_step(*largest, tp_size=self.model.topology.tp_size)
+
+    def _prepare(self) -> None:
+        self.channel.window_bytes = self.config.send_window_bytes
         self._tables = PromptTables(self.pool, self._channel, num_withheld=self._num_withheld)
-        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self._tables, self.config, clock)
+        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(self._tables, self.config, self._clock)
         self._sending: list[Prompt] = []
-        self._arrivals = 0
         self._decoding_s: Callable[[], float | None] | None = None
-        self.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:
@@ -176,7 +158,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             return
         try:
             check_request(request, [self.limits])
-            prompt.processor = self._make_processor(request.sampling)
+            prompt.processor = make_processor(self._factories, request.sampling)
             if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                 raise RequestError(
                     f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
@@ -223,7 +205,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             # with the tokens that we had and decode lacks; empty when decode has more of them than we
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
-        self.ranks.announce(rows, [prompt.grant for prompt in prompts], spans)
+        self._runner.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
             mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
@@ -244,10 +226,15 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draw the first token of each finished prompt. It travels in the hand-off."""
-        requests = [prompt.request for prompt in prompts]
         draws = [
-            self._draw(request.sampling, request.prompt, request.output, prompt.processor)
-            for request, prompt in zip(requests, prompts, strict=True)
+            Draw(
+                sampling=prompt.request.sampling,
+                prompt=prompt.request.prompt,
+                output=prompt.request.output,
+                eos_token_ids=self.model.config.eos_token_ids,
+                processor=prompt.processor,
+            )
+            for prompt in prompts
         ]
         drawn = self._runner.first_tokens(rows, draws)
         mark(self._trace, "emit")

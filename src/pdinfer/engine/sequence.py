@@ -1,20 +1,20 @@
-"""One request inside an engine: a `Prompt` at prefill; at decode a `Sequence`, with its tokens, pages and state."""
+"""One request inside an engine: a `Prompt` at prefill; at decode a `Sequence`, with its tokens, pages and state. Before
+it is one, it is a command of the host, which waits in the engine's inbox for the next step."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import cached_property
-from typing import Protocol
 
 import attrs
 
-from pdinfer.engine.commands import DecodeCommand, SubmitDecode
+from pdinfer.engine.ranks.leader import Sent
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessor
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.kv.transports.base import Transfer
 from pdinfer.scheduling.decode import ScheduledSequence
 from pdinfer.scheduling.prefill import ScheduledPrompt
 from pdinfer.scheduling.rules import forecast_tokens
@@ -33,14 +33,48 @@ from pdinfer.types import (
 )
 
 
+@attrs.frozen
+class SubmitPrefill:
+    """Run a prompt into the pages that decode has granted."""
+
+    request: Request
+    grant: PageGrant
+
+
+@attrs.frozen
+class SubmitDecode:
+    """Serve a request that `writers` will prefill."""
+
+    request: Request
+    writers: tuple[PeerAddress, ...]
+
+
+@attrs.frozen
+class ChangeWriters:
+    """Let other prefills write the next attempt of a request."""
+
+    request_id: str
+    writers: tuple[PeerAddress, ...]
+
+
+@attrs.frozen
+class Cancel:
+    """Stop a request."""
+
+    request_id: str
+
+
+DecodeCommand = SubmitDecode | ChangeWriters | Cancel
+
+
 @attrs.define(eq=False, kw_only=True)
 class Sequence(ScheduledSequence):
     """One request at decode.
 
     `pages` is its page table: while GRANTED, owned pages that were known already and then the grant's pages; while
     RUNNING, owned pages only. `spare` holds owned pages that are kept for its growth. The cache holds every token
-    except the last one of `output`. `chain` has the keys by which its full pages are known. The host was told the first
-    `num_told` tokens of `output`.
+    except the last one of `output`. `chain` has the keys by which its full pages are known. `next_draw` is what the
+    next token depends on, always the same object, whose `output` grows. The host has the first `num_told` tokens of it.
     """
 
     request_id: str
@@ -48,12 +82,11 @@ class Sequence(ScheduledSequence):
     writers: tuple[PeerAddress, ...]
     output: list[int]
     chain: PrefixChain
+    next_draw: Draw
     num_told: int = 0
-    processor: LogitsProcessor | None = None
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
     spare: list[int] = attrs.field(factory=list)
-    next_draw: Draw | None = None
     draft: Draft = attrs.field(factory=Draft)
     drafted: DraftCounts = attrs.field(factory=DraftCounts)
     cached_tokens: int = 0
@@ -69,9 +102,14 @@ class Sequence(ScheduledSequence):
         arrival: int,
         now: float,
         chain: PrefixChain,
+        *,
+        eos_token_ids: Seq[int],
         processor: LogitsProcessor | None,
     ) -> Sequence:
         """Return the sequence of a request that comes now, as number `arrival`."""
+        sampling, output = request.sampling, list(request.output)
+        # every step reads all of a prompt whose tokens are penalized, which is slow for a tuple of ints
+        prompt = array("q", request.prompt) if sampling.repetition_penalty != 1 else request.prompt
         return cls(
             request_id=request.request_id or "",
             request=request,
@@ -82,29 +120,20 @@ class Sequence(ScheduledSequence):
             priority=request.priority,
             is_resumed=bool(request.output),
             alone=request.alone,
-            max_tokens=len(request.prompt) + request.sampling.max_new_tokens,
+            max_tokens=len(request.prompt) + sampling.max_new_tokens,
             expected_tokens=forecast_tokens(request),
-            output=list(request.output),
-            num_told=len(request.output),
+            output=output,
+            num_told=len(output),
             chain=chain,
-            processor=processor,
+            next_draw=Draw(
+                sampling=sampling, prompt=prompt, output=output, eos_token_ids=eos_token_ids, processor=processor
+            ),
         )
-
-    @cached_property
-    def prompt(self) -> Seq[int]:
-        """The prompt of the request. It is packed if every step reads all of it, which is slow for a tuple of ints."""
-        penalized = self.request.sampling.repetition_penalty != 1
-        return array("q", self.request.prompt) if penalized else self.request.prompt
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens in the prompt and the output so far."""
         return len(self.request.prompt) + len(self.output)
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether tokens after the next one can be proposed."""
-        return self.draft.num_newest > 0
 
     def extend_chain(self) -> None:
         """Add the keys of the pages that are full by now."""
@@ -114,10 +143,6 @@ class Sequence(ScheduledSequence):
     def all_tokens(self) -> tuple[int, ...]:
         """Return the tokens of the prompt and of the output so far."""
         return (*self.request.prompt, *self.output)
-
-    def granted(self, now: float) -> None:
-        """Begin an attempt, and with it its part of the timeline."""
-        self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
 
     def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
         """Note when the KV of an attempt came, now that it is complete. Hand-offs count seconds since the grant."""
@@ -155,10 +180,10 @@ class Sequence(ScheduledSequence):
         self.waited_s += max(handoff.queue_s for handoff in handoffs)
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
-    def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+    def ends_with(self, token: int) -> FinishReason | None:
         """Return the reason to end if `token`, just appended, is the last one; None if more may follow."""
         sampling = self.request.sampling
-        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.next_draw.eos_token_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output) >= sampling.max_new_tokens else None
 
@@ -208,29 +233,22 @@ def ends_of(
 ) -> list[Event]:
     """Return what to tell a host after a step that stopped at an unknown point: the `events` of that step except for
     grants, whose rooms are gone, and one end for each of `sequences` and for each request that `arrived`, unless its
-    end was told already."""
-    told: list[Event] = [event for event in events if not isinstance(event, Granted)]
-    tokens = [event for event in told if isinstance(event, TokenEvent)]
-    ended = {event.request_id for event in told if isinstance(event, Refused)}
+    end is among the events already."""
+    ends: list[Event] = [event for event in events if not isinstance(event, Granted)]
+    tokens = [event for event in ends if isinstance(event, TokenEvent)]
+    ended = {event.request_id for event in ends if isinstance(event, Refused)}
     ended |= {event.request_id for event in tokens if event.finish_reason is not None}
     for sequence in sequences:
         if sequence.request_id not in ended:
             emitted = [event.index + 1 for event in tokens if event.request_id == sequence.request_id]
             del sequence.output[max([sequence.num_told, *emitted]) :]
-            told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
+            ends.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
             ended.add(sequence.request_id)
     for command in arrived:
         match command:
             case SubmitDecode(Request(request_id=str(request_id))) if request_id not in ended:
-                told.append(Refused(request_id=request_id, error=error))
-    return told
-
-
-class Sending(Protocol):
-    """Bytes on their way out of our pages, such as a Transfer."""
-
-    @property
-    def done(self) -> bool: ...
+                ends.append(Refused(request_id=request_id, error=error))
+    return ends
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -255,7 +273,7 @@ class Prompt(ScheduledPrompt):
     pushed_at: float | None = None
     num_found: int = 0
     num_cached: int = 0
-    sent: Sending | None = None
+    sent: Transfer | Sent | None = None
     landed: bool = False
 
     @classmethod

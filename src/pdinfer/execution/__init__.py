@@ -1,6 +1,6 @@
 """One step on one rank: rows in, tokens out. Engines know no more of tensors than this room.
 
-    runner.py     a step of the model over the pages of one pool; an engine makes its own in `Engine.make_runner`
+    runner.py     a step of the model over the pages of one pool
     resident.py   decode steps whose batch stays on the device
     graphs.py     decode steps that were captured, and run as one launch
     sampling.py   from logits to tokens

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.errors import ConfigError
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.view import DTYPES, KVView, PageMemory
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows
@@ -54,7 +53,7 @@ class Draft:
         return cls() if state_ND is None else cls(state=state_ND, num_newest=len(state_ND))
 
     def newest(self, output: Sequence[int]) -> list[int]:
-        """Return the tokens behind the newest positions, from those of the sequence."""
+        """Return the token after each newest position, from those of the sequence."""
         return [*output[len(output) - self.num_newest :]]
 
 
@@ -71,15 +70,6 @@ class DraftCounts:
         """Count the drafts that a step has checked."""
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-
-
-def check_drafter(model: Model, num_draft_tokens: int) -> None:
-    """Raise ConfigError when tokens are to be drafted and the model was loaded without the layer that drafts."""
-    if num_draft_tokens and model.mtp is None:
-        raise ConfigError(
-            f"num_draft_tokens is {num_draft_tokens} and the model was loaded without the MTP layer that drafts: load "
-            "it with mtp=True, or leave num_draft_tokens 0"
-        )
 
 
 class Drafter:
@@ -129,7 +119,7 @@ class Drafter:
         self, num_rows: int, num_newest: int, num_drafts: int, draw: DrawDrafts, *, num_passes: int, padded: bool
     ) -> Tensor:
         """Return tokens [B, `num_drafts`] after the newest of the first rows, and bring the cache of the layer up to
-        date, where at most `num_newest` entries of a row are due. A row that drafts fewer has tokens behind its own
+        date, where at most `num_newest` entries of a row are due. A row that drafts fewer has tokens after its own
         that mean nothing. The layer runs at least `num_passes` times, as on other ranks, in the end without rows."""
         done = 0
         tokens_BK = self._rows.column("token", num_rows).new_empty(num_rows, 0)
@@ -175,7 +165,7 @@ class Drafter:
 
 
 def accepted(drawn_BQ: Tensor, is_right_BQ: Tensor, drafted_BK: Tensor, num_drafts_B: Tensor) -> Tensor:
-    """Return how many of the drawn tokens of each row count, int64 [B]: those behind drafts that the model drew itself,
+    """Return how many of the drawn tokens of each row count, int64 [B]: those after drafts that the model drew itself,
     and one more. None follows a token that is not `is_right_BQ`."""
     num_drafts = drafted_BK.shape[1]
     steps_K = torch.arange(num_drafts, device=drafted_BK.device, dtype=torch.int64)
@@ -193,7 +183,7 @@ class HostDraws:
         self._counts = counts
         self._proposed: list[list[int]] = [[] for _ in draws]
         self.kept: list[list[Drawn]] = []
-        """The tokens that count of each row, the last one behind drafts that were right. None follows an error."""
+        """The tokens that count of each row, the last one after drafts that were right. None follows an error."""
 
     def draft(self, logits_BV: Tensor, step: int) -> Tensor:
         """Draw the draft number `step` of the rows that have one, int64 [B]. It is drawn as the model's own token will
@@ -209,7 +199,7 @@ class HostDraws:
         return torch.tensor(tokens, dtype=torch.int64, device=logits_BV.device)
 
     def draw(self, logits_TV: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Draw the tokens [B, Q], int64, and say which of them may be followed, bool [B, Q]."""
+        """Draw the tokens [B, Q], int64, and return how many of each row count, int64 [B]."""
         places = [row * num_queries + at for row, more in enumerate(self._proposed) for at in range(len(more) + 1)]
         draws = [
             after(draw, more[:at])
@@ -217,19 +207,17 @@ class HostDraws:
             for at in range(len(more) + 1)
         ]
         drawn = iter(self._sampler(_some(logits_TV, places), draws))
-        tokens, are_right = [], []
+        tokens = []
         for more in self._proposed:
             new = [next(drawn) for _ in range(len(more) + 1)]
-            dead = num_queries - len(new)
-            tokens.append([0 if one.error is not None else one.token for one in new] + [0] * dead)
-            are_right.append([one.error is None for one in new[:-1]] + [False] * (dead + 1))
+            tokens.append([0 if one.error is not None else one.token for one in new] + [0] * (num_queries - len(new)))
             right = 0
-            while right < len(more) and are_right[-1][right] and new[right].token == more[right]:
+            while right < len(more) and new[right].error is None and new[right].token == more[right]:
                 right += 1
             self.kept.append(new[: right + 1])
-        shape, device = (len(self._draws), num_queries), logits_TV.device
-        tokens_BQ = torch.tensor(tokens, dtype=torch.int64, device=device).view(shape)
-        return tokens_BQ, torch.tensor(are_right, dtype=torch.bool, device=device).view(shape)
+        device = logits_TV.device
+        tokens_BQ = torch.tensor(tokens, dtype=torch.int64, device=device).view(len(tokens), num_queries)
+        return tokens_BQ, torch.tensor([len(new) for new in self.kept], dtype=torch.int64, device=device)
 
 
 def _some(logits_TV: Tensor, rows: Sequence[int]) -> Tensor:

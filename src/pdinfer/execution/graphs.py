@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import attrs
 import torch
@@ -84,15 +83,6 @@ class DecodeGraphs:
         self._seen: dict[_Key, str] = {}  # why those that came are not recorded; "" where they are
         self._pool: object = None
         self._address = 0
-
-    @classmethod
-    def none(cls, refusal: str) -> DecodeGraphs:
-        """Return the graphs of a runner that has none for this reason."""
-
-        def never(*_: Any) -> Any:
-            raise AssertionError(refusal)
-
-        return cls(torch.device("cpu"), never, never, refusal)
 
     @property
     def num_bytes(self) -> int:

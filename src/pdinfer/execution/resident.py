@@ -76,7 +76,7 @@ class ResidentDecode:
         *,
         num_passes: int = 0,
     ) -> list[list[Drawn]]:
-        """Run a step as `Runner.decode` says. Where rows have their logits changed, or there is a `sampler`, the host
+        """Run a step as `ModelRunner.decode` says. Where rows change their logits, or there is a `sampler`, the host
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)
@@ -220,8 +220,8 @@ class ResidentDecode:
         state_TD, logits_TV = self._forward(batch)
         drafter.keep(state_TD, num_queries)
         if host is not None:
-            drawn_BQ, is_right_BQ = host.draw(logits_TV, num_queries)
-            rows.advance_by(drawn_BQ, accepted(drawn_BQ, is_right_BQ, drafted_BK, num_drafts_B))
+            drawn_BQ, count_B = host.draw(logits_TV, num_queries)
+            rows.advance_by(drawn_BQ, count_B)
             return Output(drawn_BQ.new_empty(0), logits_TV)
         words = self._draw(logits_TV, logits_TV, controls.repeated(num_queries), kind).view(3, num_rows, num_queries)
         is_right_BQ = words[2].view(torch.float32).isfinite()

@@ -4,57 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.execution.drafting import Draft, Sampler, pack_state, unpack_state
-from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.resident import ResidentDecode
-from pdinfer.execution.sampling import (
-    Draw,
-    Drawn,
-    sample,
-)
+from pdinfer.execution.sampling import Draw, Drawn, sample
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.trace import Trace, mark
-from pdinfer.types import NamedState
+from pdinfer.types import NamedState, PageGrant
 
 Ready = Callable[[], None] | None
-"""Called before what was computed is read from its pool, which is then read behind it. None means that it is there."""
-
-
-class Runner(Protocol):
-    """What runs the steps of an engine."""
-
-    def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
-        """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be
-        read from there when `ready` was called."""
-
-    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        """Draw the next token for each of these rows of the prefill that was just run to its end."""
-
-    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
-        """Return what decode needs beside the pages to continue these rows of the prefill that was just run."""
-
-    def draft(self, states: Sequence[NamedState]) -> Draft:
-        """Make the part of a sequence in drafting from the states that came with its pages."""
-
-    def idle(self) -> None:
-        """Run a step without rows, while other ranks may have some."""
-
-    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        """Run one token per row. For each row draw the next token and, as far as its drafts were right, those after it:
-        at most the draft's `num_tokens` more. The pages of a row have slots for that many."""
+"""Called before what was computed is read from its pool, and orders the read after it. None means that it is there."""
 
 
 class ModelRunner:
-    """Runs a `Model` in the pages of `memory`. Raises ConfigError when the memory holds no tensors. `trace` is told
+    """Runs a `Model` in the pages of `memory`. Raises ConfigError when the memory holds no tensors. `trace` shows
     which part of a step runs."""
 
     def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
@@ -89,7 +59,12 @@ class ModelRunner:
     def idle(self) -> None:
         """Do nothing: there are no other ranks."""
 
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        """Do nothing: no other rank runs these rows."""
+
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
+        """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be
+        read from there when `ready` was called."""
         mark(self._trace, "batch")
         model, batch = self._model, self._batch(rows, decode=False)
         hidden_TD = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -108,17 +83,20 @@ class ModelRunner:
         self._end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        """Draw the next token for each of these rows of the prefill that was just run to its end."""
         mark(self._trace, "head")
         logits_BV = self._model.head(self._last_BD[list(rows)])
         mark(self._trace, "sample")
         return self.sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        """Return what decode needs besides the pages to continue these rows of the prefill that was just run."""
         if self._model.mtp is None:
             return [() for _ in rows]
         return [(pack_state(self._last_BD[row]),) for row in rows]
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
+        """Make the part of a sequence in drafting from the states that came with its pages."""
         if not self.drafts:
             return Draft()
         model = self._model
@@ -137,7 +115,9 @@ class ModelRunner:
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
     ) -> list[list[Drawn]]:
-        """Run a step as `Runner.decode` says. The MTP layer runs at least `num_passes` times, as on other ranks."""
+        """Run one token per row. For each row draw the next token and, as far as its drafts were right, those after it:
+        at most the draft's `num_tokens` more. The pages of a row have slots for that many. The MTP layer runs at least
+        `num_passes` times, as on other ranks."""
         with self._memory.step():
             return self.resident.decode(rows, draws, drafts, self._sampler, num_passes=num_passes)
 
@@ -172,10 +152,3 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def graphs_of(runner: Runner) -> DecodeGraphs:
-    """Return the captured steps of a runner; those of a host's own runner are none."""
-    if isinstance(runner, ModelRunner):
-        return runner.resident.graphs
-    return DecodeGraphs.none("the runner is the host's own")

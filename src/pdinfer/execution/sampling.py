@@ -38,9 +38,23 @@ LogitsProcessorFactory = Callable[[str], LogitsProcessor]
 """Makes the processor of a request from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
 
 
+def make_processor(factories: Mapping[str, LogitsProcessorFactory], sampling: SamplingParams) -> LogitsProcessor | None:
+    """Make the logits processor of a request that was checked. Raise RequestError when that fails."""
+    name = sampling.logits_processor
+    if name is None:
+        return None
+    try:
+        processor = factories[name](sampling.logits_processor_argument)
+        if not callable(processor):
+            raise TypeError("its factory made no function")
+    except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
+        raise RequestError(f"logits processor {name!r} does not take its argument: {cause(error)}") from error
+    return processor
+
+
 @attrs.frozen(kw_only=True)
 class Draw:
-    """What the next token of a row depends on beside its logits: the request's parameters and its tokens so far.
+    """What the next token of a row depends on besides its logits: the request's parameters and its tokens so far.
     `eos_token_ids` are those of the model."""
 
     sampling: SamplingParams
@@ -76,7 +90,7 @@ class Draw:
 @attrs.frozen(kw_only=True)
 class Drawn:
     """A token, and the log-softmax of the raw logits at this token and at the best ones; None for a token that another
-    engine drew and told without it. With an `error` the token is meaningless."""
+    engine drew and sent without it. With an `error` the token is meaningless."""
 
     token: int
     logprob: float | None

@@ -14,13 +14,13 @@ import attrs
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded
 from pdinfer.execution.drafting import Draft
-from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
 from pdinfer.progress import Tell, nobody
 from pdinfer.types import NamedState, RequestLimits, SamplingParams
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
@@ -34,11 +34,9 @@ _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
 
 
 @attrs.frozen(kw_only=True)
-class WarmUpStep:
+class WarmUpStep(Value):
     """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences), "draft" (`size`
     sequences with drafts) or "capture" (of steps of `size` sequences). `seconds` is how long this first time took."""
-
-    __repr__ = brief
 
     kind: str
     size: int
@@ -46,10 +44,8 @@ class WarmUpStep:
 
 
 @attrs.frozen(kw_only=True)
-class WarmUp:
+class WarmUp(Value):
     """The steps that a warm-up ran, in order."""
-
-    __repr__ = brief
 
     steps: tuple[WarmUpStep, ...]
 
@@ -68,7 +64,7 @@ class WarmUp:
 class WarmUpRun:
     """A warm-up of one engine. `tell` is called with the number of steps that were run, and of all."""
 
-    runner: Runner
+    runner: ModelRunner
     pool: PagePool
     config: EngineConfig
     limits: RequestLimits
@@ -123,15 +119,13 @@ class WarmUpRun:
 
     def _captured_sizes(self) -> Sequence[int]:
         """Return the numbers of sequences whose steps are captured."""
-        if not isinstance(self.runner, ModelRunner) or not self.runner.resident.captures:
+        if not self.runner.resident.captures:
             return ()
         if self.config.graph_batch_sizes is not None:
             return self.config.graph_batch_sizes
         return batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES))
 
     def _capture(self, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
-        if not isinstance(self.runner, ModelRunner):
-            return
         started = self.clock()
         most, num_drafts = self.config.max_running_requests, self.config.num_draft_tokens
         for size in self.runner.resident.capture(sizes, most, num_drafts=num_drafts):

@@ -24,13 +24,12 @@ May import: process, the ground.
 
 from __future__ import annotations
 
-from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 
 __all__ = [
     "DeviceSpec",
-    "FP8Rows",
     "OpChoice",
     "OpSpec",
     "ResolvedOps",

@@ -8,10 +8,11 @@ import attrs
 from torch import Tensor
 
 from pdinfer.kernels.formats.cache_rows import PACKED
+from pdinfer.values import Value
 
 
 @attrs.frozen(eq=False)
-class PagedCache:
+class PagedCache(Value):
     """Rows of sequences in the pages of a pool: latents and rotated keys, W = C + R, or index keys.
 
     `table_BM`, int32 or int64, has the pages of each sequence in their order. It may be wider than any sequence:
@@ -64,7 +65,7 @@ class TokenCache(PagedCache):
 
 
 @attrs.frozen(kw_only=True)
-class RouterRule:
+class RouterRule(Value):
     """How a router chooses `top_k` experts by scores that are the `sigmoid` or softmax of logits.
 
     With more than one group only the best `top_k_groups` compete. `normalize` divides the weights of a token by their

@@ -31,7 +31,7 @@ from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 
@@ -319,10 +319,9 @@ def ops_of(functions: Mapping[str, Any]) -> Ops:
 
 
 @attrs.frozen(slots=False)
-class _Chosen:
+class _Chosen(Value):
     """An `Ops`, whose ops are attributes of the instance."""
 
-    __repr__ = brief
     rounded = Ops.rounded
 
     functions: Mapping[str, Any]

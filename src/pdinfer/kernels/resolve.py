@@ -16,7 +16,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
 from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 COMPOSITION = "composition"
 
@@ -54,12 +54,10 @@ The functions of "composition" take the chosen ops as their first argument."""
 
 
 @attrs.frozen
-class OpChoice:
+class OpChoice(Value):
     """Why an op runs where it runs: the provider taken, and a sentence for each one of the op that was passed over.
     `slow` says why the provider is no reason to keep quantized weights as they are stored. Calls that the provider
     declines go to the `others`, in their order."""
-
-    __repr__ = brief
 
     op: str
     provider: str
@@ -69,11 +67,9 @@ class OpChoice:
 
 
 @attrs.frozen
-class ResolvedOps:
+class ResolvedOps(Value):
     """The ops of one model and the reasons for them. `spec` is what they were chosen for, and `weights` tells in
     sentences what became of its quantized weights."""
-
-    __repr__ = brief
 
     spec: OpSpec
     ops: Ops

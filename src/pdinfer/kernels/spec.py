@@ -12,7 +12,7 @@ import torch
 from pdinfer.checks import clip, int_in, one_of
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats import WEIGHT_FORMATS
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 CARDS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"A100": (8, 0), "H20": (9, 0), "H100": (9, 0), "H200": (9, 0), "H800": (9, 0), "B200": (10, 0)}
@@ -83,7 +83,7 @@ def _known_formats(_instance: OpSpec, _attribute: attrs.Attribute[Any], formats:
 
 
 @attrs.frozen(kw_only=True)
-class OpSpec:
+class OpSpec(Value):
     """What the ops of a model must run: by it `resolve_ops` chooses, and a provider refuses what it was not made for.
 
     `device` may be given as `DeviceSpec.of` takes it. `num_heads` are those of one rank; the sizes of a head have the
@@ -92,8 +92,6 @@ class OpSpec:
     not known when ops are chosen: a provider then takes only ops that can have any, or declines calls
     (`resolve.PROVIDERS`).
     """
-
-    __repr__ = brief
 
     device: DeviceSpec = attrs.field(converter=_device_of)
     dtype: torch.dtype = torch.bfloat16

@@ -26,12 +26,12 @@ from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory, Pages
 from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
-from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
-from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.kv.view import PageMemory
 from pdinfer.stats import ChannelStats
 from pdinfer.types import HandoffStatus
 
@@ -42,9 +42,7 @@ __all__ = [
     "KVComponent",
     "KVEvents",
     "KVLayout",
-    "KVView",
     "Link",
-    "LoopbackHub",
     "LoopbackTransport",
     "Memory",
     "MooncakeEngine",

@@ -33,7 +33,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing
 from pdinfer.process.locks import new_lock
 from pdinfer.process.memory import pinned_empty
-from pdinfer.process.streams import Event, Stream, current_stream, new_stream, on_stream, record_event
+from pdinfer.process.streams import current_stream, new_stream, on_stream, record_event
 
 BLOCK_BYTES = 8 << 20
 """Room for the joined layers of a push: 4 MiB, and a part of the last layer more."""
@@ -64,8 +64,8 @@ class DeviceCopies:
         self._stream = new_stream(self._device)
         _wait(self._stream, record_event(self._device))  # the zeros of the pool
         self._lock = new_lock()
-        self._arrived: Event | None = None
-        self._stepped: Event | None = None
+        self._arrived: torch.Event | None = None
+        self._stepped: torch.Event | None = None
 
     def computed(self) -> Callable[[], None]:
         """Return what lets the pool be read behind what this thread has queued so far, without a wait."""
@@ -222,14 +222,14 @@ def rows_of(starts: Ints, lengths: Ints, borders: Sequence[int]) -> Iterator[Cop
         yield CopyRows(offsets[first], width, tuple(bases.tolist()), numbers)
 
 
-def _wait(stream: Stream | None, *events: Event | None) -> None:
+def _wait(stream: torch.Stream | None, *events: torch.Event | None) -> None:
     """Let what is queued on `stream` from now on begin behind `events`."""
     for event in events:
         if stream is not None and event is not None:
             stream.wait_event(event)
 
 
-def _sleep_until(event: Event | None) -> None:
+def _sleep_until(event: torch.Event | None) -> None:
     if event is not None:
         event.synchronize()
 

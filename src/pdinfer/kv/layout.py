@@ -25,7 +25,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
 from pdinfer.kv.shapes import Ints, PageShape, Strides, joined, slots_of
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MTP_PREFIX = "mtp."
 """The prefix of the names of an MTP layer's components."""
@@ -45,12 +45,10 @@ class Fit(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class KVComponent:
+class KVComponent(Value):
     """One kind of cached value. `format` names the dtype, the widths and the rope pairing, so equal text means equal
     bytes. `layers` are global ids in ascending order. With a `shape` it has heads, and `width` and `token_bytes` are
     those of one head; without one it has none, and no bytes of it in a frame."""
-
-    __repr__ = brief
 
     name: Name
     format: Name
@@ -85,7 +83,7 @@ class KVComponent:
 
 
 @attrs.frozen(kw_only=True)
-class KVLayout:
+class KVLayout(Value):
     """The meaning of every byte in a pool.
 
     `model_id` and the ids of weights tie a cached latent to the model that made it: latents of other weights have the
@@ -94,8 +92,6 @@ class KVLayout:
     `weights_id` empty and has `sampled_weights_id`, which depends on little of each tensor. That is compared with
     such an end alone. Layers are global ids, so ends that hold different slices still agree.
     """
-
-    __repr__ = brief
 
     model_id: Digest
     weights_id: Digest

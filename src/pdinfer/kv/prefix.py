@@ -21,7 +21,7 @@ import attrs
 from pdinfer.bounds import Digest, Index, PageSize
 from pdinfer.errors import PDInferError
 from pdinfer.types import PeerAddress, peer_key
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 def digest(*fields: bytes) -> bytes:
@@ -75,11 +75,9 @@ class PrefixChain:
 
 
 @attrs.frozen(kw_only=True)
-class KeyScheme:
+class KeyScheme(Value):
     """How a pool makes the keys of its pages, for those who want to know whether it holds a prompt. `by_writer` says
     that pages which other engines wrote are kept apart by who wrote them."""
-
-    __repr__ = brief
 
     layout_id: Digest
     page_size: PageSize

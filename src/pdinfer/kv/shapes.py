@@ -18,7 +18,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from pdinfer.bounds import MAX_INDEX
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class Strides(NamedTuple):
 
 
 @attrs.frozen(kw_only=True)
-class PageShape:
+class PageShape(Value):
     """The shape of a component that has heads. `heads` are the global ids of those that this rank holds, of
     `num_heads` in all.
 
@@ -72,8 +72,6 @@ class PageShape:
     whole, between ends with pages of one size that hold the same heads. Raises ValueError for heads that are not among
     `num_heads`, and for a packed page whose bytes are not adjacent.
     """
-
-    __repr__ = brief
 
     heads: range
     num_heads: Annotated[int, Meta(ge=1, le=MAX_INDEX)]

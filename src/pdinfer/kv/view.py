@@ -15,7 +15,7 @@ from pdinfer.kv.copies import BLOCK_BYTES, DeviceCopies, PageOps
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Landing, Memory
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
@@ -149,10 +149,8 @@ def _paired(left: Spans, right: Spans) -> list[tuple[int, int, int]]:
 
 
 @attrs.frozen
-class KVView:
+class KVView(Value):
     """The cache as the attention of one step sees it: every region, addressed by the batch's page table and slots."""
-
-    __repr__ = brief
 
     latents: Mapping[int, Tensor]
     """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key. When packed

@@ -14,7 +14,6 @@ May import: the ground.
 
 from __future__ import annotations
 
-from pdinfer.metrics.names import BUCKETS_S, METRICS, Metric
 from pdinfer.metrics.recorder import CONTENT_TYPE, Recorder
 from pdinfer.metrics.spans import STAGES, Spans
 from pdinfer.stats import PairingStats
@@ -23,11 +22,8 @@ from pdinfer.types import Timeline, Usage
 from pdinfer.values import asdict
 
 __all__ = [
-    "BUCKETS_S",
     "CONTENT_TYPE",
-    "METRICS",
     "STAGES",
-    "Metric",
     "PairingStats",
     "Recorder",
     "Spans",

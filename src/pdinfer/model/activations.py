@@ -13,25 +13,23 @@ from pdinfer.errors import ConfigError
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.block import Block
 from pdinfer.moe.layer import MoE, Router
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(eq=False)
-class Chosen:
+class Chosen(Value):
     """What the router of a layer chose for T tokens: `experts_TK`, int64, logical, and their `weights_TK`, float32."""
 
-    __repr__ = brief
     experts_TK: Tensor
     weights_TK: Tensor
 
 
 @attrs.frozen(eq=False)
-class Activations:
+class Activations(Value):
     """The hidden states `hidden_LTD` behind each of `layers`, in their order and in the model's dtype: the residual
     stream, which behind the last layer has not passed the final norm. `routing` has those of the layers that are MoE,
     if it was asked for. All tensors are on the host."""
 
-    __repr__ = brief
     layers: tuple[int, ...]
     hidden_LTD: Tensor
     routing: Mapping[int, Chosen] = attrs.field(factory=dict)

@@ -17,19 +17,17 @@ from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.trace import mark
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen
-class Block:
+class Block(Value):
     """h + attention(norm(h)), then h + mlp(norm(h)). The MLP is dense in the first layers and MoE after them.
 
     In some families `moe_norm` norms the output of the MoE before it is added. All ranks of `tp` have all tokens, and
     divide the heads. For the MLP they divide the tokens: `mlp_together` ranks share a part of the tokens and divide its
     channels.
     """
-
-    __repr__ = brief
 
     layer: int
     attention_norm: InputNorm

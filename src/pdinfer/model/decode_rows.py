@@ -21,7 +21,7 @@ from torch import Tensor
 from pdinfer.model.batch import Batch, Row
 from pdinfer.parallel.groups import ALONE
 from pdinfer.process.memory import pinned_empty
-from pdinfer.process.streams import Event, record_event
+from pdinfer.process.streams import record_event
 
 _WORDS = {torch.int32: 1, torch.int64: 2, torch.float64: 2}
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
@@ -90,7 +90,7 @@ class DecodeRows:
         self._is_running = False
         self._changed: list[tuple[int, int]] = []
         self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
-        self._sent: Event | None = None
+        self._sent: torch.Event | None = None
 
     def reserve(self, num_rows: int, width: int) -> None:
         """Make room for so many rows, and so many pages in each. Whatever was there is sent again when it runs next."""

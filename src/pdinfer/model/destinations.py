@@ -18,7 +18,7 @@ from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
 from pdinfer.kernels.formats.strips import fit
 from pdinfer.kernels.formats.weights import expert, places, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
-from pdinfer.process.huge_pages import ask_huge_pages
+from pdinfer.process.memory import ask_huge_pages
 
 FORMAT_OF_SCHEME: Mapping[Scheme, str] = MappingProxyType(
     {scheme: kind.name for scheme, kind in FORMATS.items() if scheme is not Scheme.FLOAT}

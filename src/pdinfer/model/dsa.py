@@ -20,22 +20,20 @@ from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, WeightSource
 from pdinfer.model.batch import Batch
 from pdinfer.model.cache import FP8, packed_component, plain_component
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 INDEX_NORM_EPS = 1e-6
 """The eps of the norm of index keys, whatever `rms_norm_eps` is."""
 
 
 @attrs.frozen(kw_only=True)
-class Indexer:
+class Indexer(Value):
     """The part of a layer that chooses which tokens are read, there and in the layers that share its choice.
 
     The weights of the heads are float32, and so is the norm of the keys, which has a mean and a bias. There are X heads
     of Y elements, and rope turns the *first* qk_rope_head_dim of them. In DeepSeek-V3.2 the pairs are (i, i + R/2),
     unlike in its attention.
     """
-
-    __repr__ = brief
 
     num_heads: int
     top_k: int

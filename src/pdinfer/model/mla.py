@@ -28,7 +28,7 @@ from pdinfer.model.cache import FP8, packed_component, plain_component
 from pdinfer.model.dsa import Indexer
 from pdinfer.model.step import Step
 from pdinfer.parallel.groups import ALONE, Group
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's modelling code builds the two latent norms with the default of its class, not with `rms_norm_eps`."""
@@ -37,7 +37,7 @@ FP8_GROUP = 128
 
 
 @attrs.frozen(kw_only=True)
-class MLA:
+class MLA(Value):
     """The weights of one layer, for the `num_heads` heads of this rank.
 
     `q_a` and `q_a_norm` are None in models without a query latent. `kv_b_OC` holds floats whatever its stored format,
@@ -45,8 +45,6 @@ class MLA:
     quantized kv_b_proj does (`rounding`), and both forms of attention remain one function. `indexer` is None where
     every token is read, and in layers that share the choice of an earlier one.
     """
-
-    __repr__ = brief
 
     config: ModelConfig
     num_heads: int

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checks import check_fits, clip, is_int, typed
+from pdinfer.checks import IntArray, check_fits, clip, ints_of, is_int, typed
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.identity import TensorDigests, WeightsIdentity
@@ -33,7 +33,6 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
 from pdinfer.process.modes import own_modes
-from pdinfer.tokens import IntArray, ints_of
 from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64

@@ -29,14 +29,12 @@ from pdinfer.model.step import Step
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.trace import Trace, mark
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen
-class Tied:
+class Tied(Value):
     """What an MTP layer shares with the main model: embedding and head, both [V, D], and the rotary angles."""
-
-    __repr__ = brief
 
     embed_VD: Tensor
     head_VD: Tensor
@@ -44,10 +42,8 @@ class Tied:
 
 
 @attrs.frozen(kw_only=True)
-class MTP:
+class MTP(Value):
     """The weights of the layer. Its cache entry at slot i depends on tokens 0 to i + 1."""
-
-    __repr__ = brief
 
     layer: int
     tied: Tied

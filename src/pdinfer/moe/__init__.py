@@ -16,30 +16,21 @@ from __future__ import annotations
 
 from pdinfer.config import ExpertConfig
 from pdinfer.moe.balance.solver import solve_placement
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
-from pdinfer.moe.placement.difference import ExpertMove, MigrationPlan, plan_migration
+from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked, Returned, TokenDispatcher
 from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
-from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, dispatch_table
+from pdinfer.moe.placement.placement import DispatchRule
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 
 __all__ = [
-    "AllToAllDispatcher",
     "Contiguous",
     "DispatchRule",
-    "DispatchTable",
     "Dispatched",
     "ExpertConfig",
     "ExpertLoadRecorder",
     "ExpertLocation",
-    "ExpertMove",
-    "LocalDispatcher",
     "Masked",
-    "MigrationPlan",
     "Returned",
     "TokenDispatcher",
-    "dispatch_table",
-    "plan_migration",
     "read_expert_location",
     "solve_placement",
     "write_counts",

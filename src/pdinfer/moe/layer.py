@@ -22,14 +22,12 @@ from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import LayerReplicas
 from pdinfer.trace import Trace, mark
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen
-class Router:
-    """The router of a layer: it scores every expert in float32 and keeps the best, as `Ops.route` says."""
-
-    __repr__ = brief
+class Router(Value):
+    """The router of a layer: it scores every expert in float32 and keeps the best, as `Ops.choose_experts` says."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
@@ -63,10 +61,8 @@ class Router:
 
 
 @attrs.frozen
-class Experts:
+class Experts(Value):
     """Gated MLPs in two stacks: gate_up [E, 2I, D] (gate rows first) and down [E, D, I], in one format."""
-
-    __repr__ = brief
 
     gate_up: Weight
     down: Weight
@@ -130,14 +126,12 @@ class Experts:
 
 
 @attrs.frozen
-class MoE:
+class MoE(Value):
     """The layer sum_k w_k * Expert_k(x) + Shared(x), its shared experts in one MLP, n_shared_experts times as wide.
 
     `record` receives the logical experts that the router chose. `replicas` maps them to physical experts; it is None
     where the two are the same.
     """
-
-    __repr__ = brief
 
     router: Router
     experts: Experts

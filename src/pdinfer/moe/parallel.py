@@ -16,11 +16,11 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers import ExpertSizes, LocalDispatcher, TokenDispatcher, check_dispatcher, choose_dispatcher
 from pdinfer.moe.placement import DispatchRule, ExpertLoadRecorder, ExpertPlacement, LayerReplicas, ReplicaTables
 from pdinfer.parallel import Group
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.define(eq=False, kw_only=True)
-class ExpertParallel:
+class ExpertParallel(Value):
     """What all mixture-of-experts layers of a model share.
 
     `layers` holds the numbers of these layers, that of an MTP layer last. They are the rows of `placement`, which is
@@ -28,8 +28,6 @@ class ExpertParallel:
     `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
     this rank choose.
     """
-
-    __repr__ = brief
 
     group: Group
     layers: Sequence[int]

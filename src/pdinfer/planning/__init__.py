@@ -10,8 +10,8 @@ May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, paralle
 
 from __future__ import annotations
 
-from pdinfer.planning.plan import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
-from pdinfer.planning.profiles import EngineProfile, OpCall, Profile, Setting, profile
+from pdinfer.planning.plan import ClusterPlan, EnginePlan, h800_cluster
+from pdinfer.planning.profiles import EngineProfile, Profile, Setting, profile
 from pdinfer.planning.simulation import Change, Cluster, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
@@ -20,14 +20,12 @@ __all__ = [
     "ClusterPlan",
     "EnginePlan",
     "EngineProfile",
-    "OpCall",
     "Profile",
     "Setting",
     "Simulator",
     "Stall",
     "StepRows",
     "cluster",
-    "engine_nodes",
     "h800_cluster",
     "profile",
     "simulate",

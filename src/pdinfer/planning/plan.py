@@ -23,7 +23,7 @@ from pdinfer.moe.parallel import check_step_fits, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology, even_slices, plan_writers
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 GPUS_PER_NODE = 8
 H800_BYTES = int(79.1 * 2**30)
@@ -42,7 +42,7 @@ def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 @attrs.frozen(kw_only=True)
-class EnginePlan:
+class EnginePlan(Value):
     """One engine of a cluster; each of its ranks has a `device` of `device_bytes`.
 
     The checkpoint is `stored` as published ones are ("float", "fp8" or "w8a8_dynamic"), and `weights` is the argument
@@ -52,8 +52,6 @@ class EnginePlan:
     memory, or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's
     buffers take is not known here: a pool finds that memory in use, and has fewer pages than planned.
     """
-
-    __repr__ = brief
 
     name: str
     config: ModelConfig
@@ -176,14 +174,12 @@ def _gib(num_bytes: float) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class ClusterPlan:
+class ClusterPlan(Value):
     """Prefill and decode engines, where every prefill engine hands KV to every decode engine.
 
     Raises ConfigError, with the values, when a side is empty, when pages differ in size, and when an engine's steps are
     larger than its dispatcher can carry; LayoutMismatch when pages mean different things.
     """
-
-    __repr__ = brief
 
     prefill: tuple[EnginePlan, ...]
     decode: tuple[EnginePlan, ...]

@@ -19,17 +19,15 @@ from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
 """How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
 
 
 @attrs.frozen(kw_only=True)
-class PublishedWeights:
+class PublishedWeights(Value):
     """A checkpoint of `config` in which the same weights are quantized as in published ones; `stored` is in STORED."""
-
-    __repr__ = brief
 
     config: ModelConfig
     stored: str
@@ -48,10 +46,8 @@ class PublishedWeights:
 
 
 @attrs.frozen(kw_only=True)
-class RankWeights:
+class RankWeights(Value):
     """The bytes of a rank's weights: of those that are kept as they are stored, scales included, and of floats."""
-
-    __repr__ = brief
 
     quantized: int
     floats: int

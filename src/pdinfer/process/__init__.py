@@ -1,14 +1,12 @@
 """The process that pdinfer lives in: its forks, its locks, its memory, its temporary folders, and what it compiles or
 records.
 
-    ahead.py     the same before they are needed, for CPUs by name
     compiled.py  C sources that are compiled for this machine on first use
+    ahead.py     the same before they are needed, for CPUs by name
     compiler.py  the C compiler: its version, the instruction sets that it may use, and what its failures mean
     forked.py    what belongs to one process; a forked child may neither use nor end it
-    huge_pages.py  huge pages for what is read from end to end
     locks.py     Ctrl-C waits for the end of a step, and no lock stays closed after any other interrupt
-    malloc.py    keeps memory that a step has freed for the next one
-    memory.py    how much memory a device has, and how much of it is in use; page-locked host memory
+    memory.py    how much memory a device has, and how much is in use; page-locked, huge and freed pages of the host
     modes.py     the modes in which we compute, whatever those of the host are
     openmp.py    the OpenMP runtime that torch has loaded, and whether it gives the threads that torch counts on
     recording.py  the calls of a CPU's step, recorded once and made again

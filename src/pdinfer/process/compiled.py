@@ -29,7 +29,6 @@ from typing import Any
 
 import attrs
 
-from pdinfer.errors import BackendUnavailable
 from pdinfer.process import compiler
 from pdinfer.process.compiler import INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
 from pdinfer.process.openmp import loaded_openmp
@@ -68,27 +67,22 @@ def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> di
     """Load those of the libraries that were kept, and build the others, side by side, for a CPU with these flags ->
     each by its name, or the reason why there is none."""
     folder, openmp = _cache_folder(), loaded_openmp()
-    stems = {library.name: stem_of(library, openmp) for library in libraries}
-    cc = _compiler_or_reason(folder)
-    if isinstance(cc, str):
-        found: dict[str, ctypes.CDLL | str] = dict.fromkeys(stems, cc)
-    else:
-        found = _by_compiler(libraries, cc, openmp, folder)
+    reason = (
+        "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
+        f"built for this CPU (python -m pdinfer build-kernels) is in {folder or 'a cache folder'} or next to pdinfer"
+    )
+    try:
+        cc = Compiler.here()
+    except CompilationError as error:
+        cc, reason = None, str(error)
+    found: dict[str, ctypes.CDLL | str] = {library.name: reason for library in libraries}
+    if cc is not None:
+        found |= _by_compiler(libraries, cc, openmp, folder)
     for library in libraries:
         if isinstance(found[library.name], str):
-            fitting = _fitting(library, stems[library.name], folder, cpu)
+            fitting = _fitting(library, stem_of(library, openmp), folder, cpu)
             found[library.name] = _first_loaded(library, fitting, folder) or found[library.name]
     return found
-
-
-def _compiler_or_reason(folder: Path | None) -> Compiler | str:
-    try:
-        return Compiler.here() or (
-            "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
-            f"built for this CPU (python -m pdinfer build-kernels) is in {folder or 'a cache folder'} or beside pdinfer"
-        )
-    except CompilationError as error:
-        return str(error)
 
 
 def _by_compiler(
@@ -97,16 +91,12 @@ def _by_compiler(
     """Return what this compiler made, or makes now."""
     exact = {library.name: stem_of(library, openmp, cc) for library in libraries}
     found = _kept(libraries, exact, folder)
-    if missing := _without(libraries, found):
+    if len(found) < len(libraries):
         with _in_turn(folder):
-            found |= _kept(missing, exact, folder)  # by a process that was here first
-            if missing := _without(libraries, found):
+            found = _kept(libraries, exact, folder)  # also by a process that was here first
+            if missing := [library for library in libraries if library.name not in found]:
                 found |= _built(missing, cc, openmp, exact, folder)
     return found
-
-
-def _without(libraries: Sequence[NativeLibrary], found: Mapping[str, object]) -> list[NativeLibrary]:
-    return [library for library in libraries if library.name not in found]
 
 
 def _kept(
@@ -207,12 +197,14 @@ def _others_write(status: os.stat_result) -> bool:
 def _first_loaded(library: NativeLibrary, paths: Iterable[Path], folder: Path | None) -> ctypes.CDLL | None:
     """Return the first of these libraries that is whole and can be loaded."""
     for path in paths:
-        with contextlib.suppress(OSError, BackendUnavailable):
-            if _is_whole(library, path):
-                return _load(library, path)
-            _log.warning("%s is not what was written there, and is not used", path)
-            if path.parent == folder:
-                path.unlink()
+        with contextlib.suppress(OSError):
+            content = _read_ours(library, path)
+            if content is None or path.stem.rpartition("-")[2] != digest(content):
+                _log.warning("%s is not what was written there, and is not used", path)
+                if path.parent == folder:
+                    path.unlink()
+            elif not isinstance(loaded := _loaded_or_reason(library, path), str):
+                return loaded
     return None
 
 
@@ -229,12 +221,6 @@ def _fitting(library: NativeLibrary, stem: str, folder: Path | None, cpu: frozen
     names = [(re.fullmatch(rf"{stem}-([0-9a-f]+)-.*", path.name), path) for path in _named(library, stem, folder)]
     sets = {path: int(name[1], 16) for name, path in names if name and cpu}
     return sorted((path for path in sets if not sets[path] & ~has), key=lambda path: -sets[path].bit_count())
-
-
-def _is_whole(library: NativeLibrary, path: Path) -> bool:
-    """Return whether it is ours and holds the bytes that its name tells."""
-    content = _read_ours(library, path)
-    return content is not None and path.stem.rpartition("-")[2] == digest(content)
 
 
 def _read_ours(library: NativeLibrary, path: Path) -> bytes | None:
@@ -267,28 +253,26 @@ def _built(
     folder: Path | None,
 ) -> dict[str, ctypes.CDLL | str]:
     """Compile and load libraries. They are kept in `folder` if that can be written."""
-    if folder is not None:
-        with contextlib.suppress(OSError), ScratchFolder(folder) as scratch:
-            return {
-                library.name: _kept_or_remembered(library, made, scratch.path, folder, stems[library.name])
-                for library, made in build(libraries, cc, openmp, scratch.path)
-            }
-    try:
-        with ScratchFolder() as scratch:
-            return {
-                library.name: str(made) if isinstance(made, CompilationError) else _loaded_or_reason(library, made)
-                for library, made in build(libraries, cc, openmp, scratch.path)
-            }
-    except OSError as error:
-        return {library.name: f"could not be compiled: {error}" for library in libraries}
+    reason = ""
+    for parent in dict.fromkeys((folder, None)):
+        try:
+            with ScratchFolder(parent) as scratch:
+                return {
+                    library.name: _loaded_and_kept(library, made, scratch.path, parent, stems[library.name])
+                    for library, made in build(libraries, cc, openmp, scratch.path)
+                }
+        except OSError as error:
+            reason = f"could not be compiled: {error}"
+    return {library.name: reason for library in libraries}
 
 
-def _kept_or_remembered(
-    library: NativeLibrary, made: Path | CompilationError, scratch: Path, folder: Path, stem: str
+def _loaded_and_kept(
+    library: NativeLibrary, made: Path | CompilationError, scratch: Path, folder: Path | None, stem: str
 ) -> ctypes.CDLL | str:
+    """Load what was made, or return why it was not. Either is kept in `folder`, if there is one."""
     if isinstance(made, Path):
-        return _loaded_or_reason(library, keep(made, folder, stem))
-    if made.of_code:
+        return _loaded_or_reason(library, made if folder is None else keep(made, folder, stem))
+    if made.of_code and folder is not None:
         words = scratch / f"{stem}.failed"
         words.write_text(str(made))
         words.chmod(0o600)
@@ -340,16 +324,9 @@ def build(
 
 def _loaded_or_reason(library: NativeLibrary, path: Path) -> ctypes.CDLL | str:
     try:
-        return _load(library, path)
-    except BackendUnavailable as error:
-        return str(error)
-
-
-def _load(library: NativeLibrary, path: Path) -> ctypes.CDLL:
-    try:
         loaded = (ctypes.PyDLL if library.keeps_lock else ctypes.CDLL)(str(path))
     except OSError as error:
-        raise BackendUnavailable(f"was compiled and cannot be loaded: {error}") from error
+        return f"was compiled and cannot be loaded: {error}"
     for name, arguments in library.signatures.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, library.results.get(name)

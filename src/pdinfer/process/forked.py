@@ -1,18 +1,16 @@
 """What belongs to one process. A forked child has copies of it, and may neither use nor end them.
 
-The copies share sockets, memory and processes with the parent, and have none of its threads. So in a child every such
-object changes its class to one whose methods raise `Forked`, except for those that end it, which do nothing. This
-happens at the fork, so in the owning process no call has anything to check.
+The copies share sockets, memory and processes with the parent, and have none of its threads. So at a fork every such
+object of the child loses its attributes: its methods raise `Forked`, except for those that end it, which do nothing. In
+the owning process no call has anything to check.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, SupportsIndex
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from pdinfer.errors import ConfigError, Forked
 from pdinfer.process.openmp import check_threads
@@ -44,6 +42,16 @@ class OfOneProcess(NotCopied):
         _PROCESS.has.add(made)
         return made
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        show = cls.__repr__
+
+        def show_either(self: OfOneProcess) -> str:
+            own = f"{type(self).__name__}(a copy of one in the process that this one was forked from)"
+            return own if _is_copy(self) else show(self)
+
+        cls.__repr__ = show_either  # type: ignore[assignment]
+
     @property
     def _is_shared_by_fork(self) -> bool:
         """Whether a copy of it in a child, or here, would share anything with this one."""
@@ -69,30 +77,53 @@ class _Process:
         self.has: weakref.WeakSet[OfOneProcess] = weakref.WeakSet()
         self.computes = False
         self.parent_computed = False
-        self._forking = threading.local()  # two threads may fork at once
-        os.register_at_fork(before=self.prepare, after_in_child=self.begin_as_child, after_in_parent=self.go_on)
-
-    def prepare(self) -> None:
-        """Make the classes of copies while still in the parent: in a child of a process with other libraries' threads
-        and memory, the less is done the better."""
-        shared = [each for each in list(self.has) if each._is_shared_by_fork]  # noqa: SLF001
-        refusing = {kind: _refusing(kind) for kind in set(map(type, shared))}
-        self._forking.swaps = [(each, refusing[type(each)]) for each in shared]
-
-    def go_on(self) -> None:
-        """Keep the parent as it is."""
-        self._forking.swaps = []
+        os.register_at_fork(after_in_child=self.begin_as_child)
 
     def begin_as_child(self) -> None:
-        """Turn every object that is here, all of them the parent's, into a copy that refuses."""
+        """Make every object that is here, all of them the parent's, a copy that refuses."""
         self.parent_computed, self.computes = self.parent_computed or self.computes, False
-        self.has = weakref.WeakSet()
-        swaps, self._forking.swaps = self._forking.swaps, []
-        for each, refusing in swaps:
-            object.__setattr__(each, "__class__", refusing)
+        inherited, self.has = list(self.has), weakref.WeakSet()
+        for each in [each for each in inherited if each._is_shared_by_fork]:  # noqa: SLF001
+            object.__setattr__(each, "__dict__", _as_copy(each))
+        # not in the owning process: where a class has it, Python looks every attribute up more slowly
+        OfOneProcess.__getattr__ = _missing  # type: ignore[attr-defined]
 
 
 _PROCESS = _Process()
+
+
+def _is_copy(thing: OfOneProcess) -> bool:
+    return "_of_parent" in vars(thing)
+
+
+def _as_copy(thing: OfOneProcess) -> dict[str, Any]:
+    """Return the attributes of a copy in a child. They hide its methods, as its properties find none of their own. What
+    it had is kept: a child that drops it might close what it shares."""
+    methods = [name for name in dir(type(thing)) if not name.startswith("__") and callable(getattr(type(thing), name))]
+    ends = dict.fromkeys(thing._ends, _nothing)  # noqa: SLF001
+    return {**dict.fromkeys(methods, _refusal(thing)), **ends, "_of_parent": vars(thing)}
+
+
+def _missing(thing: OfOneProcess, name: str) -> NoReturn:
+    """Refuse what a copy had. Python calls this for an attribute that is not there."""
+    if _is_copy(thing):
+        _refusal(thing)()
+    raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}", name=name, obj=thing)
+
+
+def _refusal(thing: OfOneProcess) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise Forked(
+            f"this {name} belongs to the process that this one ({os.getpid()}) was forked from, and both would write "
+            f"the same pages and sockets: {_WHAT_TO_DO}"
+        )
+
+    name = type(thing).__name__
+    return refuse
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: this is what closing a copy does."""
 
 
 def begin_to_compute(num_threads: int) -> None:
@@ -106,43 +137,3 @@ def begin_to_compute(num_threads: int) -> None:
         )
     check_threads(num_threads)
     _PROCESS.computes = True
-
-
-def refuse(what: object) -> None:
-    """Raise Forked when `what` belongs to the process that this one was forked from."""
-    if getattr(type(what), "was_forked", False):
-        raise Forked(_sentence(type(what).__name__))
-
-
-def _sentence(name: str) -> str:
-    return (
-        f"this {name} belongs to the process that this one ({os.getpid()}) was forked from, and both would write the "
-        f"same pages and sockets: {_WHAT_TO_DO}"
-    )
-
-
-def _refusing(kind: type[OfOneProcess]) -> type:
-    """Return the class of a copy of a `kind`."""
-    inside: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "was_forked": True}
-    for name, value in {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}.items():
-        if name.startswith("__"):
-            continue
-        if name in kind._ends:  # noqa: SLF001
-            inside[name] = _nothing
-        elif isinstance(value, types.FunctionType):
-            inside[name] = _refusal(kind.__name__)
-        elif isinstance(value, property):
-            inside[name] = property(_refusal(kind.__name__))
-    inside["__repr__"] = lambda _: f"{kind.__name__}(a copy of one in the process that this one was forked from)"
-    return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(inside))
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def refused(*_: Any, **__: Any) -> Any:
-        raise Forked(_sentence(name))
-
-    return refused
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: this is what closing a copy does."""

@@ -15,64 +15,39 @@ from typing import Any, Protocol
 import torch
 
 
-class Event(Protocol):
-    """A point in the work of a stream."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Let what is queued on `stream` from now on begin behind this point. Does not stop the host."""
-
-    def synchronize(self) -> None:
-        """Stop this thread, asleep, until the device has come to this point."""
-
-    def query(self) -> bool:
-        """Return whether the device has come to this point."""
-
-
-class Stream(Protocol):
-    """A queue of work on a device."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what is queued from now on begin behind `event`. Does not stop the host."""
-
-    def synchronize(self) -> None:
-        """Stop this thread until all that was queued is done."""
-
-
-def record_event(device: torch.device) -> Event | None:
+def record_event(device: torch.device) -> torch.Event | None:
     """Return an event behind all that was queued on the current stream of `device`, which need not be the current
     device; None for a CPU."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
-    event: Event = module.Event(blocking=True)
+    event: torch.Event = module.Event(blocking=True)
     module.current_stream(device).record_event(event)
     return event
 
 
-def new_stream(device: torch.device) -> Stream | None:
+def new_stream(device: torch.device) -> torch.Stream | None:
     """Return a stream that runs beside all others of `device`; None for a CPU."""
     if device.type == "cpu":
         return None
-    stream: Stream = torch.get_device_module(device).Stream(device)
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
-def current_stream(device: torch.device) -> Stream | None:
+def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which ops of this thread queue work for `device`; None for a CPU."""
     if device.type == "cpu":
         return None
-    stream: Stream = torch.get_device_module(device).current_stream(device)
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
     return stream
 
 
-def on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
+def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Let ops of this thread queue their work on `stream`, and make its device the current one, until the context ends.
     None changes nothing."""
     if stream is None:
         return contextlib.nullcontext()
-    # every device's stream knows its device; the Protocol has only what pdinfer calls
-    device: torch.device = stream.device  # type: ignore[attr-defined]
-    context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).stream(stream)
+    context: contextlib.AbstractContextManager[object] = torch.get_device_module(stream.device).stream(stream)
     return context
 
 

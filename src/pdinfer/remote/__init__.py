@@ -19,7 +19,7 @@ from __future__ import annotations
 from pdinfer.config import RemoteConfig
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.served import serve
-from pdinfer.remote.spawning import SpawnedDecode, SpawnedPrefill, spawn_decode, spawn_prefill
+from pdinfer.remote.spawning import spawn_decode, spawn_prefill
 from pdinfer.types import Event
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "Event",
     "PrefillClient",
     "RemoteConfig",
-    "SpawnedDecode",
-    "SpawnedPrefill",
     "serve",
     "spawn_decode",
     "spawn_prefill",

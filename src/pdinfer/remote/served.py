@@ -7,7 +7,6 @@ the old session is cancelled. In both cases it has `RemoteConfig.return_s` to co
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.channel import turn_away
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
@@ -48,7 +48,7 @@ from pdinfer.remote.messages import (
 )
 from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.types import Event, Granted, Handoff, HandoffStatus, PeerAddress, Refused
+from pdinfer.types import Event, Granted, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old the reported load of a busy engine may get while no event carries a newer one."""
@@ -304,10 +304,7 @@ class _Host(OfOneProcess):
         try:
             request = command.request.unpack()
         except RequestError as error:
-            us, no = engine.channel.address, HandoffStatus.ABORTED
-            with contextlib.suppress(TransferError):  # decode has ended the room, or is gone
-                engine.channel.accept(grant)
-                engine.channel.finish(grant, Handoff(room=grant.room, writer=us, status=no, error=error))
+            turn_away(engine.channel, grant, error)
         else:
             engine.submit(request, grant)
 

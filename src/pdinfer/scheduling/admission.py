@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.bounds import MAX_LOGPROBS
-from pdinfer.checks import clip, is_int, is_number
+from pdinfer.checks import CheckedTokens, clip, is_int, is_number
 from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import RequestError
 from pdinfer.stop import MAX_STOP_LENGTH, MAX_STOPS
-from pdinfer.tokens import CheckedTokens
 from pdinfer.types import Request, RequestLimits, SamplingParams
 
 MAX_ID_CHARACTERS = 256

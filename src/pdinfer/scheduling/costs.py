@@ -1,7 +1,7 @@
 """What the steps of an engine take, learned from the steps themselves.
 
 A step's seconds are taken to be a sum of terms with constant weights: so much for the step, so much for each token. The
-weights' ratios are fitted to many steps, because sizes must have varied for them to be told apart; their scale follows
+weights' ratios are fitted to many steps, because only sizes that varied tell them apart; their scale follows
 the last few steps, so that an engine that slows down is soon seen to.
 """
 
@@ -25,7 +25,7 @@ FIT_EVERY = 8
 LEAST_STEPS = 8
 """Fewer steps say too little: an engine whose first one happened to be slow would never be given another."""
 LEAST_PIVOT = 1e-6
-"""Terms that varied together are not told apart."""
+"""Terms that varied together cannot be told apart."""
 
 
 class StepCosts:

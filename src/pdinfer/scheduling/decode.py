@@ -7,6 +7,7 @@ a simulated decode counts and modelled seconds.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Iterable
@@ -20,21 +21,21 @@ from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.scheduling.costs import StepCosts
 from pdinfer.scheduling.rules import (
+    Scheduled,
     by_age,
     choose_victim,
-    expected_growth,
-    growth_watermark,
     learn_growth,
     may_grant,
     order_of,
     share_a_step,
-    tokens_to_find,
-    tokens_to_reserve,
 )
 
 WRITER_GRACE_S = 60.0
 """How long a request waits for a prefill that is not connected. Hosts notice a lost prefill sooner than that and name
 another one. A broken link between two live engines is dialled again, which may take this long."""
+RESUME_TOKENS = 128
+"""How many tokens beyond its own a sequence that lost its KV must have room for before it comes back (fewer near its
+end). Its prompt and output are computed and sent again, so it should not lose them at once."""
 
 
 SINCE, ORDER, ALONE = attrgetter("waiting_since"), attrgetter("order"), attrgetter("alone")
@@ -49,21 +50,15 @@ class SequenceState(enum.Enum):
 
 
 @attrs.define(eq=False, kw_only=True)
-class ScheduledSequence(ABC):
-    """One request as the decisions see it. Times are those of one clock.
+class ScheduledSequence(Scheduled, ABC):
+    """One request as the decisions see it.
 
-    It has at most `max_tokens` tokens when it ends, and is expected to have `expected_tokens`. One that `is_resumed`
-    has given tokens elsewhere. Its next grant has room for `reserved_tokens`; it is `protected` if that is all it can
-    ever need. Of its `attempts`, other writers took over `num_taken_over`. `cuts` is how those ended that lost these
-    writers, and `missed_at` when these writers were found to be gone.
+    It has at most `max_tokens` tokens when it ends, and is expected to have `expected_tokens`. Its next grant has room
+    for `reserved_tokens`; it is `protected` if that is all it can ever need. Of its `attempts`, other writers took over
+    `num_taken_over`. `cuts` is how those ended that lost these writers, and `missed_at` when these writers were found
+    to be gone.
     """
 
-    arrival: int
-    submitted_at: float
-    deadline_at: float | None = None
-    priority: int = 0
-    is_resumed: bool = False
-    alone: bool = False
     max_tokens: int
     expected_tokens: int
     state: SequenceState = SequenceState.WAITING
@@ -79,11 +74,6 @@ class ScheduledSequence(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """The number of tokens in the prompt and the output so far."""
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether tokens after the next one can be proposed."""
-        return True
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
@@ -157,7 +147,7 @@ class DecodeScheduler(Generic[S]):
         self._pages, self._config, self._clock = pages, config, clock
         self._page_size = page_size
         self._has_writers = has_writers
-        self._watermark = growth_watermark(num_pages, config.growth_watermark)
+        self._watermark = max(1, int(num_pages * config.growth_watermark))
         self._num_turns = 0
         self._num_steps = 0
         self.clear()
@@ -187,7 +177,7 @@ class DecodeScheduler(Generic[S]):
         """Begin the attempt of the sequence whose turn it is."""
         self.waiting.remove(sequence)
         self._num_turns += 1
-        sequence.reserved_tokens = self._tokens(tokens_to_reserve, sequence)
+        sequence.reserved_tokens = self._tokens_to_reserve(sequence)
         sequence.protected = sequence.reserved_tokens == sequence.max_tokens
         sequence.attempts += 1
         sequence.state = SequenceState.GRANTED
@@ -248,6 +238,8 @@ class DecodeScheduler(Generic[S]):
     def next(self) -> S | None:
         """Return the sequence whose turn it is: every OLDEST_EVERY-th time the one that has waited longest. Those
         without their writers are passed over."""
+        if not self.waiting:
+            return None
         able = partial(filter, self._has_writers, self.waiting)
         oldest = by_age(able(), SINCE, num_turns=self._num_turns, now=self._clock())
         return oldest or next(able(), None)
@@ -268,7 +260,7 @@ class DecodeScheduler(Generic[S]):
         if num_holding >= self._config.max_running_requests:
             return False
         return may_grant(
-            self._num_pages(self._tokens(tokens_to_find, sequence)) - self._pages.num_in_use(sequence),
+            self._num_pages(self._tokens_to_find(sequence)) - self._pages.num_in_use(sequence),
             available=self._pages.num_available,
             watermark=max(self._watermark, self._expected_growth()),
             others=num_holding + self._pages.num_orphans,
@@ -296,8 +288,6 @@ class DecodeScheduler(Generic[S]):
 
     def num_drafts(self, sequence: S) -> int:
         """Return how many tokens may be drafted after the next one: those that could be used and have a slot."""
-        if not sequence.can_draft:
-            return 0
         wanted = min(self._config.num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
         return next((count for count in range(wanted) if not self._pages.extend(sequence, count + 1)), wanted)
 
@@ -322,9 +312,15 @@ class DecodeScheduler(Generic[S]):
     def _all(self) -> Iterable[S]:
         return *self.waiting, *self.granted, *self.running
 
-    def _tokens(self, rule: Callable[..., int], sequence: S) -> int:
-        counts = {"attempts": sequence.num_failed, "max_attempts": self._config.max_attempts}
-        return rule(sequence.num_tokens, sequence.max_tokens, **counts)
+    def _tokens_to_reserve(self, sequence: S) -> int:
+        """Return how many tokens the next grant has room for: those so far, or at the last attempt all there can be."""
+        is_last = sequence.num_failed + 1 >= self._config.max_attempts
+        return sequence.max_tokens if is_last else sequence.num_tokens
+
+    def _tokens_to_find(self, sequence: S) -> int:
+        """Return how many tokens need room before the next grant. A resumed request must not be retracted at once."""
+        reserved = self._tokens_to_reserve(sequence)
+        return min(sequence.max_tokens, reserved + RESUME_TOKENS) if sequence.num_failed else reserved
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -335,4 +331,4 @@ class DecodeScheduler(Generic[S]):
             return 0
         growing = [one for holding in (self.running, self.granted) for one in holding if not one.protected]
         owed = sum(max(0, one.expected_tokens - one.num_tokens) for one in growing)
-        return expected_growth(self.growth_share, owed, page_size=self._page_size)
+        return math.ceil(self.growth_share * owed / self._page_size)

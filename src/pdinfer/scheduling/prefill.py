@@ -6,6 +6,7 @@ prefill counts and modelled seconds.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -16,20 +17,19 @@ import attrs
 
 from pdinfer.config import EngineConfig
 from pdinfer.scheduling.costs import StepCosts
-from pdinfer.scheduling.rules import by_age, chunk_beside, order_of, plan_step, share_a_step
+from pdinfer.scheduling.rules import Scheduled, by_age, chunk_beside, is_late, order_of, plan_chunk, share_a_step
+
+FIRST = (False, -math.inf, False)
+"""Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""
+
+SINCE = attrgetter("submitted_at")
 
 
 @attrs.define(eq=False, kw_only=True)
-class ScheduledPrompt:
-    """One prompt as the decisions see it, with the tokens that its request has given already. Times are those of one
-    clock. Of its `num_tokens` tokens, `num_computed` are in the pages."""
+class ScheduledPrompt(Scheduled):
+    """One prompt as the decisions see it, with the tokens that its request has given already. Of its `num_tokens`
+    tokens, `num_computed` are in the pages."""
 
-    arrival: int
-    submitted_at: float
-    deadline_at: float | None = None
-    priority: int = 0
-    is_resumed: bool = False
-    alone: bool = False
     num_tokens: int
     num_computed: int = 0
 
@@ -96,10 +96,10 @@ class PrefillScheduler(Generic[P]):
     def next(self) -> P | None:
         """Return the prompt that may start now. A prompt whose decode is full lets others pass. A prompt that waits for
         pages does not, or a long prompt would wait for ever."""
-        if len(self.active) >= self._config.max_running_requests:
+        if not self.queue or len(self.active) >= self._config.max_running_requests:
             return None
         able = partial(filter, lambda prompt: not self._pages.is_full(prompt), self.queue)
-        oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
+        oldest = by_age(able(), SINCE, num_turns=self._num_starts, now=self._clock())
         first = oldest or next(able(), None)
         return first if first is not None and self._fits(first) else None
 
@@ -114,17 +114,31 @@ class PrefillScheduler(Generic[P]):
 
     def plan(self, decoding_s: float | None) -> list[tuple[P, int]]:
         """Return the prompts of the next step, each with its number of tokens. It takes turns with decode steps of
-        `decoding_s`, unless that is None."""
-        chunk = plan_step(
-            share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps),
-            num_steps=self.num_steps,
-            now=self._clock(),
-            tokens_per_s=self.costs.best_tokens_per_s,
+        `decoding_s`, unless that is None.
+
+        A prompt that cannot meet its deadline at the best speed so far gets what the others leave. Every
+        OLDEST_EVERY-th step begins with the oldest prompt if that has waited long.
+        """
+        if not self.active:
+            return []
+        prompts = share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps)
+        now, speed = self._clock(), self.costs.best_tokens_per_s
+        classes: dict[P, tuple[bool, float, bool]] = {}
+        for prompt in prompts:
+            late = is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
+            classes[prompt] = (late, *prompt.order[:2])
+        oldest = by_age(prompts, SINCE, num_turns=self.num_steps, now=now)
+        if oldest is not None:
+            classes[oldest] = FIRST
+        prompts.sort(key=lambda prompt: (classes[prompt], prompt.order))
+        counts = plan_chunk(
+            [prompt.num_remaining for prompt in prompts],
+            [classes[prompt] for prompt in prompts],
             chunk_size=self._chunk_size(decoding_s),
             max_tokens=self._config.max_prefill_tokens,
         )
-        self.num_steps += bool(self.active)
-        return chunk
+        self.num_steps += 1
+        return [(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
 
     def ran(self, num_tokens: int, took_s: float) -> None:
         """Learn from a step of so many tokens."""

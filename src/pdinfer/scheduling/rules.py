@@ -3,11 +3,11 @@ engine, no tensor and no clock."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
-from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+import attrs
 
 from pdinfer.errors import ConfigError
 from pdinfer.types import Request
@@ -15,32 +15,24 @@ from pdinfer.types import Request
 T = TypeVar("T")
 
 
-class Waiting(Protocol):
-    """A prompt as the choice of a step sees it. `order` is its sort key: minus its priority, whether it has given no
-    token, when it is due, its number. Times are those of one clock."""
+@attrs.define(eq=False, kw_only=True)
+class Scheduled:
+    """One request as the decisions see it, the one number `arrival` of its engine. Times are those of one clock. One
+    that `is_resumed` has given tokens before. One that is `alone` shares no step."""
 
-    @property
-    def order(self) -> tuple[int, bool, float, int]: ...
-    @property
-    def submitted_at(self) -> float: ...
-    @property
-    def deadline_at(self) -> float | None: ...
-    @property
-    def num_remaining(self) -> int: ...
+    arrival: int
+    submitted_at: float
+    deadline_at: float | None = None
+    priority: int = 0
+    is_resumed: bool = False
+    alone: bool = False
 
-
-P = TypeVar("P", bound=Waiting)
 
 PATIENCE_S = 30.0
 """How long urgent requests may overtake one of the same priority that has a later deadline or none."""
 OLDEST_EVERY = 8
 """One turn in this many goes to the request that has waited longest, whatever its priority, once it has waited for
 more than PATIENCE_S."""
-RESUME_TOKENS = 128
-"""How many tokens beyond its own a sequence that lost its KV must have room for before it comes back (fewer near its
-end). Its prompt and output are computed and sent again, so it should not lose them at once."""
-FIRST = (False, -math.inf, False)
-"""Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""
 WORTH_A_STEP = 4.0
 """The tokens of a prefill step take at least so many times as long as the step does without them, however little time
 it has. In smaller chunks prompts would mostly wait for what every step costs."""
@@ -107,32 +99,6 @@ def share_a_step(rows: list[T], is_alone: Callable[[T], bool], *, num_steps: int
 # -- prefill steps ----------------------------------------------------------------------------------------------------
 
 
-def plan_step(
-    prompts: list[P], *, num_steps: int, now: float, tokens_per_s: float, chunk_size: int, max_tokens: int
-) -> list[tuple[P, int]]:
-    """Return the prompts of the step after `num_steps` others, each with its number of tokens, and sort `prompts` by
-    preference.
-
-    A prompt that cannot meet its deadline at `tokens_per_s`, the best speed so far, gets what the others leave. Every
-    OLDEST_EVERY-th step begins with the oldest prompt if that has waited long.
-    """
-    classes: dict[int, tuple[bool, float, bool]] = {}
-    for prompt in prompts:
-        late = is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=tokens_per_s)
-        classes[id(prompt)] = (late, *prompt.order[:2])
-    oldest = by_age(prompts, attrgetter("submitted_at"), num_turns=num_steps, now=now)
-    if oldest is not None:
-        classes[id(oldest)] = FIRST
-    prompts.sort(key=lambda prompt: (classes[id(prompt)], prompt.order))
-    counts = plan_chunk(
-        [prompt.num_remaining for prompt in prompts],
-        [classes[id(prompt)] for prompt in prompts],
-        chunk_size=chunk_size,
-        max_tokens=max_tokens,
-    )
-    return [(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
-
-
 def chunk_beside(
     decoding_s: float, *, target_itl_s: float, chunk_size: int, costs: tuple[float, float], tokens_per_s: float
 ) -> int:
@@ -158,7 +124,7 @@ def plan_chunk(remaining: Sequence[int], classes: Sequence[Hashable], *, chunk_s
 
     With a `chunk_size` the step has that many tokens and prompts may be cut. Within a class one half of the step goes
     to prompts in order and the other half to the shortest. Without one (-1) prompts run whole: the first always runs,
-    and beside it the shortest that fit into `max_tokens` together with it.
+    and with it the shortest that fit into `max_tokens` together with it.
     """
     budget = max_tokens if chunk_size == -1 else chunk_size
     counts: list[int] = []
@@ -206,31 +172,10 @@ def withheld_pages(num_pages: int, *, page_size: int, max_total_tokens: int | No
     return max(0, num_pages - max_total_tokens // page_size)
 
 
-def tokens_to_reserve(num_tokens: int, max_tokens: int, *, attempts: int, max_attempts: int) -> int:
-    """Return how many tokens the next grant has room for: those so far, or at the last attempt all there can be."""
-    return max_tokens if attempts + 1 >= max_attempts else num_tokens
-
-
-def tokens_to_find(num_tokens: int, max_tokens: int, *, attempts: int, max_attempts: int) -> int:
-    """Return how many tokens need room before the next grant. A resumed request must not be retracted at once."""
-    reserved = tokens_to_reserve(num_tokens, max_tokens, attempts=attempts, max_attempts=max_attempts)
-    return min(max_tokens, reserved + RESUME_TOKENS) if attempts else reserved
-
-
-def growth_watermark(num_pages: int, share: float) -> int:
-    """Return the least number of pages of a pool that are kept for running sequences to grow into."""
-    return max(1, int(num_pages * share))
-
-
 def forecast_tokens(request: Request) -> int:
     """Return how many tokens the prompt and output of a request are expected to make."""
     most = request.sampling.max_new_tokens
     return len(request.prompt) + min(most, most if request.expected_new_tokens is None else request.expected_new_tokens)
-
-
-def expected_growth(share: float, num_tokens: int, *, page_size: int) -> int:
-    """Return how many pages running sequences are expected to need that may still generate `num_tokens`."""
-    return math.ceil(share * num_tokens / page_size)
 
 
 def may_grant(needed: int, *, available: int, watermark: int, others: int) -> bool:

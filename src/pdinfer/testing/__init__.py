@@ -17,26 +17,16 @@ May import: config, kernels, kv, model, moe, parallel, process, the ground.
 from __future__ import annotations
 
 from pdinfer.testing.faults import NetworkFaults, Placement
-from pdinfer.testing.models import (
-    FAMILIES,
-    RandomWeights,
-    random_model,
-    tiny,
-    tiny_config,
-    tiny_config_dict,
-    write_checkpoint,
-)
-from pdinfer.testing.network import SimChannel, SimNetwork, SimTransport
+from pdinfer.testing.models import FAMILIES, random_model, tiny, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.testing.network import SimChannel, SimNetwork
 from pdinfer.testing.simulation import Simulation, VirtualClock
 
 __all__ = [
     "FAMILIES",
     "NetworkFaults",
     "Placement",
-    "RandomWeights",
     "SimChannel",
     "SimNetwork",
-    "SimTransport",
     "Simulation",
     "VirtualClock",
     "random_model",

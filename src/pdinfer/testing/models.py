@@ -31,7 +31,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.modes import own_modes
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 _TINY: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -134,11 +134,9 @@ def tiny_config(family: str = "v3", **overrides: Any) -> ModelConfig:
 
 
 @attrs.define
-class RandomWeights:
+class RandomWeights(Value):
     """A WeightSource that draws every tensor from its name and a seed, scaled so that activations stay near one and
     routing, norms and biases all matter. `tensors` holds the tensors that were asked for, by checkpoint name."""
-
-    __repr__ = brief
 
     seed: int = 0
     dtype: torch.dtype = torch.float32

@@ -28,7 +28,7 @@ from pdinfer.stop import StopMatcher
 from pdinfer.text import openai
 from pdinfer.text.chat import ChatTemplate
 from pdinfer.text.detokenizer import Detokenizer
-from pdinfer.text.schema import json_schema, schema_library, schema_processors
+from pdinfer.text.schema import json_schema, schema_processors
 from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
 
@@ -41,6 +41,5 @@ __all__ = [
     "Tokenizer",
     "json_schema",
     "openai",
-    "schema_library",
     "schema_processors",
 ]

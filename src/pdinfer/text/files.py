@@ -152,15 +152,15 @@ def _templates(value: object, source: str) -> dict[str, str]:
     if isinstance(value, str):
         return {DEFAULT: value}
     named = value if isinstance(value, list) else [value]
+    if len(named) > MAX_TEMPLATES:
+        raise CheckpointError(f"{source} has more than {MAX_TEMPLATES} chat templates")
     templates = {}
-    for entry in named[: MAX_TEMPLATES + 1]:
+    for entry in named:
         match entry:
             case {"name": str(name), "template": str(template)}:
                 templates[name] = template
             case _:
                 raise CheckpointError(f"{source}: chat_template must be a text or a list of names and templates")
-    if len(templates) > MAX_TEMPLATES:
-        raise CheckpointError(f"{source} has more than {MAX_TEMPLATES} chat templates")
     return templates
 
 

@@ -65,14 +65,19 @@ class Markers:
         """Return a chat of plain values as the template may see it, or None for one without a marker in the messages of
         others than the host and in the documents. Raises RequestError for one that is nested too deep, or that has
         every character that no text contains."""
-        needed: set[str] = set()
+        stands: dict[str, str] = {}
+        free = _unwritten(values, template)
 
         def look(value: Any) -> Any:
             match value:
                 case str():
                     text, spots = self._spots(value)
-                    needed.update(text[spot] for spot in spots)
-                    return _Marked(text, frozenset(spots)) if spots else value
+                    characters = list(text)
+                    for spot in spots:
+                        if (meant := text[spot]) not in stands:
+                            stands[meant] = next(free)
+                        characters[spot] = stands[meant]
+                    return "".join(characters) if spots else value
                 case list():
                     return [look(item) for item in value]
                 case dict():
@@ -85,20 +90,10 @@ class Markers:
             return {look(key): item if key == "role" else look(item) for key, item in message.items()}
 
         try:
-            messages, documents = list(map(look_at, values["messages"])), look(values["documents"])
-            if not needed:
-                return None
-            # JSON writes characters of private use as \uXXXX, however deep they are in the chat
-            written = json.dumps([values, template])
-            taken = set(re.findall(r"\\u([ef][0-9a-f]{3})", written))
-            free = (chr(code) for code in UNWRITTEN if f"{code:x}" not in taken)
-            stands = dict(zip(sorted(needed), free, strict=False))
-            if len(stands) < len(needed):
-                raise RequestError("the chat has every character of private use, and none is left to mark its texts")
-            changed = {"messages": _replaced(messages, stands), "documents": _replaced(documents, stands)}
+            changed = {"messages": list(map(look_at, values["messages"])), "documents": look(values["documents"])}
         except RecursionError as error:
             raise RequestError("the chat is nested too deep") from error
-        return Hidden({**values, **changed}, {stand: meant for meant, stand in stands.items()})
+        return Hidden({**values, **changed}, {stand: meant for meant, stand in stands.items()}) if stands else None
 
     def encode(self, text: str, hidden: Hidden) -> list[int]:
         """Return the tokens of a rendered chat. Raises RequestError when its plain text makes a marker."""
@@ -178,26 +173,10 @@ def _any_of(texts: list[str], depth: int = 3) -> str:
     return "|".join(f"{re.escape(first)}(?:{_any_of(rest, depth - 1)})" for first, rest in rests.items())
 
 
-@attrs.frozen
-class _Marked:
-    """A text, and where in it other characters shall stand."""
-
-    text: str
-    spots: frozenset[int]
-
-    def replaced(self, stands: Mapping[str, str]) -> str:
-        characters = list(self.text)
-        for spot in self.spots:
-            characters[spot] = stands[characters[spot]]
-        return "".join(characters)
-
-
-def _replaced(value: Any, stands: Mapping[str, str]) -> Any:
-    match value:
-        case _Marked():
-            return value.replaced(stands)
-        case list():
-            return [_replaced(item, stands) for item in value]
-        case dict():
-            return {_replaced(key, stands): _replaced(item, stands) for key, item in value.items()}
-    return value
+def _unwritten(values: dict[str, Any], template: str) -> Iterator[str]:
+    """Yield the characters that hardly a text has, and neither this chat nor its template."""
+    # JSON writes characters of private use as \uXXXX, however deep they are in the chat
+    written = json.dumps([values, template])
+    taken = set(re.findall(r"\\u([ef][0-9a-f]{3})", written))
+    yield from (chr(code) for code in UNWRITTEN if f"{code:x}" not in taken)
+    raise RequestError("the chat has every character of private use, and none is left to mark its texts")

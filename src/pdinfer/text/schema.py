@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from pdinfer.bounds import escaped
 from pdinfer.checks import clip
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, RequestError
 from pdinfer.files import AnyPath
+from pdinfer.text.dialects.grammar import END_OF_THOUGHT, THINK
 from pdinfer.text.tokenizer import Tokenizer
 
 LIBRARIES = ("llguidance", "xgrammar")
@@ -35,18 +35,16 @@ MAX_STATES = 16
 """The number of places in an answer that a processor remembers: the last one, and those of drafts."""
 
 _log = logging.getLogger("pdinfer")
-
-
-OPEN, CLOSE = "<think>", "</think>"
-"""The tokens around a reasoning, in all models that are served."""
 PROMPT_END = 16
 """The number of last tokens of a prompt that show whether it leaves a reasoning open."""
 
+_log = logging.getLogger("pdinfer")
 
-class Matcher(Protocol):
-    """A place in an answer as a library knows it. It never changes."""
 
-    def after(self, token: int) -> Matcher:
+class State(Protocol):
+    """A place in an answer. It never changes."""
+
+    def after(self, token: int) -> State:
         """Return the place after one more token. Raise RequestError for a token that must not come."""
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -113,37 +111,22 @@ class _Vocabulary:
     where the tokenizer does not call them special: what they look like can be written with others."""
 
     def __init__(self, tokenizer: Tokenizer, checkpoint: str) -> None:
-        self.tokenizer = tokenizer
-        own = tokenizer.library.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+        self.tokenizer, library = tokenizer, tokenizer.library
+        own = library.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
         self.ends = frozenset(tokenizer.model_eos_token_ids or ({own} if own is not None else ()))
-        known = [token for token in (own, *sorted(self.ends)) if token is not None and self._is_known(token)]
+        known = [
+            token for token in (own, *sorted(self.ends)) if token is not None and library.id_to_token(token) is not None
+        ]
         if not known or not self.ends:
             raise CheckpointError(f"the files of {checkpoint} name no token with which an answer could end")
         self.eos: int = known[0]
-        ids = list(tokenizer.library.get_vocab(with_added_tokens=True).values())
+        ids = list(library.get_vocab(with_added_tokens=True).values())
         self.free = np.zeros(max(*ids, *self.ends) + 1, np.bool_)
         self.free[ids] = True
         self.free[list(self.ends)] = False
         self.texts = self.free.copy()
         self.texts[list(tokenizer.library.get_added_tokens_decoder())] = False
-        self.opens = tokenizer.library.token_to_id(OPEN)
-
-    def _is_known(self, token: int) -> bool:
-        return self.tokenizer.library.id_to_token(token) is not None
-
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        return self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)
-
-
-class State(Protocol):
-    """A place in an answer. It never changes."""
-
-    def after(self, token: int) -> State:
-        """Return the place after one more token. Raise RequestError for a token that must not come."""
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come: [at least the tokenizer's vocabulary]."""
+        self.opens = library.token_to_id(THINK)
 
 
 @attrs.frozen
@@ -155,9 +138,9 @@ class _Reasoning:
     tail: str = ""
 
     def after(self, token: int) -> State:
-        text = self.tail + self.vocabulary.text_of([token])
+        text = self.tail + self.vocabulary.tokenizer.joined([token])
         # </think> may come in several tokens: so many characters may be its beginning
-        return self.rest if CLOSE in text else attrs.evolve(self, tail=text[1 - len(CLOSE) :])
+        return self.rest if END_OF_THOUGHT in text else attrs.evolve(self, tail=text[1 - len(END_OF_THOUGHT) :])
 
     def allowed(self) -> NDArray[np.bool_]:
         return self.vocabulary.free
@@ -168,7 +151,7 @@ class _Json:
     """Inside the JSON. Its first token may open a reasoning instead, where `may_think`."""
 
     vocabulary: _Vocabulary
-    matcher: Matcher
+    matcher: State
     may_think: bool = False
 
     def after(self, token: int) -> State:
@@ -191,16 +174,16 @@ class _Json:
 class _Processor:
     """Looks up the state after the output, which is one token after one that it knows."""
 
-    def __init__(self, vocabulary: _Vocabulary, begin: Matcher) -> None:
+    def __init__(self, vocabulary: _Vocabulary, begin: State) -> None:
         self._vocabulary = vocabulary
         self._begin = begin
         self._prompt_end: tuple[int, ...] | None = None
-        self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
+        self._states: dict[tuple[int, ...], State] = {}
 
     def __call__(self, prompt: tuple[int, ...], output: tuple[int, ...], logits_V: torch.Tensor) -> torch.Tensor:
         if (end := prompt[-PROMPT_END:]) != self._prompt_end:
             self._prompt_end = end
-            self._states = OrderedDict({(): self._first(end)})
+            self._states = {(): self._first(end)}
         allowed = self._state(tuple(output)).allowed()[: len(logits_V)]
         logits_V[: len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -torch.inf)
         # rows that only pad the vocabulary are no tokens
@@ -208,9 +191,9 @@ class _Processor:
         return logits_V
 
     def _first(self, prompt_end: tuple[int, ...]) -> State:
-        known, end = self._vocabulary, self._vocabulary.text_of(prompt_end).rstrip()
-        begin = _Json(known, self._begin, may_think=known.opens is not None and not end.endswith(CLOSE))
-        return _Reasoning(known, attrs.evolve(begin, may_think=False)) if end.endswith(OPEN) else begin
+        known, end = self._vocabulary, self._vocabulary.tokenizer.joined(prompt_end).rstrip()
+        begin = _Json(known, self._begin, may_think=known.opens is not None and not end.endswith(END_OF_THOUGHT))
+        return _Reasoning(known, attrs.evolve(begin, may_think=False)) if end.endswith(THINK) else begin
 
     def _state(self, output: tuple[int, ...]) -> State:
         # drafts that were rejected leave places that no output continues, so the search goes back
@@ -228,7 +211,7 @@ class _Processor:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiler(library: str, checkpoint: str, roots: tuple[str, ...]) -> tuple[_Vocabulary, Callable[[str], Matcher]]:
+def _compiler(library: str, checkpoint: str, roots: tuple[str, ...]) -> tuple[_Vocabulary, Callable[[str], State]]:
     """Return the vocabulary, and what makes the first place of a schema. Both are kept, because reading them takes
     long."""
     vocabulary = _Vocabulary(Tokenizer.load(checkpoint, trusted_roots=roots), checkpoint)
@@ -236,12 +219,12 @@ def _compiler(library: str, checkpoint: str, roots: tuple[str, ...]) -> tuple[_V
     return vocabulary, make(vocabulary.tokenizer, vocabulary.eos)
 
 
-def _llguidance(tokenizer: Tokenizer, eos: int) -> Callable[[str], Matcher]:
+def _llguidance(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:
     import llguidance
 
     vocabulary = llguidance.LLTokenizer(tokenizer.library.to_str(), eos_token=eos)
 
-    def begin(schema: str) -> Matcher:
+    def begin(schema: str) -> State:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         return _Guided(llguidance.LLMatcher(vocabulary, grammar, log_level=0))
 
@@ -256,7 +239,7 @@ class _Guided:
             raise RequestError(f"llguidance does not take the JSON schema: {escaped(matcher.get_error())[:300]}")
         self._matcher = matcher
 
-    def after(self, token: int) -> Matcher:
+    def after(self, token: int) -> State:
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
             raise RequestError(f"the JSON schema does not allow token {token} here")
@@ -266,7 +249,7 @@ class _Guided:
         return _bits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8))
 
 
-def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], Matcher]:
+def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:
     import xgrammar
 
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
@@ -277,7 +260,7 @@ def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], Matcher]:
     info = xgrammar.TokenizerInfo(texts, kind, stop_token_ids=[eos])
     compiler, compiling = xgrammar.GrammarCompiler(info, max_threads=1), threading.Lock()
 
-    def begin(schema: str) -> Matcher:
+    def begin(schema: str) -> State:
         try:
             with compiling:
                 compiled = compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
@@ -295,7 +278,7 @@ class _Matched:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def after(self, token: int) -> Matcher:
+    def after(self, token: int) -> State:
         matcher = self._matcher.fork()
         if not matcher.accept_token(token):
             raise RequestError(f"the JSON schema does not allow token {token} here")

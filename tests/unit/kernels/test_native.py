@@ -121,7 +121,7 @@ def test_a_cpu_that_cannot_run_it_is_told_and_is_no_reason_to_warn(
 
 def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(BackendUnavailable, match=r"needs a C compiler .* build-kernels\) is in .*pdinfer or beside"):
+    with pytest.raises(BackendUnavailable, match=r"needs a C compiler .* build-kernels\) is in .*pdinfer or next to"):
         build()
 
 

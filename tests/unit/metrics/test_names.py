@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pdinfer.metrics import METRICS
+from pdinfer.metrics.names import METRICS
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "observe.md"
 

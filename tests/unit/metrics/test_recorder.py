@@ -10,7 +10,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.metrics import BUCKETS_S, METRICS, Recorder
+from pdinfer.metrics import Recorder
+from pdinfer.metrics.names import BUCKETS_S, METRICS
 from pdinfer.metrics.series import MAX_SERIES, Counters
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PairingStats, PeerStats, PrefillLoad
 from pdinfer.testing import random_model

@@ -19,7 +19,8 @@ from pdinfer.model.dsa import Indexer
 from pdinfer.model.mla import MLA
 from pdinfer.model.model import Model
 from pdinfer.model.step import Step
-from pdinfer.testing import RandomWeights, random_model, tiny_config
+from pdinfer.testing import random_model, tiny_config
+from pdinfer.testing.models import RandomWeights
 from tests.rounding import difference_of_models, gamma
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from pdinfer.layers import Rotary
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.mla import MLA
 from pdinfer.model.step import Step
-from pdinfer.testing import RandomWeights, tiny_config
+from pdinfer.testing import tiny_config
+from pdinfer.testing.models import RandomWeights
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")

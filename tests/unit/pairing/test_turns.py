@@ -46,11 +46,11 @@ def pair(clock: VirtualClock, **config: Any) -> tuple[pd.Pairing, SlowRunner]:
     runner, asked = SlowRunner(clock), pd.EngineConfig(**config)
 
     class Prefill(pd.PrefillEngine):
-        def make_runner(self, model: Any, memory: Any) -> Any:
+        def _make_runner(self) -> Any:
             return runner
 
     class Decode(pd.DecodeEngine):
-        def make_runner(self, model: Any, memory: Any) -> Any:
+        def _make_runner(self) -> Any:
             return runner
 
     model: Any = PlainModel()

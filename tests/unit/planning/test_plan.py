@@ -17,8 +17,9 @@ from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel import Topology
-from pdinfer.planning import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.planning import ClusterPlan, EnginePlan, h800_cluster
 from pdinfer.planning import plan as plan_module
+from pdinfer.planning.plan import engine_nodes
 from pdinfer.planning.rank_weights import STORED, RankWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 

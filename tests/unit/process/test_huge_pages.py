@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.model.destinations import Destinations
-from pdinfer.process.huge_pages import LEAST_BYTES, ask_huge_pages
+from pdinfer.process.memory import LEAST_HUGE_BYTES, ask_huge_pages
 
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs Linux with huge pages"
@@ -36,5 +36,5 @@ def test_weights_are_on_huge_pages() -> None:
 
 
 def test_small_tensors_and_those_elsewhere_are_not() -> None:
-    assert not ask_huge_pages(torch.empty(LEAST_BYTES - 1, dtype=torch.uint8))
-    assert not ask_huge_pages(torch.empty(LEAST_BYTES, dtype=torch.uint8, device="meta"))
+    assert not ask_huge_pages(torch.empty(LEAST_HUGE_BYTES - 1, dtype=torch.uint8))
+    assert not ask_huge_pages(torch.empty(LEAST_HUGE_BYTES, dtype=torch.uint8, device="meta"))

@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.process.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for _ in range(32):  # malloc caches up to seven leftovers of a size beside aligned blocks, and each parts two blocks

@@ -51,7 +51,13 @@ class Bench:
     def add(self, name: str, *, priority: int = 0, writer: PeerAddress = HERE) -> Sequence:
         request = Request(request_id=name, prompt=(1,), priority=priority)
         sequence = Sequence.of(
-            request, (writer,), len(self.queue.waiting), self.clock(), PrefixChain(4, b""), processor=None
+            request,
+            (writer,),
+            len(self.queue.waiting),
+            self.clock(),
+            PrefixChain(4, b""),
+            eos_token_ids=(),
+            processor=None,
         )
         sequence.state = SequenceState.RUNNING
         self.queue.wait(sequence)

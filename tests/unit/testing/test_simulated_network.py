@@ -9,7 +9,8 @@ import pytest
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Transfer
-from pdinfer.testing import NetworkFaults, Placement, SimNetwork, SimTransport, Simulation
+from pdinfer.testing import NetworkFaults, Placement, SimNetwork, Simulation
+from pdinfer.testing.network import SimTransport
 from tests.conformance.transport_ends import BytesMemory, Recorder
 
 

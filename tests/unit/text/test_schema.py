@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.text.schema import schema_library
 from tests.backends import ROOT
 from tests.unit.text.tokenizers_of import tiny_folder
 
@@ -102,9 +103,9 @@ def test_without_a_library_there_is_no_processor(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(__import__("sys").modules, library, None)
     assert pd.text.schema_processors(TINY) == {}
     with pytest.raises(pd.BackendUnavailable, match=r"pip install 'pdinfer\[structured\]'"):
-        pd.text.schema_library()
+        schema_library()
     with pytest.raises(pd.ConfigError, match="library must be one of"):
-        pd.text.schema_library("other")
+        schema_library("other")
 
 
 def test_processors_can_be_named_to_other_processes() -> None:

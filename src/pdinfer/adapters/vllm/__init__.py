@@ -32,6 +32,7 @@ May import: checkpoint, config, engine, kv, model, process, the ground.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,14 +46,9 @@ def __getattr__(name: str) -> Any:
     """Return `connect` or `connect_decode`, or the class that vLLM asks this module for. That is made at the first
     call, from the base class of the vLLM that is installed. Raises ConfigError when there is none, or when something it
     needs is missing."""
-    if name == "connect":
-        from pdinfer.adapters.vllm.prefill import connect
-
-        return connect
-    if name == "connect_decode":
-        from pdinfer.adapters.vllm.decode import connect_decode
-
-        return connect_decode
+    homes = {"connect": "prefill", "connect_decode": "decode"}
+    if name in homes:
+        return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
     if name != "PDInferConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdinfer.adapters.vllm.loading import connector_class

@@ -33,7 +33,6 @@ class Hooks:
         self._is_worker = role.name == "WORKER"
         workers = getattr(vllm_config.parallel_config, "tensor_parallel_size", 1)
         self._num_reports = 1 if settings.sends else workers
-        self._orders = Orders()
 
     # -- in the scheduler -------------------------------------------------------------------------------------------
 
@@ -67,23 +66,24 @@ class Hooks:
         self._worker.register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Orders) -> None:
-        self._orders = connector_metadata
+        self._worker.orders = connector_metadata
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: Orders) -> None:
-        self._worker.preempted(kv_connector_metadata)
+        self._worker.orders = kv_connector_metadata  # which vLLM binds later in the step
+        self._worker.preempted()
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        self._worker.load(self._orders)
+        self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules a request when its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        self._worker.layer(self._orders, layer_name)
+        self._worker.layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.step_done(self._orders)
+        self._worker.step_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = self._worker.finished()

@@ -16,18 +16,17 @@ from typing import Any
 import attrs
 
 from pdinfer.adapters.vllm.messages import proof_of
-from pdinfer.adapters.vllm.port import Reached, VLLMPort
+from pdinfer.adapters.vllm.port import VLLMPort, engines_of
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, Stream, body_of
 from pdinfer.checks import typed
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, PDInferError, RequestError, TransferError
+from pdinfer.kv.channel.channel import turn_away
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import (
     Event,
     FinishReason,
     Granted,
-    Handoff,
-    HandoffStatus,
     PageGrant,
     PeerAddress,
     Refused,
@@ -39,14 +38,6 @@ from pdinfer.types import (
 
 MAX_STREAMS = 256
 ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-
-
-@attrs.frozen
-class RoomPiece:
-    """A part of vLLM's answer for a room."""
-
-    room: bytes
-    piece: Piece
 
 
 @attrs.define(eq=False)
@@ -61,6 +52,11 @@ class Streamed:
     grant: PageGrant | None = None
     tokens: list[int] = attrs.field(factory=list)
     first_token_s: float | None = None
+
+    @property
+    def ends_at(self) -> float:
+        """Its deadline, by the clock of `since`."""
+        return float("inf") if self.request.deadline_s is None else self.since + self.request.deadline_s
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +104,7 @@ class Streamed:
         )
 
 
-class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
+class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
     """A vLLM that goes on from prompts of prefill engines of this process: a `DecodePort`, made by `connect_decode`.
 
     A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says.
@@ -116,20 +112,37 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
 
     role = "decode"
 
-    def __init__(self, reached: Reached[PrefillEngine], stream: Stream, max_concurrent: int) -> None:
-        super().__init__(reached)
-        self._stream = stream
-        self._max_concurrent = max_concurrent
-        self._open: dict[bytes, Streamed] = {}
+    def __init__(
+        self,
+        engines: Sequence[PrefillEngine],
+        kv: str,
+        server: Server | Stream,
+        *,
+        key: bytes | None,
+        max_model_len: int | None,
+        max_concurrent: int,
+    ) -> None:
+        for engine in engines:
+            if not engine.channel.takes_offers:
+                raise ConfigError(f"vLLM sends its grants over the link: make {engine.channel} with takes_offers=True")
+        self._stream = stream = server.stream if isinstance(server, Server) else server
+
+        def complete(body: Mapping[str, Any]) -> None:
+            for _ in stream(body):
+                pass
+
+        super().__init__(
+            engines,
+            kv,
+            server if isinstance(server, Server) else complete,
+            key=key,
+            max_model_len=max_model_len,
+            max_concurrent=max_concurrent,
+        )
         self._left: dict[bytes, Streamed] = {}
         self._events: list[Event] = []
-        self._num_tokens = 0
-        for engine in reached.engines:
+        for engine in engines:
             engine.channel.notify(self._inbox.wake)
-        self._begin()
-
-    def __repr__(self) -> str:
-        return f"VLLMDecode({self.address}, {len(self._open)} requests at vLLM)"
 
     @typed
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
@@ -160,8 +173,9 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
         to vLLM any more."""
         for item in self._inbox.take():
             match item:
-                case RoomPiece(room, piece) if room in self._open:
-                    self._hear(room, piece)
+                case (room, piece):
+                    if room in self._open:
+                        self._hear(room, piece)
                 case Answer(room, error):
                     if room in self._open:
                         lost = TransferError("vLLM ended a request without a last token")
@@ -170,8 +184,10 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
                 case str(request_id):
                     for room in [room for room, known in self._open.items() if known.request_id == request_id]:
                         self._end(room, FinishReason.CANCELLED)
-        self._expire()
-        for engine in self._reached.engines:
+        now = self._clock()
+        for room in [room for room, known in self._open.items() if known.ends_at <= now]:
+            self._end(room, FinishReason.DEADLINE)
+        for engine in self._engines.values():
             for grant in engine.channel.poll_offers(self._open.keys() | self._left.keys()):
                 self._grant(grant)
         # what has come is returned first: it would be lost with the exception
@@ -182,13 +198,12 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
 
     @typed
     def wait(self, timeout_s: float) -> bool:
-        ends = [each.since + each.request.deadline_s for each in list(self._open.values()) if each.request.deadline_s]
-        left_s = min(ends, default=float("inf")) - self._clock()
+        left_s = min((each.ends_at for each in list(self._open.values())), default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def load(self) -> DecodeLoad:
         """Return what vLLM has of ours. Its pages are its own business."""
-        known, layout = list(self._open.values()), self._reached.probe.layout
+        known, layout = list(self._open.values()), self._probe.layout
         running = [each.num_tokens for each in known if each.tokens]
         granted = sum(each.grant is not None and not each.tokens for each in known)
         waiting = [each.num_tokens for each in known if not each.tokens]
@@ -211,12 +226,11 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._prompts = Prompts(self._say, self._max_concurrent, self._inbox.put)
+    def _begin(self) -> Prompts:
+        return Prompts(self._say, self._max_concurrent, self._inbox.put)
 
     def _forget(self) -> None:
-        self._prompts.close()
-        self._open.clear()
+        super()._forget()
         self._left.clear()
 
     def _writer_of(self, writers: Sequence[PeerAddress]) -> PrefillEngine:
@@ -230,7 +244,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
         for piece in self._stream(body):
             if room not in self._open:
                 break
-            self._inbox.put(RoomPiece(room, piece))
+            self._inbox.put((room, piece))
 
     def _grant(self, grant: PageGrant) -> None:
         """Have a grant written, or turned away when its request has ended meanwhile."""
@@ -240,7 +254,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
         if means_it and grant.room in self._open:
             self._events.append(Granted(grant=known.grant, request=known.for_prefill()))
             return
-        _turn_away(known.engine, known.grant)
+        turn_away(known.engine.channel, known.grant, RequestError("the request was ended"))
         if grant.room in self._open:
             why = "vLLM's grant is for other tokens than its request"
             self._end(grant.room, FinishReason.FAILED, TransferError(why))
@@ -271,24 +285,6 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | RoomPiece | str]):
         if known.grant is not None and not known.tokens:
             known.engine.cancel(known.request_id)
 
-    def _expire(self) -> None:
-        now = self._clock()
-        for room, known in list(self._open.items()):
-            if known.request.deadline_s is not None and now - known.since >= known.request.deadline_s:
-                self._end(room, FinishReason.DEADLINE)
-
-
-def _turn_away(engine: PrefillEngine, grant: PageGrant) -> None:
-    """Answer a grant that no engine has seen: it will not be written."""
-    try:
-        engine.channel.accept(grant)
-    except TransferError:  # vLLM has taken it back, or is gone
-        return
-    error = RequestError("the request was ended")
-    engine.channel.finish(
-        grant, Handoff(room=grant.room, writer=engine.address, status=HandoffStatus.ABORTED, error=error)
-    )
-
 
 @typed
 def connect_decode(
@@ -307,14 +303,11 @@ def connect_decode(
     body of a completion to vLLM in another way and yields what it says (see `prompts.Stream`). All else is as in
     `connect`.
     """
-    stream = Server(server).stream if isinstance(server, str) else server
-
-    def complete(body: Mapping[str, Any]) -> None:
-        for _ in stream(body):
-            pass
-
-    reached = Reached.of(prefill, kv, Server(server) if isinstance(server, str) else complete, key, max_model_len)
-    for engine in reached.engines:
-        if not engine.channel.takes_offers:
-            raise ConfigError(f"vLLM sends its grants over the link: make {engine.channel} with takes_offers=True")
-    return VLLMDecode(reached, stream, max_concurrent)
+    return VLLMDecode(
+        engines_of(prefill),
+        kv,
+        Server(server) if isinstance(server, str) else server,
+        key=key,
+        max_model_len=max_model_len,
+        max_concurrent=max_concurrent,
+    )

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.errors import ConfigError
 from pdinfer.files import check_folder, read_json
 from pdinfer.kv.layout import KVComponent, KVLayout
@@ -37,7 +36,7 @@ def has_heads(model: str) -> bool:
 
 def packed_layout(model: str, cache: torch.Tensor, num_layers: int, block_size: int, form: str) -> KVLayout:
     """Return the layout of `num_layers` caches like `cache` [blocks, heads, block_size, keys and values of a head],
-    with ids computed from the checkpoint's files. Raises ConfigError for another shape or an unknown form."""
+    without an id of the weights. Raises ConfigError for another shape or an unknown form."""
     if cache.dim() != 4 or cache.shape[2] != block_size:
         raise ConfigError(
             f"PDInferConnector serves caches of (blocks, heads, {block_size}, keys and values), and this model has "
@@ -58,15 +57,7 @@ def packed_layout(model: str, cache: torch.Tensor, num_layers: int, block_size: 
         layers=tuple(range(num_layers)),
         shape=PageShape(heads=range(num_heads), num_heads=num_heads, order=AxisOrder.LBHNC, packed=True),
     )
-    with Checkpoint.open(model) as checkpoint:
-        sampled = checkpoint.sample_digest()
-    return KVLayout(
-        model_id=_model_id(model),
-        weights_id=b"",
-        page_size=block_size,
-        components=(part,),
-        sampled_weights_id=sampled,
-    )
+    return KVLayout(model_id=_model_id(model), weights_id=b"", page_size=block_size, components=(part,))
 
 
 def _model_id(model: str) -> bytes:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from pdinfer.errors import ConfigError
 
@@ -43,14 +41,9 @@ def connector_on(base: type, version: str) -> type:
     unknown = sorted(name for name in getattr(base, "__abstractmethods__", ()) if not hasattr(Hooks, name))
     if unknown:
         _log.warning("vLLM %s asks for %s, which PDInferConnector leaves empty", version, ", ".join(unknown))
-    empty = {name: _nothing(name) for name in unknown}
     names = {"__doc__": Hooks.__doc__, "__module__": "pdinfer.adapters.vllm", "vllm_version": version}
-    return type("PDInferConnector", (Hooks, base), {**names, **empty})
+    return type("PDInferConnector", (Hooks, base), {**names, **dict.fromkeys(unknown, _nothing)})
 
 
-def _nothing(name: str) -> Callable[..., Any]:
-    def nothing(self: object, *_: object, **__: object) -> None:
-        """Do nothing."""
-
-    nothing.__name__ = name
-    return nothing
+def _nothing(*_: object, **__: object) -> None:
+    """Do nothing."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +20,6 @@ from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.model.model import kv_layout_of
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class SharedCache(TorchFunctionMode):
@@ -51,25 +47,21 @@ def cache_context(shared: bool) -> AbstractContextManager[object] | None:
 
 
 class LayerTensors:
-    """`pdinfer.kv.Memory` over one contiguous tensor per layer, in the order of the layers. `memfd` is the one that
-    holds exactly these bytes in this order, or None."""
+    """`pdinfer.kv.Memory` over one contiguous tensor per layer, all of one size and in the order of the layers. `memfd`
+    is the one that holds exactly these bytes in this order, or None."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], memfd: Memfd | None = None) -> None:
         self._views = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
-        self._starts = [0, *accumulate(map(len, self._views))]
-        self.num_bytes = self.block_bytes = self._starts[-1]
-        first, lies_at = tensors[0].data_ptr(), [tensor.data_ptr() for tensor in tensors]
-        adjacent = lies_at == [first + start for start in self._starts[:-1]]
+        self._layer_bytes = len(self._views[0])
+        self.num_bytes = self.block_bytes = self._layer_bytes * len(tensors)
+        first = tensors[0].data_ptr()
+        adjacent = all(tensor.data_ptr() == first + at * self._layer_bytes for at, tensor in enumerate(tensors))
         is_all = memfd is not None and memfd.num_bytes == self.num_bytes and adjacent
         self.memfd = memfd if is_all else None
 
     def read(self, spans: Spans) -> list[memoryview]:
-        views = []
-        for start, length in spans:
-            layer = bisect.bisect_right(self._starts, start) - 1
-            within = start - self._starts[layer]
-            views.append(self._views[layer][within : within + length])
-        return views
+        at_layer = ((*divmod(start, self._layer_bytes), length) for start, length in spans)
+        return [self._views[layer][within : within + length] for layer, within, length in at_layer]
 
     def landing(self, spans: Spans) -> Landing:
         return Landing(self.read(spans))
@@ -86,12 +78,13 @@ class EnginePages:
     whenever it is granted."""
 
     layout: KVLayout
-    memory: LayerTensors
+    memory: Memory
     num_pages: int
     _generations: list[int] = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self._generations = [0] * self.num_pages
+    @_generations.default
+    def _first_generations(self) -> list[int]:
+        return [0] * self.num_pages
 
     @property
     def memory_pages(self) -> int:
@@ -120,7 +113,7 @@ def engine_pages(
     block_size: int,
     shared: object,
     form: str = "",
-    changes: Mapping[str, Any] = NOTHING,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnginePages:
     """Return vLLM's caches as pages. `model` is the folder of the checkpoint, which gives the layout its ids, together
     with `changes`, the overrides of vLLM's settings; `shared` is the context in which the caches were allocated; `form`
@@ -138,32 +131,31 @@ def engine_pages(
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ConfigError("PDInferConnector serves caches of one piece per layer, and these are interleaved")
     memory = LayerTensors(tensors, shared.memfd if isinstance(shared, SharedCache) else None)
-    num_blocks, width = first.shape[0], first.shape[-1]
     if has_heads(model):
         layout = packed_layout(model, first, len(layers), block_size, form)
-        return EnginePages(_changed(layout, changes), memory, num_blocks)
-    layout = _layout(model, first.dtype, block_size)
-    (latent, *others) = layout.components
-    if "hf_overrides" in changes:  # they may ask for another number of layers
+    else:
+        layout = _latent_layout(model, first, layers, block_size, is_changed="hf_overrides" in changes)
+    with Checkpoint.open(model) as checkpoint:
+        sampled = checkpoint.sample_digest()
+    layout = attrs.evolve(layout, sampled_weights_id=sampled, model_id=folded(layout.model_id, changes))
+    return EnginePages(layout, memory, first.shape[0])
+
+
+def _latent_layout(
+    model: str, cache: torch.Tensor, layers: Sequence[int], block_size: int, *, is_changed: bool
+) -> KVLayout:
+    """Return the layout of caches like `cache` of an MLA model, without an id of the weights. Overrides of its
+    configuration, if it `is_changed`, may ask for another number of layers."""
+    config = ModelConfig.from_checkpoint(model)
+    layout = kv_layout_of(config, cache.dtype, CacheConfig(page_size=block_size), mtp=False)
+    (latent, *others), width = layout.components, cache.shape[-1]
+    if is_changed:
         latent = attrs.evolve(latent, layers=tuple(layers))
         layout = attrs.evolve(layout, components=(latent, *others))
-    is_mla = latent.width == width and first.numel() == num_blocks * block_size * width
+    is_mla = latent.width == width and cache.numel() == cache.shape[0] * block_size * width
     if others or not is_mla or len(latent.layers) != len(layers):
-        shapes = f"{len(layers)} caches of {tuple(first.shape)}"
         raise ConfigError(
-            f"PDInferConnector serves MLA models, and vLLM has {shapes} for one whose blocks of {block_size} tokens "
-            f"hold latents of {latent.width}"
+            f"PDInferConnector serves MLA models, and vLLM has {len(layers)} caches of {tuple(cache.shape)} for one "
+            f"whose blocks of {block_size} tokens hold latents of {latent.width}"
         )
-    return EnginePages(_changed(layout, changes), memory, num_blocks)
-
-
-def _changed(layout: KVLayout, changes: Mapping[str, Any]) -> KVLayout:
-    return attrs.evolve(layout, model_id=folded(layout.model_id, changes))
-
-
-def _layout(model: str, dtype: torch.dtype, block_size: int) -> KVLayout:
-    """Return the layout of a checkpoint's cache, with ids computed from its files."""
-    config = ModelConfig.from_checkpoint(model)
-    layout = kv_layout_of(config, dtype, CacheConfig(page_size=block_size), mtp=False)
-    with Checkpoint.open(model) as checkpoint:
-        return attrs.evolve(layout, sampled_weights_id=checkpoint.sample_digest())
+    return layout

@@ -77,21 +77,21 @@ class Save:
     first_token: bool = False
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Orders:
-    """The orders of a step for the worker. `ended` are requests that have finished in vLLM and whose blocks are held
-    until nothing reads them; `cancelled` are loads that are not wanted any more; `unwanted` are rooms of requests that
-    ended before their prompt was whole. `drawn` has the first tokens of ended requests that asked for it. `waits` is
-    set when the step computes nothing and a request waits for its grant, and `lacks_blocks` when one that somebody
-    waits for got no blocks."""
+    """The orders of a step for the worker, as they come together. `ended` are requests that have finished in vLLM and
+    whose blocks are held until nothing reads them; `cancelled` are loads that are not wanted any more; `unwanted` are
+    rooms of requests that ended before their prompt was whole. `drawn` has the first tokens of ended requests that
+    asked for it. `waits` is set when the step computes nothing and a request waits for its grant, and `lacks_blocks`
+    when one that somebody waits for got no blocks."""
 
-    loads: tuple[VLLMLoad, ...] = ()
-    saves: tuple[Save, ...] = ()
-    ended: tuple[str, ...] = ()
-    cancelled: tuple[str, ...] = ()
-    unwanted: tuple[str, ...] = ()
-    drawn: tuple[tuple[str, int], ...] = ()
-    preempted: tuple[str, ...] = ()
+    loads: list[VLLMLoad] = attrs.field(factory=list)
+    saves: list[Save] = attrs.field(factory=list)
+    ended: list[str] = attrs.field(factory=list)
+    cancelled: list[str] = attrs.field(factory=list)
+    unwanted: list[str] = attrs.field(factory=list)
+    drawn: list[tuple[str, int]] = attrs.field(factory=list)
+    preempted: list[str] = attrs.field(factory=list)
     is_idle: bool = False
     waits: bool = False
     lacks_blocks: bool = False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
-import attrs
-
 from pdinfer.adapters.vllm.probe import Probe
-from pdinfer.adapters.vllm.prompts import Complete, Server
+from pdinfer.adapters.vllm.prompts import Answer, Complete, Prompts, Server
 from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
@@ -28,70 +28,62 @@ AGAIN_S = 0.25
 """The pause between two attempts to reach a vLLM that was lost."""
 
 AnyEngine = TypeVar("AnyEngine", PrefillEngine, DecodeEngine)
-Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+Open = TypeVar("Open")
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Reached(Generic[AnyEngine]):
-    """The addresses by which a vLLM is reached: `kv` is where its connector listens, `engines` link to it, and `probe`
-    was computed by both. `complete` has it compute a prompt. `key` is that of the engines' channels."""
+def engines_of(given: AnyEngine | Sequence[AnyEngine]) -> tuple[AnyEngine, ...]:
+    """Return the engines that a vLLM is to be connected with. Raises ConfigError for those that are not served."""
+    engines = tuple(given) if isinstance(given, Sequence) else (given,)
+    if not engines:
+        raise ConfigError("a vLLM is connected with engines of this process, and none was given")
+    for engine in engines:
+        if engine.model.topology.world_size > 1:
+            raise ConfigError(f"vLLM links to engines of one rank, and {engine} is one of several")
+    return engines
 
-    kv: str
-    engines: tuple[AnyEngine, ...]
-    complete: Complete
-    probe: Probe
-    key: bytes | None
-    limits: RequestLimits
 
-    @classmethod
-    def of(
-        cls,
-        engines: AnyEngine | Sequence[AnyEngine],
+class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
+    """A vLLM whose connector listens at `kv`, and that works with `engines` of this process, whose channels have this
+    `key`. `complete` has it compute a prompt. `_open` has the requests that are there, by their rooms. `cancel`, `load`
+    and `notify` may be called from any thread, everything else from the one that steps the Pairing.
+
+    Every vLLM is probed before it serves, see `Probe.check`. When it is lost, `step` raises TransferError, and
+    `recover` returns whether one is back at the same address.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[AnyEngine],
         kv: str,
         complete: Complete,
+        *,
         key: bytes | None,
         max_model_len: int | None,
-    ) -> Reached[AnyEngine]:
-        """Compute the probe here. Raises ConfigError for engines that are not served."""
-        given = tuple(engines) if isinstance(engines, Sequence) else (engines,)
-        if not given:
-            raise ConfigError("a vLLM is connected with engines of this process, and none was given")
-        for engine in given:
-            if engine.model.topology.world_size > 1:
-                raise ConfigError(f"vLLM links to engines of one rank, and {engine} is one of several")
-        model, layout = given[0].model, given[0].pool.layout
+        max_concurrent: int,
+    ) -> None:
+        model, layout = engines[0].model, engines[0].pool.layout
         if max_model_len is None and isinstance(complete, Server):
             max_model_len = complete.max_model_len()
         most = model.config.max_position_embeddings
         max_tokens = most if max_model_len is None else min(max_model_len, most)
-        limits = RequestLimits(name="vllm", vocab_size=model.config.vocab_size, max_tokens=max_tokens)
-        probe = Probe.of(model, layout, max_tokens)
-        return cls(kv=kv, engines=given, complete=complete, probe=probe, key=key, limits=limits)
-
-    def check(self) -> PeerAddress:
-        """Have vLLM compute the probe, and return its address; see `Probe.check`."""
-        return self.probe.check(self.kv, self.complete, self.key)
-
-
-class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
-    """A vLLM that works with engines of this process. `cancel`, `load` and `notify` may be called from any thread,
-    everything else from the one that steps the Pairing.
-
-    When vLLM is lost, `step` raises TransferError, and `recover` returns whether one is back at the same address. A
-    vLLM that was restarted is probed as the first one was.
-    """
-
-    def __init__(self, reached: Reached[AnyEngine], clock: Callable[[], float] = time.monotonic) -> None:
-        self.address = reached.check()
-        self.limits = reached.limits
-        self._reached: Reached[AnyEngine] = reached
-        self._engines: dict[PeerKey, AnyEngine] = {peer_key(engine.address): engine for engine in reached.engines}
-        self._clock = clock
-        self._inbox: Inbox[Answer] = Inbox()
+        self.limits = RequestLimits(name="vllm", vocab_size=model.config.vocab_size, max_tokens=max_tokens)
+        self._kv, self._complete, self._key = kv, complete, key
+        self._probe = Probe.of(model, layout, max_tokens)
+        self.address = self._probe.check(kv, complete, key)
+        self._engines: dict[PeerKey, AnyEngine] = {peer_key(engine.address): engine for engine in engines}
+        self._max_concurrent = max_concurrent
+        self._clock = time.monotonic
+        self._inbox: Inbox[Item | Answer] = Inbox()
+        self._open: dict[bytes, Open] = {}
+        self._num_tokens = 0
+        self._prompts = self._begin()
         self._missing_since: float | None = None
-        self._returning: threading.Thread | None = None
-        self._returned: PeerAddress | PDInferError | None = None
+        self._returning: Future[PeerAddress] | None = None
         self._closed = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address}, {len(self._open)} requests at vLLM)"
 
     @property
     def addresses(self) -> tuple[PeerAddress, ...]:
@@ -106,8 +98,8 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         # a call that may not wait dials the address it knows, without asking who answers there
         if timeout_s <= 0:
             engine.connect(self.address, timeout_s=timeout_s)
-        elif peer_key(engine.channel.links.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
-            raise TransferError(f"{self._reached.kv} answers as another engine: its vLLM was restarted")
+        elif peer_key(engine.channel.links.dial(self._kv, timeout_s=timeout_s)) != peer_key(self.address):
+            raise TransferError(f"{self._kv} answers as another engine: its vLLM was restarted")
 
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
@@ -129,33 +121,32 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
         if not self._closed.is_set():
             self._closed.set()
             self._forget()
-            for engine in self._reached.engines:
+            for engine in self._engines.values():
                 engine.disconnect(self.address)
 
     def recover(self) -> bool:
         """Return whether vLLM is back. Raises LayoutMismatch when the one that is back has another model, or does not
         compute as it should."""
         if self._returning is None:
-            self._returned = None
-            self._returning = threading.Thread(target=self._reach_again, name="pdinfer-vllm-return", daemon=True)
-            self._returning.start()
-        match self._returned:
-            case None:
-                return False
-            case PDInferError() as error:
-                raise error
-            case peer:
-                self.address, self._missing_since, self._returning = peer, None, None
-                self._begin()
-                return True
+            self._returning = Future()
+            reach = partial(self._reach_again, self._returning)
+            threading.Thread(target=reach, name="pdinfer-vllm-return", daemon=True).start()
+        if not self._returning.done():
+            return False
+        self.address, self._missing_since, self._returning = self._returning.result(), None, None
+        self._prompts = self._begin()
+        return True
 
     # -- for the two ports ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Be ready for requests."""
+    def _begin(self) -> Prompts:
+        """Return what takes prompts to vLLM."""
+        return Prompts(self._complete, self._max_concurrent, self._inbox.put)
 
     def _forget(self) -> None:
         """Forget the requests of a vLLM that is lost or left alone. The engines here learn of it by their links."""
+        self._prompts.close()
+        self._open.clear()
 
     def _engine_at(self, peer: PeerAddress) -> AnyEngine:
         engine = self._engines.get(peer_key(peer))
@@ -165,32 +156,32 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
 
     def _check_links(self) -> None:
         """Raise TransferError when no engine has had a link to vLLM for GONE_S."""
-        if any(engine.channel.connected(self.address) for engine in self._reached.engines):
+        if any(engine.channel.connected(self.address) for engine in self._engines.values()):
             self._missing_since = None
             return
         now = self._clock()
         self._missing_since = now if self._missing_since is None else self._missing_since
         if now - self._missing_since > GONE_S:
             self._forget()
-            raise TransferError(f"the vLLM at {self._reached.kv} is gone: nothing here has a link to it")
+            raise TransferError(f"the vLLM at {self._kv} is gone: nothing here has a link to it")
 
     def _kv_stats(self) -> ChannelStats:
         """Return the links that are open, as a load reports them."""
         return ChannelStats(
             peers=tuple(
                 PeerStats(address=engine.address, connected=engine.channel.connected(self.address))
-                for engine in self._reached.engines
+                for engine in self._engines.values()
             )
         )
 
     # -- a vLLM that was lost ---------------------------------------------------------------------------------------
 
-    def _reach_again(self) -> None:
+    def _reach_again(self, returning: Future[PeerAddress]) -> None:
         while not self._closed.is_set():
             try:
-                self._returned = self._reach()
+                returning.set_result(self._reach())
             except LayoutMismatch as error:
-                self._returned = error
+                returning.set_exception(error)
             except PDInferError:
                 self._closed.wait(AGAIN_S)
                 continue
@@ -199,18 +190,18 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
 
     def _reach(self) -> PeerAddress:
         """Link every engine to vLLM, and return who it is. One that was restarted is probed."""
-        reached = self._reached
-        first, *others = reached.engines
-        peer = first.channel.links.dial(reached.kv, timeout_s=LINK_S)
+        first, *others = self._engines.values()
+        peer = first.channel.links.dial(self._kv, timeout_s=LINK_S)
         try:
-            probed = peer if peer_key(peer) == peer_key(self.address) else reached.check()
+            is_known = peer_key(peer) == peer_key(self.address)
+            probed = peer if is_known else self._probe.check(self._kv, self._complete, self._key)
             for other in others:
-                other.channel.links.dial(reached.kv, timeout_s=LINK_S)
+                other.channel.links.dial(self._kv, timeout_s=LINK_S)
             if peer_key(probed) != peer_key(peer):
-                raise TransferError(f"the vLLM at {reached.kv} was restarted again")
+                raise TransferError(f"the vLLM at {self._kv} was restarted again")
         except PDInferError:
             # half of the links would look like a vLLM that is back
-            for engine in reached.engines:
+            for engine in self._engines.values():
                 engine.disconnect(peer)
             raise
         return peer

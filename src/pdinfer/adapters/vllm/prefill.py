@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.adapters.vllm.messages import proof_of
-from pdinfer.adapters.vllm.port import Reached, VLLMPort
-from pdinfer.adapters.vllm.prompts import Answer, Complete, Prompts, Server, body_of
+from pdinfer.adapters.vllm.port import VLLMPort, engines_of
+from pdinfer.adapters.vllm.prompts import Answer, Complete, Server, body_of
 from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.errors import PDInferError
@@ -28,20 +28,10 @@ from pdinfer.types import Event, PageGrant, Request
 MAX_CONCURRENT = 64
 
 
-class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
+class VLLMPrefill(VLLMPort[DecodeEngine, Answer, tuple[str, PageGrant]]):
     """A vLLM that computes prompts for decode engines of this process: a `PrefillPort`, made by `connect`."""
 
     role = "prefill"
-
-    def __init__(self, reached: Reached[DecodeEngine], max_concurrent: int) -> None:
-        super().__init__(reached)
-        self._max_concurrent = max_concurrent
-        self._open: dict[bytes, tuple[str, PageGrant]] = {}
-        self._num_tokens = 0
-        self._begin()
-
-    def __repr__(self) -> str:
-        return f"VLLMPrefill({self.address}, {len(self._open)} prompts at vLLM)"
 
     @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
@@ -82,7 +72,7 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
     def load(self) -> PrefillLoad:
         """Return what vLLM was asked for and has not answered. Its pages are its own business."""
         sizes = [len(grant.tokens) for _, grant in list(self._open.values())]
-        layout = self._reached.probe.layout
+        layout = self._probe.layout
         return PrefillLoad(
             address=self.address,
             num_free_pages=1,
@@ -98,13 +88,6 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
 
     def _channel_of(self, grant: PageGrant) -> KVChannel:
         return self._engine_at(grant.destinations[0]).channel
-
-    def _begin(self) -> None:
-        self._prompts = Prompts(self._reached.complete, self._max_concurrent, self._inbox.put)
-
-    def _forget(self) -> None:
-        self._prompts.close()
-        self._open.clear()
 
 
 @typed
@@ -129,5 +112,11 @@ def connect(
     model, weights, dtype or these caches differ, with the field or the layer and component; TransferError when vLLM
     cannot be reached or does not compute; ConfigError for decodes that are not served.
     """
-    complete = Server(server) if isinstance(server, str) else server
-    return VLLMPrefill(Reached.of(decode, kv, complete, key, max_model_len), max_concurrent)
+    return VLLMPrefill(
+        engines_of(decode),
+        kv,
+        Server(server) if isinstance(server, str) else server,
+        key=key,
+        max_model_len=max_model_len,
+        max_concurrent=max_concurrent,
+    )

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.adapters.vllm.memory import EnginePages
 from pdinfer.adapters.vllm.messages import proof_of
 from pdinfer.adapters.vllm.prompts import Complete, body_of
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import first_error
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import KVView, PageMemory
@@ -52,23 +52,6 @@ TOLERANCES = {
 }
 """By the dtype of the cache. Engines that are right are 3e-6 apart in float32 and 0.03 in bfloat16, keys that are
 rotated wrongly 0.5 and more."""
-
-
-@attrs.frozen
-class ProbePages:
-    """Pages for one prompt, used by nothing else; see `pdinfer.kv.Pages`."""
-
-    layout: KVLayout
-    memory: PageMemory
-
-    @property
-    def num_pages(self) -> int:
-        return self.memory.num_pages
-
-    memory_pages = num_pages
-
-    def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(pages)
 
 
 @attrs.frozen(eq=False)
@@ -104,26 +87,36 @@ class Probe:
         """Have the vLLM whose connector listens at `kv` compute the prompt, compare, and return its address. Raises
         LayoutMismatch, which names the layer and the component, when its latents are not those of the model here;
         TransferError when it cannot be reached or does not compute the prompt in PROBE_S."""
-        pages = ProbePages(self.layout, self.model.allocate_pages(self.layout, self.expected.num_pages))
-        with_key = KVChannel(pages, _transport(kv), key=key)
-        try:
+        memory = self.model.allocate_pages(self.layout, self.expected.num_pages)
+        transport = ShmTransport() if kv.startswith(SCHEME) else SocketTransport()
+        with KVChannel(EnginePages(self.layout, memory, memory.num_pages), transport, key=key) as with_key:
             peer = with_key.links.dial(kv)
             self._fetch(with_key, peer, complete)
-        finally:
-            with_key.close()
-        if (found := self.difference(pages.memory)) is not None:
-            raise found.error(kv)
+        self._compare(memory, kv)
         return peer
 
-    def difference(self, there: PageMemory) -> Difference | None:
-        """Return the first layer and component in which the latents are other ones than expected, or None."""
+    def _compare(self, there: PageMemory, kv: str) -> None:
+        """Raise LayoutMismatch at the first layer and component in which the latents are other ones than expected."""
         first_layer, tolerance = self.layout.layers.start, TOLERANCES[self.layout.components[0].dtype]
         for layer, name, ours, theirs in self._parts(there):
             errors = (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-9)
             strays = float((~(errors <= tolerance.error)).double().mean())  # NaN and infinity are strays, too
-            if strays > (tolerance.strays if layer > first_layer else 0.0):
-                return Difference(layer, name, strays, float(errors.nan_to_num(torch.inf).max()), tolerance.error)
-        return None
+            if strays <= (tolerance.strays if layer > first_layer else 0.0):
+                continue
+            most = float(errors.nan_to_num(torch.inf).max())
+            what, advice = f"component {name!r}", ""
+            if name == ROPE:
+                what = "the rotated keys (rope)"
+                advice = (
+                    "; vLLM 0.32 on a CPU rotates wrongly for MLA models without rope_scaling "
+                    "(tests/vllm/rope_report.md)"
+                )
+            raise LayoutMismatch(
+                f"the vLLM at {kv} computes another KV than the model here, from layer {layer} on, in {what}: "
+                f"{strays:.0%} of the tokens are off by more than {tolerance.error:.1%} of their length, one by "
+                f"{most:.0%}, so the two are not paired{advice}",
+                fields=((f"layer {layer} {name}", f"off by up to {tolerance.error:.1%}", f"{most:.0%}"),),
+            )
 
     def _parts(self, there: PageMemory) -> Iterator[tuple[int, str, Tensor, Tensor]]:
         """Yield (layer, component, our rows, their rows), float32 [tokens, width], layer by layer."""
@@ -168,34 +161,3 @@ class Probe:
             channel.wait(left)
         if any(handoff.status is not HandoffStatus.LANDED for handoff in handoffs):
             raise TransferError(f"vLLM did not hand the first prompt over: {first_error(handoffs)}")
-
-
-@attrs.frozen
-class Difference:
-    """The place where two engines differ: `strays` of the tokens are off by more than `tolerance`, one of them by
-    `most`."""
-
-    layer: int
-    name: str
-    strays: float
-    most: float
-    tolerance: float
-
-    def error(self, kv: str) -> LayoutMismatch:
-        """Return what refuses the pair."""
-        what = "the rotated keys (rope)" if self.name == ROPE else f"component {self.name!r}"
-        advice = (
-            "; vLLM 0.32 on a CPU rotates wrongly for MLA models without rope_scaling (tests/vllm/rope_report.md)"
-            if self.name == ROPE
-            else ""
-        )
-        return LayoutMismatch(
-            f"the vLLM at {kv} computes another KV than the model here, from layer {self.layer} on, in {what}: "
-            f"{self.strays:.0%} of the tokens are off by more than {self.tolerance:.1%} of their length, one by "
-            f"{self.most:.0%}, so the two are not paired{advice}",
-            fields=((f"layer {self.layer} {self.name}", f"off by up to {self.tolerance:.1%}", f"{self.most:.0%}"),),
-        )
-
-
-def _transport(kv: str) -> Transport:
-    return ShmTransport() if kv.startswith(SCHEME) else SocketTransport()

@@ -121,13 +121,13 @@ def _check_all_is_sent(asked: Request | SamplingParams) -> None:
 
 
 class VLLMCall:
-    """A body that a server was given. It may be left from any thread, and vLLM ends a request whose connection
+    """A body for vLLM, until its answer. It may be left from any thread, and vLLM ends a request whose connection
     closes."""
 
     def __init__(self) -> None:
         self._changing = new_lock()
         self._connection: socket.socket | None = None
-        self._is_left = False
+        self.is_left = False
 
     @contextlib.contextmanager
     def heard(self, answer: HTTPResponse) -> Iterator[None]:
@@ -135,7 +135,7 @@ class VLLMCall:
         with socket.socket(fileno=os.dup(answer.fileno())) as connection:
             with self._changing:
                 self._connection = connection
-                is_left = self._is_left
+                is_left = self.is_left
             if is_left:
                 self.leave()
             try:
@@ -147,7 +147,7 @@ class VLLMCall:
     def leave(self) -> None:
         """Close the connection, now or as soon as the server begins to answer."""
         with self._changing:
-            self._is_left = True
+            self.is_left = True
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # the server was first
                     self._connection.shutdown(socket.SHUT_RDWR)
@@ -252,15 +252,13 @@ class Prompts:
         self._changing = new_lock()
         self._waiting: queue.SimpleQueue[tuple[bytes, dict[str, Any]] | None] = queue.SimpleQueue()
         self._num_threads = 0
-        self._num_unanswered = 0
-        self._dropped: set[bytes] = set()
-        self._calls: dict[bytes, VLLMCall] = {}
+        self._calls: dict[bytes, VLLMCall] = {}  # of all that is not answered
 
     def ask(self, room: bytes, body: dict[str, Any]) -> None:
         """Have a prompt computed. Never waits."""
         with self._changing:
-            self._num_unanswered += 1
-            needs_thread = self._num_threads < min(self._max_concurrent, self._num_unanswered)
+            self._calls[room] = VLLMCall()
+            needs_thread = self._num_threads < min(self._max_concurrent, len(self._calls))
             self._num_threads += needs_thread
         self._waiting.put((room, body))
         if needs_thread:
@@ -268,10 +266,7 @@ class Prompts:
 
     def drop(self, room: bytes) -> None:
         """Answer a prompt with an error. A server that has it already is left; another way to vLLM goes to its end."""
-        with self._changing:
-            self._dropped.add(room)
-            call = self._calls.get(room)
-        if call is not None:
+        if (call := self._calls.get(room)) is not None:
             call.leave()
 
     def close(self) -> None:
@@ -286,17 +281,13 @@ class Prompts:
 
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None:
-            (room, body), call = asked, VLLMCall()
+            room, body = asked
+            call = self._calls[room]
+            cancelled = RequestError("the request was cancelled")
+            error = cancelled if call.is_left else self._problem(body, call)
             with self._changing:
-                is_dropped = room in self._dropped or not self._max_concurrent
-                self._calls[room] = call
-            error = None if is_dropped else self._problem(body, call)
-            with self._changing:
-                is_dropped = is_dropped or (error is not None and room in self._dropped)
-                self._num_unanswered -= 1
-                self._dropped.discard(room)
                 del self._calls[room]
-            self._answered(Answer(room, RequestError("the request was cancelled") if is_dropped else error))
+            self._answered(Answer(room, cancelled if error is not None and call.is_left else error))
 
     def _problem(self, body: dict[str, Any], call: VLLMCall) -> PDInferError | None:
         """Have vLLM compute a prompt. Return why it did not."""

@@ -36,13 +36,12 @@ class SchedulerHalf:
         self._settings = settings
         self._clock = clock
         self._grants: dict[str, float] = {}
-        self._asks: dict[str, Ask | None] = {}
+        self._asks: dict[str, Ask] = {}
         self._since: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._loading: set[str] = set()
         self._sent: dict[str, Sent] = {}
         self._next = Orders()
-        self._waits = False
         self._unallocated: set[str] = set()  # of those that somebody waits for, since the last step
 
     # -- what vLLM asks ---------------------------------------------------------------------------------------------
@@ -51,10 +50,10 @@ class SchedulerHalf:
         """Return how many tokens come from a peer, and whether they do so between steps: all but the last for a load
         that was not tried before. (None, False) means that a request waits for its grant."""
         ask, req_id = self._ask(request), str(request.request_id)
-        if ask is not None and not (ask.loads or ask.problem or ask.room in self._grants):
+        if ask.sends and not ask.problem and ask.room not in self._grants:
             return self._held(req_id)
         self._unallocated.add(req_id)
-        if ask is not None and ask.loads and req_id not in self._loaded:
+        if ask.loads and req_id not in self._loaded:
             missing = int(request.num_prompt_tokens) - 1 - num_computed
             return (missing, True) if missing > 0 else (0, False)
         return 0, False
@@ -63,38 +62,30 @@ class SchedulerHalf:
         """Note the blocks of a request that is scheduled, or will be when its load has ended."""
         ask, req_id = self._ask(request), str(request.request_id)
         self._unallocated.discard(req_id)
-        if ask is None:
-            return
-        if not ask.loads:
-            if not ask.problem and req_id not in self._sent:
-                tokens = request.prompt_token_ids
-                proofs = proof_of(tokens), proof_of(tokens[:-1])
-                self._sent[req_id] = Sent(ask.room, proofs, len(tokens), ask.first_token)
-        elif num_external and req_id not in self._loaded:
+        if ask.sends and not ask.problem and req_id not in self._sent:
+            tokens = request.prompt_token_ids
+            proofs = proof_of(tokens), proof_of(tokens[:-1])
+            self._sent[req_id] = Sent(ask.room, proofs, len(tokens), ask.first_token)
+        elif ask.loads and num_external and req_id not in self._loaded:
             stop = int(request.num_prompt_tokens) - 1
             start, size = stop - num_external, self._block_size
             blocks = tuple(block_ids[0][start // size : -(-stop // size)])
             proof = "" if ask.problem else proof_of(request.prompt_token_ids[:stop])
             load = VLLMLoad(req_id, ask.room, ask.prefill, proof, (start, stop), blocks, ask.problem)
-            self._next = attrs.evolve(self._next, loads=(*self._next.loads, load))
+            self._next.loads.append(load)
             self._loaded.add(req_id)
             self._loading.add(req_id)
 
     def orders(self, output: Any) -> Orders:
         """Return what a step means for the worker, from vLLM's SchedulerOutput."""
-        preempted = tuple(sorted(set(output.preempted_req_ids or ()) & self._sent.keys()))
-        for req_id in preempted:
+        orders, self._next = self._next, Orders()
+        orders.preempted += sorted(set(output.preempted_req_ids or ()) & self._sent.keys())
+        for req_id in orders.preempted:
             self._sent[req_id].is_whole = False
-        is_idle = not output.total_num_scheduled_tokens
-        orders = attrs.evolve(
-            self._next,
-            saves=tuple(self._saves(output)),
-            preempted=preempted,
-            is_idle=is_idle,
-            waits=self._waits,
-            lacks_blocks=is_idle and bool(self._unallocated),
-        )
-        self._next, self._waits, self._unallocated = Orders(), False, set()
+        orders.saves += self._saves(output)
+        orders.is_idle = not output.total_num_scheduled_tokens
+        orders.lacks_blocks = orders.is_idle and bool(self._unallocated)
+        self._unallocated.clear()
         return orders
 
     def arrived(self, arrivals: Arrivals | None, received: Any) -> None:
@@ -114,21 +105,18 @@ class SchedulerHalf:
         self._loaded.discard(req_id)
         if req_id in self._loading:  # vLLM holds these blocks itself
             self._loading.discard(req_id)
-            self._next = attrs.evolve(self._next, cancelled=(*self._next.cancelled, req_id))
-        if ask is None or ask.loads:
+            self._next.cancelled.append(req_id)
+        if not ask.sends:
             return False
         self._grants.pop(ask.room, None)
         sent = self._sent.pop(req_id, None)
         if not ask.problem and (sent is None or not sent.is_whole):
-            self._next = attrs.evolve(self._next, unwanted=(*self._next.unwanted, ask.room))
+            self._next.unwanted.append(ask.room)
         if sent is None:
             return False
-        drawn = tuple(map(int, request.output_token_ids[:1])) if sent.first_token else ()
-        self._next = attrs.evolve(
-            self._next,
-            ended=(*self._next.ended, req_id),
-            drawn=(*self._next.drawn, *((req_id, token) for token in drawn)),
-        )
+        self._next.ended.append(req_id)
+        if sent.first_token:
+            self._next.drawn += [(req_id, int(token)) for token in request.output_token_ids[:1]]
         return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -140,7 +128,7 @@ class SchedulerHalf:
         waited_s = now - self._since.setdefault(req_id, now)
         if waited_s >= 2 * hold_s or (waited_s >= hold_s and not self._has_granted(now - hold_s)):
             return 0, False
-        self._waits = True
+        self._next.waits = True
         return None, False
 
     def _has_granted(self, since: float) -> bool:
@@ -148,17 +136,11 @@ class SchedulerHalf:
         started = {sent.room for sent in self._sent.values()}
         return any(came > since and room not in started for room, came in self._grants.items())
 
-    def _ask(self, request: Any) -> Ask | None:
+    def _ask(self, request: Any) -> Ask:
         req_id = str(request.request_id)
         if req_id not in self._asks:
-            ask = asked(request.kv_transfer_params, self._settings)
-            if ask is not None and (request.prompt_token_ids is None or getattr(request, "mm_features", None)):
-                ask = attrs.evolve(ask, problem="two ends cannot compare prompts of embeddings or images")
-            if ask is not None and ask.loads and getattr(request, "skip_reading_prefix_cache", False):
-                problem = "it asks for what every token of a prompt is computed for, as prompt_logprobs; leave that out"
-                ask = attrs.evolve(ask, problem=problem)
-            self._asks[req_id] = ask
-            if ask is not None and ask.problem and not ask.loads:
+            ask = self._asks[req_id] = asked(request, self._settings)
+            if ask.sends and ask.problem:
                 _log.warning("request %s is not handed over: %s", req_id, ask.problem)
         return self._asks[req_id]
 

@@ -24,7 +24,7 @@ import attrs
 from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
 from pdinfer.adapters.vllm.messages import Save, Terms, room_of
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel, turn_away
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 
@@ -252,11 +252,8 @@ class VLLMSending:
                 self._channel.sender.decline(bytes.fromhex(each))
 
     def _turn_away(self, grant: PageGrant, why: str) -> None:
-        try:
-            self._channel.accept(grant)
-        except TransferError:  # decode has gone, or given it up itself
-            return
-        self._abort(Outgoing(grant, 0), "turned_away", TransferError(why))
+        if turn_away(self._channel, grant, TransferError(why)):
+            self._counts.add(ABORTED + "turned_away")
 
     def _let_go_of(self, req_id: str, reason: str, why: str) -> None:
         """Keep a prompt no longer. Its blocks are free at the next look."""

@@ -133,21 +133,23 @@ class Settings:
 
 @attrs.frozen(kw_only=True)
 class Ask:
-    """The wish of a request: to be loaded from `prefill`, or to be sent to whoever grants its room, there with its
-    first token or without. `problem` is why that cannot be, in a sentence."""
+    """The wish of a request: to be loaded from `prefill`, to be sent to whoever grants its room, there with its first
+    token or without, or nothing of ours. `problem` is why that cannot be, in a sentence."""
 
-    loads: bool
-    room: str
+    loads: bool = False
+    sends: bool = False
+    room: str = ""
     prefill: str = ""
     first_token: bool = False
     problem: str = ""
 
 
-def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
-    """Return what a request's `kv_transfer_params` ask for, None when it is nothing of ours."""
-    loads, sends = (bool((params or {}).get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
-    if params is None or not (loads or sends):
-        return None
+def asked(request: Any, settings: Settings) -> Ask:
+    """Return what the `kv_transfer_params` of a request of vLLM ask for."""
+    params: Mapping[str, Any] = request.kv_transfer_params or {}
+    loads, sends = (bool(params.get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
+    if not (loads or sends):
+        return Ask()
     room, prefill, problem = params.get("room", ""), params.get("prefill", ""), ""
     try:
         is_room = len(bytes.fromhex(room)) == ROOM_BYTES
@@ -169,8 +171,18 @@ def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
             f"a request names the prefill {clip(prefill)}, which this decode does not dial: "
             "set prefills to all that it may, or a key_file at all ends"
         )
-    first_token = params.get("first_token") is True
-    return Ask(loads=loads, room=str(room), prefill=str(prefill), first_token=first_token, problem=problem)
+    elif loads and getattr(request, "skip_reading_prefix_cache", False):
+        problem = "it asks for what every token of a prompt is computed for, as prompt_logprobs; leave that out"
+    elif request.prompt_token_ids is None or getattr(request, "mm_features", None):
+        problem = "two ends cannot compare prompts of embeddings or images"
+    return Ask(
+        loads=loads,
+        sends=not loads,
+        room=str(room),
+        prefill=str(prefill),
+        first_token=params.get("first_token") is True,
+        problem=problem,
+    )
 
 
 def check_setup(config: Any, kv_cache_config: Any) -> None:

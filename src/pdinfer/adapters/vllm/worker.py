@@ -40,6 +40,8 @@ class WorkerHalf:
     Of a decode's workers each does, for the cache that it has."""
 
     channel: KVChannel
+    orders: Orders
+    """Those of the step."""
 
     def __init__(self, config: Any, settings: Settings, version: str = "") -> None:
         self._config, self._version = config, version
@@ -54,7 +56,7 @@ class WorkerHalf:
         self._context = cache_context(self._takes_part and settings.listen.startswith(SCHEME))
         self._counts = TransferCounts()
         self._news = threading.Event()
-        self._orders = Orders()
+        self.orders = Orders()
         self._moved: ChannelStats | None = None
         self._is_open = False
         in_step = getattr(config.parallel_config, "data_parallel_size", 1) > 1
@@ -99,34 +101,32 @@ class WorkerHalf:
 
     # -- a step, in the order in which vLLM calls -------------------------------------------------------------------
 
-    def preempted(self, orders: Orders) -> None:
+    def preempted(self) -> None:
         """Before anything of the step is computed: let nothing read the blocks that others get now."""
-        self._orders = orders
         if self._is_open:
-            self._sending.drawn(orders.drawn)
-            self._sending.preempted(orders.preempted)
+            self._sending.drawn(self.orders.drawn)
+            self._sending.preempted(self.orders.preempted)
 
-    def layer(self, orders: Orders, name: str) -> None:
-        """A layer of the step is computed."""
-        if orders.saves and self._is_open:
-            self._sending.layer(orders.saves, layer_of(name))
-
-    def load(self, orders: Orders) -> None:
+    def load(self) -> None:
         """Begin the loads of the step."""
-        self._orders = orders
         if self._is_open:
-            for load in orders.loads:
+            for load in self.orders.loads:
                 self._receiving.begin(load)
-            for req_id in orders.cancelled:
+            for req_id in self.orders.cancelled:
                 self._receiving.cancel(req_id)
 
-    def step_done(self, orders: Orders) -> None:
+    def layer(self, name: str) -> None:
+        """A layer of the step is computed."""
+        if self.orders.saves and self._is_open:
+            self._sending.layer(self.orders.saves, layer_of(name))
+
+    def step_done(self) -> None:
         """Everything of the step is computed."""
         if self._is_open:
-            self._sending.step_done(orders.saves)
-            self._sending.ended(orders.ended)
-            self._sending.unwanted(orders.unwanted)
-            if orders.lacks_blocks:
+            self._sending.step_done(self.orders.saves)
+            self._sending.ended(self.orders.ended)
+            self._sending.unwanted(self.orders.unwanted)
+            if self.orders.lacks_blocks:
                 self._sending.make_way()
 
     def finished(self) -> tuple[set[str], set[str]]:
@@ -135,8 +135,8 @@ class WorkerHalf:
             return set(), set()
         self._look()
         sent, received = self._sending.take_finished(), self._receiving.take_finished()
-        waits = self._orders.waits or len(self._receiving) or len(self._sending)
-        if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
+        waits = self.orders.waits or len(self._receiving) or len(self._sending)
+        if self.orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
             if self._news.wait(self._idle_s):
                 self._look()
             # longer from step to step: new requests wait for the end of this one

@@ -15,7 +15,7 @@ import numpy as np
 from pdinfer.bench.record import Record
 from pdinfer.bench.summary import Summary
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,12 +60,10 @@ def _arrays(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Plot:
+class Plot(Value):
     """The content of a plot. `columns` are arrays of one length, finite, with their unit in the name. `notes` say what
     a reader has to know: requests that did not complete, runs without the figures, checks that failed. They are drawn,
     too. Raises ConfigError for columns of two lengths and for NaN."""
-
-    __repr__ = brief
 
     columns: Columns = attrs.field(converter=_arrays)
     notes: tuple[str, ...] = ()

@@ -51,16 +51,6 @@ class Follower:
         self._linked: list[PeerAddress] = []
         self._looked_at = float("-inf")
 
-    @property
-    def rooms(self) -> frozenset[bytes]:
-        """The rooms that it expects, writes, or still sends."""
-        return frozenset([*self._grants, *self._refused, *self._sending])
-
-    @property
-    def num_drafts(self) -> int:
-        """How many sequences it keeps a draft for."""
-        return len(self._drafts)
-
     def step(self, *, is_closing: bool = False) -> None:
         """Report what is new here, take orders, and run the model with the others."""
         self._report()

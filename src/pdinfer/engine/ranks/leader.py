@@ -1,4 +1,4 @@
-"""The channel and the runner of a leader: its engine acts through them, and its followers are told to do the same.
+"""The channel and the runner of a leader: its engine acts through them, and its followers do the same.
 
 Only the engine of the leader decides. What it does travels as orders with the next agreement (`lockstep`), and what
 followers report is added to what its own channel says. Page ids in orders are the leader's, whose pool accounts for the
@@ -43,7 +43,7 @@ def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
 
 
 class RankRunner:
-    """Runs every step of a model together with all ranks. It tells followers, if there are any, what to run. Their
+    """Runs every step of a model together with all ranks. Followers, if there are any, are ordered to run it. Their
     reports go to `channel`."""
 
     def __init__(
@@ -95,23 +95,13 @@ class RankRunner:
         return draft
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        if self._has_followers:  # sums over ranks go row by row
-            in_order = self._runner.order(rows)
-            drawn = self._decode(
-                [rows[index] for index in in_order],
-                [draws[index] for index in in_order],
-                [drafts[index] for index in in_order],
-            )
-            return [new for _, new in sorted(zip(in_order, drawn, strict=True), key=lambda pair: pair[0])]
-        return self._decode(rows, draws, drafts)
-
-    def _decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         if self._has_followers:
-            order = say.DecodeMessage([say.PackedRow.of(row) for row in rows])
+            in_order = self._runner.order(rows)  # sums over ranks go row by row
+            order = say.DecodeMessage([say.PackedRow.of(rows[index]) for index in in_order])
             if self._runner.drafts:
-                order.drafts = [self._numbers.get(draft) for draft in drafts]
-                order.counts = [draft.num_tokens for draft in drafts]
-                order.newest = [pack_ints(draw.output[-MAX_NEWEST:]) for draw in draws]
+                order.drafts = [self._numbers.get(drafts[index]) for index in in_order]
+                order.counts = [drafts[index].num_tokens for index in in_order]
+                order.newest = [pack_ints(draws[index].output[-MAX_NEWEST:]) for index in in_order]
             self._lockstep.tell(order)
         agreement = self._agree(num_rows=len(rows), num_passes=num_passes(drafts))
         assert agreement is not None
@@ -127,7 +117,7 @@ class RankRunner:
 
 
 @attrs.define
-class _Sent:
+class Sent:
     """A hand-off on its way. It is `done` when neither this rank nor a follower reads its pages any more."""
 
     own: Transfer
@@ -152,7 +142,7 @@ class RankChannel:
         self._handoffs: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
         self._stops: list[tuple[bytes, TransferError]] = []
-        self._sent: dict[bytes, _Sent] = {}
+        self._sent: dict[bytes, Sent] = {}
 
     def hear(self, rank: int, message: say.Message) -> None:
         """Take a follower's report."""
@@ -170,11 +160,6 @@ class RankChannel:
                 sent.waits_for -= 1
                 if not sent.waits_for:
                     del self._sent[room]
-
-    @property
-    def rooms(self) -> frozenset[bytes]:
-        """The rooms of which it keeps something for its ranks: hand-offs, reports, stops, or pages that are read."""
-        return frozenset([*self._handoffs, *self._settled, *self._sent, *(room for room, _ in self._stops)])
 
     # -- links ------------------------------------------------------------------------------------------------------
 
@@ -245,12 +230,12 @@ class RankChannel:
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
     ) -> None:
-        """Push this rank's share. Followers push theirs, as the order to run these tokens told them to."""
+        """Push this rank's share. Followers push theirs, by the order to run these tokens."""
         for share in even_slices(tokens, self._size)[0]:
             self._channel.push(grant, layers=layers, tokens=share, pages=pages, ready=ready)
 
-    def finish(self, grant: PageGrant, handoff: Handoff) -> _Sent:
-        sent = self._sent[grant.room] = _Sent(self._channel.finish(grant, handoff), self._num_followers)
+    def finish(self, grant: PageGrant, handoff: Handoff) -> Sent:
+        sent = self._sent[grant.room] = Sent(self._channel.finish(grant, handoff), self._num_followers)
         self._lockstep.tell(say.FinishMessage(grant.room, handoff.error))
         return sent
 

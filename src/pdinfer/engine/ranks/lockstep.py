@@ -38,8 +38,8 @@ BEAT_S = 0.1
 @attrs.frozen(kw_only=True)
 class RankStatus:
     """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
-    needs to draft behind them, whether it closes, and how many bytes it has for its attention group. What it says of
-    its experts, an `ExpertStatus`, stands behind it."""
+    needs to draft after them, whether it closes, and how many bytes it has for its attention group. The status of its
+    experts, an `ExpertStatus`, follows."""
 
     number: int
     num_rows: int = 0
@@ -50,7 +50,7 @@ class RankStatus:
 
 @attrs.frozen
 class Agreement:
-    """What all ranks know now: everybody's status, and what was said in this rank's attention group: (rank in the
+    """What all ranks know now: everybody's status, and the messages in this rank's attention group: (rank in the
     group, message)."""
 
     statuses: tuple[RankStatus, ...]
@@ -128,8 +128,8 @@ class Lockstep:
             self._wakeup.notify(self._number)
         self._number += 1
         with self.together():
-            said = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
-            table = self.groups.world.all_gather(torch.tensor([said], dtype=torch.int64, device="cpu")).tolist()
+            row = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
+            table = self.groups.world.all_gather(torch.tensor([row], dtype=torch.int64, device="cpu")).tolist()
             statuses = tuple(RankStatus(**dict(zip(_FIELDS, row, strict=False))) for row in table)
             self._check_numbers(statuses)
             agreement = Agreement(statuses, self._exchange(data, statuses))
@@ -171,9 +171,9 @@ class Lockstep:
     def _check_numbers(self, statuses: Sequence[RankStatus]) -> None:
         numbers = [status.number for status in statuses]
         if len(set(numbers)) > 1:
-            told = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+            listing = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
             raise RankLost(
-                f"ranks met in different agreements, {told}: all must step the same engine, the only one over their "
+                f"ranks met in different agreements, {listing}: all must step the same engine, the only one over their "
                 "groups; start all ranks anew"
             )
 
@@ -218,8 +218,8 @@ def compare(world: Group, limits: Mapping[str, object]) -> None:
     for name in sorted({name for theirs in everybody for name in theirs}):
         values = [theirs.get(name) for theirs in everybody]
         if any(value != values[0] for value in values):
-            told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-            raise ConfigError(f"{name} must be the same on all ranks of an engine; it is {told}")
+            listing = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+            raise ConfigError(f"{name} must be the same on all ranks of an engine; it is {listing}")
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -7,8 +7,7 @@ followers do the same. A single rank is the smallest world: it leads, and nobody
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,97 +16,63 @@ from pdinfer.engine.ranks.follower import Follower, SharedSampler
 from pdinfer.engine.ranks.leader import RankChannel, RankRunner, RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep, compare, gather_bytes
 from pdinfer.engine.ranks.messages import VERSION
-from pdinfer.errors import ConfigError, RankLost, RequestError
-from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.errors import RankLost, RequestError
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.model.batch import Row
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.parallel.groups import Groups
-from pdinfer.types import PageGrant, PeerAddress
+from pdinfer.types import PeerAddress
 
 _log = logging.getLogger("pdinfer")
 
 
-class Ranks(ABC):
-    """The place of one engine among its ranks.
+class Ranks:
+    """The place of one engine among its ranks: here the only one. What it says is agreed at once, and nobody else has
+    to know.
 
     The engine acts through `channel` and `runner`. `addresses` are those of all ranks of its attention group, the
     leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader.
     """
 
     channel: KVChannel | RankChannel
-    runner: Runner
+    runner: ModelRunner | RankRunner
     addresses: tuple[PeerAddress, ...]
     follower: Follower | None = None
 
-    @property
-    @abstractmethod
-    def are_closing(self) -> bool:
-        """Whether it was agreed that all close."""
-
-    @abstractmethod
-    def check_leads(self) -> None:
-        """Raise RequestError on a rank that takes no requests."""
-
-    @abstractmethod
-    def step(self, lead: Callable[[], None]) -> None:
-        """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
-
-    @abstractmethod
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
-
-    @abstractmethod
-    def due_in_s(self) -> float:
-        """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
-
-    @abstractmethod
-    def propagate(self, error: Exception) -> None:
-        """Raise again the `error` that ended a step, if there are other ranks, because they cannot know about it."""
-
-    @abstractmethod
-    def leave(self, reason: str) -> None:
-        """Let this rank drop what it has. If there are other ranks, raise RankLost, now and in every later step."""
-
-    @abstractmethod
-    def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """Close together with the other ranks. `begin` recovers from a step that did not end, which only a single rank
-        can, and `end` closes what a leader has."""
-
-
-class SingleRank(Ranks):
-    """The only rank. What it says is agreed at once, and nobody else has to be told."""
-
-    are_closing = False
-
-    def __init__(self, channel: KVChannel, runner: Runner, rebalancing: Rebalancing) -> None:
+    def __init__(self, channel: KVChannel, runner: ModelRunner, rebalancing: Rebalancing) -> None:
         self.channel = channel
         self.runner = runner
         self.addresses = (channel.address,)
         self._rebalancing = rebalancing
 
+    @property
+    def are_closing(self) -> bool:
+        """Whether it was agreed that all close."""
+        return False
+
     def check_leads(self) -> None:
-        pass
+        """Raise RequestError on a rank that takes no requests."""
 
     def step(self, lead: Callable[[], None]) -> None:
+        """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
         lead()
         if self._rebalancing.has_news:
             self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
 
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        pass
-
     def due_in_s(self) -> float:
+        """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
         return 0.0 if self._rebalancing.has_news else float("inf")
 
     def propagate(self, error: Exception) -> None:
-        pass
+        """Raise again the `error` that ended a step, if there are other ranks, because they cannot know about it."""
 
     def leave(self, reason: str) -> None:
-        pass
+        """Let this rank drop what it has. If there are other ranks, raise RankLost, now and in every later step."""
 
     def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Close together with the other ranks. `begin` recovers from a step that did not end, which only a single rank
+        can, and `end` closes what a leader has."""
         begin()
         end()
 
@@ -120,7 +85,7 @@ class SeveralRanks(Ranks):
         self,
         groups: Groups,
         channel: KVChannel,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         rebalancing: Rebalancing,
         run_empty: RunEmpty,
@@ -128,19 +93,17 @@ class SeveralRanks(Ranks):
         inbox: Inbox[Any],
         clock: Callable[[], float],
     ) -> None:
-        if not isinstance(runner, ModelRunner):
-            raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
+        super().__init__(channel, runner, rebalancing)
         compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
-        told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
-        self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
+        encoded = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
+        self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in encoded)
         self._groups = groups
         self._inbox = inbox
         self._own_channel = channel
         self._closed = False
         self._lockstep = Lockstep(groups, rebalancing, inbox.wake, clock=clock)
         leader = RankChannel(channel, self._lockstep)
-        self.channel = channel
         if attention.size > 1:
             self.channel = leader
             if runner.drafts:
@@ -171,9 +134,6 @@ class SeveralRanks(Ranks):
             self.follower.step()
         if self._lockstep.lost is not None:
             raise self._lockstep.lost
-
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        self._runner.announce(rows, grants, tokens)
 
     def due_in_s(self) -> float:
         return self._lockstep.due_in_s()

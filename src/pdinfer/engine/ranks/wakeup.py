@@ -20,7 +20,7 @@ from pdinfer.process.silence import RANKS, SilenceWatch
 
 SECRET_BYTES = 8
 DATAGRAM = struct.Struct(f"<{SECRET_BYTES}sqI")
-"""The secret of the rank that is told, a number, and the rank that tells it."""
+"""The secret of the receiving rank, a number, and the sending rank."""
 BEAT, LEAVES = -1, -2
 """Numbers that notify of nothing: a rank lives, and a rank closes."""
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ class Beats:
         self._heard_at: dict[int, float] = {}
 
     def heard(self, rank: int, number: int) -> None:
-        """Note that a rank has told a number. One that leaves is not heard again."""
+        """Note that a rank has sent a number. One that leaves is not heard again."""
         if number == LEAVES:
             self._expected.discard(rank)
             self._watches.pop(rank, None)
@@ -67,7 +67,7 @@ class Wakeup(OfOneProcess):
     """A UDP socket on every rank of `world`, and a thread that listens to it and beats. All ranks make it together.
 
     It listens on the loopback interface when all ranks are on one host, else on the one address of its host that the
-    others were told. A notification is a number from 0; the thread calls `heard` with each. A datagram that does not
+    others know. A notification is a number from 0; the thread calls `heard` with each. A datagram that does not
     carry the secret of the ranks is dropped. The secret travels in the clear and a datagram may be lost, so a
     notification is only a hint: it may hasten what would be done without it, and nothing else. Several beats in a row
     would have to be lost for a rank to count as lost.

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.formats.fp8 import BLOCK
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(eq=False)
-class FP8Rows:
+class FP8Rows(Value):
     """Rows [..., I] that were rounded to e4m3, with a scale per row and 128 channels. `numbers * scale` is their value.
 
     `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. They are in memory row by row, or group by
     group at a pitch of a multiple of 16 bytes, which the TMA of a GPU loads. `dtype` is that of the floats which were
     rounded, and so of what is computed from them. Axes before the last are those of the floats.
     """
-
-    __repr__ = brief
 
     numbers_TI: Tensor
     scales_TN: Tensor
@@ -64,11 +62,9 @@ class FP8Rows:
 
 
 @attrs.frozen(eq=False)
-class Rounded:
+class Rounded(Value):
     """The same activations twice: as floats, and as the `rows` that FP8 products read. Readers of both kinds follow a
     norm, and share one rounding."""
-
-    __repr__ = brief
 
     floats_TI: Tensor
     rows: FP8Rows

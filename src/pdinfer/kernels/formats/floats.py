@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.formats.format import BY_FORMAT, Format, Shape
-from pdinfer.values import brief
 
 
 @attrs.frozen(eq=False)
 class Plain(Format):
     """A plain tensor of any dtype as a value of a format. Models hold and ops take the tensor itself."""
 
-    __repr__ = brief
     name = "float"
     holds_floats = True
 
@@ -41,7 +39,6 @@ class Plain(Format):
 class FloatWithBias(Format):
     """The float form of an `Int8Static`: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
 
-    __repr__ = brief
     name = "float_with_bias"
     holds_floats = True
 

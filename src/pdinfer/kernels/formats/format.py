@@ -15,6 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.values import Value
+
 BY_FORMAT = ("linear", "grouped_mlp")
 """The ops that have a function for each format of weights."""
 
@@ -68,7 +70,7 @@ class Shape:
         return torch.empty(self.experts, self.parts * rows, columns, dtype=dtype, device=device)
 
 
-class Format:
+class Format(Value):
     """A matrix of weights, or a stack of them with the experts first, that is not a plain tensor. The tensors of a
     value are its fields that are tensors, `numbers` first."""
 

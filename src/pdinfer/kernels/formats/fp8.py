@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.formats.format import Format, Rounding, Shape, Shard
-from pdinfer.values import brief
 
 BLOCK = 128
 """The rows and columns of weights that share an FP8 scale, and the channels of an activation that share one."""
@@ -23,7 +22,6 @@ class FP8Blocks(Format):
     `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. With `ue8m0` activations get power-of-two scales.
     """
 
-    __repr__ = brief
     name = "fp8"
     unit = BLOCK
 

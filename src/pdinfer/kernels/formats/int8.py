@@ -10,7 +10,6 @@ from torch import Tensor
 from pdinfer.kernels.exact import exact
 from pdinfer.kernels.formats.format import Format, Rounding, Shape, Shard
 from pdinfer.kernels.formats.fp8 import MIN_AMAX, quotient
-from pdinfer.values import brief
 
 INT8_MIN_AMAX = 1e-10
 
@@ -19,7 +18,6 @@ INT8_MIN_AMAX = 1e-10
 class Int8Dynamic(Format):
     """int8 numbers and one float32 scale per row, [..., O, 1]. Activations are scaled per token at run time."""
 
-    __repr__ = brief
     name = "w8a8_dynamic"
     scales_tokens = True
 
@@ -48,7 +46,6 @@ class Int8Static(Format):
     quant_bias.
     """
 
-    __repr__ = brief
     name = "w8a8"
     has_experts = False
 

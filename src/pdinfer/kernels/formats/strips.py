@@ -14,7 +14,6 @@ from torch import Tensor
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks, new_scales
-from pdinfer.values import brief
 
 STRIP = 32
 """The rows of a strip of weights, and the columns of one of its steps."""
@@ -66,7 +65,6 @@ def _pairs(numbers: Tensor) -> Tensor:
 class Strips(Format):
     """Matrices of bfloat16 in the order in which CPU kernels multiply them, in as many bytes."""
 
-    __repr__ = brief
     name = "strips"
     strips_of = Plain
     holds_floats = True
@@ -107,7 +105,6 @@ class Strips(Format):
 class FP8Strips(Format):
     """The numbers of `FP8Blocks` in the order of `Strips`, with the same scales: a permutation, in as many bytes."""
 
-    __repr__ = brief
     name = "fp8_strips"
     strips_of = FP8Blocks
 

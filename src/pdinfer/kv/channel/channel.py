@@ -38,7 +38,7 @@ from pdinfer.kv.transports.loopback import Interrupted, LoopbackHub, LoopbackTra
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import ChannelStats, PeerStats
-from pdinfer.types import Handoff, PageGrant, PeerAddress, peer_key
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 
 WINDOW_BYTES = 64 << 20
 
@@ -304,6 +304,17 @@ class KVChannel(OfOneProcess):
             self._changed.notify_all()
         for listener in self._listeners:
             listener()
+
+
+def turn_away(channel: KVChannel, grant: PageGrant, error: PDInferError) -> bool:
+    """Answer a grant that nobody will write. Return False where no decode waits for that: it gave it up, or is gone."""
+    try:
+        channel.accept(grant)
+    except TransferError:
+        return False
+    aborted = Handoff(room=grant.room, writer=channel.address, status=HandoffStatus.ABORTED, error=error)
+    channel.finish(grant, aborted)
+    return True
 
 
 class ChannelArrivals:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from pdinfer.types import HandoffStatus, PeerAddress
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 class ExpectedState(enum.Enum):
@@ -29,10 +29,8 @@ class AcceptedState(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class LinkSnapshot:
+class LinkSnapshot(Value):
     """One link. `address` is None until the handshake is done."""
-
-    __repr__ = brief
 
     endpoint: str
     address: PeerAddress | None
@@ -41,11 +39,9 @@ class LinkSnapshot:
 
 
 @attrs.frozen(kw_only=True)
-class ExpectedRoom:
+class ExpectedRoom(Value):
     """A room that decode granted and that has not settled. `handoffs` has one status per writer that has finished.
     `num_pieces` is the number of announced ranges of tokens, over all layers and heads."""
-
-    __repr__ = brief
 
     state: ExpectedState
     pages: tuple[int, ...]
@@ -55,14 +51,12 @@ class ExpectedRoom:
 
 
 @attrs.frozen(kw_only=True)
-class ChannelSnapshot:
+class ChannelSnapshot(Value):
     """The links and rooms of one end.
 
     `wanted` are the peers that it dials whenever there is no link to them, `pushing` the rooms for which it still reads
     pages, `num_settled` the hand-offs that `poll` would return, `num_stops` the rooms that `poll_stops` would return.
     """
-
-    __repr__ = brief
 
     links: tuple[LinkSnapshot, ...]
     wanted: tuple[PeerAddress, ...]

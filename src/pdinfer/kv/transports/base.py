@@ -25,7 +25,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.process.silence import LINKS
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
@@ -34,11 +34,9 @@ TICK_S = LINKS.look_s
 
 
 @attrs.define(eq=False)
-class Transfer:
+class Transfer(Value):
     """Bytes on their way. `done` means that our memory is no longer read; `error` means that they did not all leave.
     `then`, if given, is called with this transfer once it is done, in the thread that completed it."""
-
-    __repr__ = brief
 
     num_bytes: int
     then: Callable[[Transfer], None] | None = None
@@ -54,7 +52,7 @@ class Transfer:
 
 
 @attrs.define(eq=False)
-class Link:
+class Link(Value):
     """One connection as both sides of the seam see it. `endpoint` names the other end in errors, logs and snapshots.
     Nothing is dialled by it. Until the channel sets `trusted`, frames are limited to MAX_UNTRUSTED_FRAME_BYTES and
     writes are refused. A transport sets `same_memory` when both ends registered the very same memory, so that equal
@@ -64,8 +62,6 @@ class Link:
     `time.monotonic`, unless the channel was given another. A transport that calls `tick` sets it when it makes the link
     and at every such arrival. If it stays 0.0, the channel takes the peer for silent, whatever arrives, and fences the
     link after `LINKS.silent_s`."""
-
-    __repr__ = brief
 
     endpoint: str
     trusted: bool = False

@@ -12,7 +12,7 @@ from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.parallel import Begun, Group
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +46,7 @@ class _Returning:
 
 
 @attrs.frozen
-class AllToAllDispatcher:
+class AllToAllDispatcher(Value):
     """The dispatcher over collectives: rank r has the physical experts `r * E` to `(r + 1) * E - 1`, E =
     `experts_per_rank`.
 
@@ -54,8 +54,6 @@ class AllToAllDispatcher:
     token's rank in the order of its experts, in float32, and do not depend on where experts are. A layer takes three
     collectives: counts, rows, results. Reading the counts is the only sync of the device.
     """
-
-    __repr__ = brief
 
     group: Group
     experts_per_rank: int

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(kw_only=True)
-class Contiguous:
+class Contiguous(Value):
     """Rows for the experts of this rank, one per token and expert, sorted by expert.
 
     Expert e has `counts_E[e]` rows (integers, on the device of the rows). Rows behind the last may hold anything.
@@ -29,22 +29,18 @@ class Contiguous:
     that when it combines.
     """
 
-    __repr__ = brief
-
     x_SD: Tensor | FP8Rows
     counts_E: Tensor
     weights_S: Tensor | None = None
 
 
 @attrs.frozen(kw_only=True)
-class Masked:
+class Masked(Value):
     """Rows for the experts of this rank, in room for N rows per expert.
 
     The first `counts_E[e]` rows of expert e are present (integers, on the device of the rows); the others may hold
     anything. `weights_EN` is as in `Contiguous`.
     """
-
-    __repr__ = brief
 
     x_END: Tensor | FP8Rows
     counts_E: Tensor
@@ -57,12 +53,10 @@ class adds, and what the `begin` halves return."""
 
 
 @attrs.frozen
-class Returned:
+class Returned(Value):
     """What experts returned for the tokens of this rank, in the form that `Ops.combine_experts` sums: the
     result of token t is sum_k weights_TK[t, k] * y_SD[row_TK[t, k]], where a row of -1 is none. Without these two, y_SD
     is that sum, [T, D]."""
-
-    __repr__ = brief
 
     y_SD: Tensor
     row_TK: Tensor | None = None
@@ -108,10 +102,8 @@ class _Sorted(Contiguous):
 
 
 @attrs.frozen
-class LocalDispatcher:
+class LocalDispatcher(Value):
     """The dispatcher for one rank: it sorts the rows."""
-
-    __repr__ = brief
 
     num_experts: int
     ops: Ops

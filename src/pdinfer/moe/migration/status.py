@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 _CANCEL, _SUM_LOAD, _REBALANCE = 1, 2, 4
 _NO_PLACEMENT = -1
@@ -29,15 +29,13 @@ class ExpertRequests:
 
 
 @attrs.frozen(kw_only=True)
-class ExpertStatus:
+class ExpertStatus(Value):
     """One rank's part of an agreement.
 
     `staged` is the digest of the placement that is staged here, `failed` that of a placement which this rank cannot go
     on with; a digest is positive. `num_advances` counts how often the staged placement has advanced. `answer_bytes` is
     the size of the solver's answer: None while there is none, 0 for an answer without a placement.
     """
-
-    __repr__ = brief
 
     staged: int | None = None
     failed: int | None = None

@@ -10,14 +10,12 @@ import numpy as np
 from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 
 @attrs.frozen(kw_only=True)
-class ExpertMove:
+class ExpertMove(Value):
     """One copy of an expert's weights in one layer. Slots are those of `physical_to_logical_map`, 0..P-1."""
-
-    __repr__ = brief
 
     layer: int
     expert: int
@@ -28,14 +26,12 @@ class ExpertMove:
 
 
 @attrs.frozen(kw_only=True)
-class MigrationPlan:
+class MigrationPlan(Value):
     """The copies that turn one placement into another, ordered by layer and destination slot.
 
     Sources are slots of the old placement, and some are also destinations: a slot may be overwritten once all moves of
     its layer have been read.
     """
-
-    __repr__ = brief
 
     moves: tuple[ExpertMove, ...]
     expert_bytes: int

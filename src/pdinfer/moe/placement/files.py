@@ -22,7 +22,7 @@ from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import read_json
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 256 << 20
@@ -37,14 +37,12 @@ _CONVERT = (
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class ExpertLocation:
+class ExpertLocation(Value):
     """What a file holds: a map from slots to experts, with or without shares, or counts of experts, summed over steps.
 
     Tables are [layers with experts, ...], int64 but for the shares. One of `physical_to_logical_map` and
     `logical_count` is None.
     """
-
-    __repr__ = brief
 
     physical_to_logical_map: Ints | None = None
     slot_shares: Shares | None = None

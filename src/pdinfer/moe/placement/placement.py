@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pdinfer.checks import clip, int_in, typed
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MAX_EXPERTS = 1 << 16
 MAX_RANKS = 1 << 16
@@ -66,7 +66,7 @@ def _same(ours: Shares | None, theirs: Shares | None) -> bool:
 
 
 @attrs.frozen(kw_only=True)
-class ExpertPlacement:
+class ExpertPlacement(Value):
     """The expert in every slot, for every mixture-of-experts layer.
 
     `physical_to_logical_map` is int64 [L, P] and read-only, a copy of the argument (nested lists, an array).
@@ -75,8 +75,6 @@ class ExpertPlacement:
     values, for slots that do not divide over ranks, experts out of range, an expert without a slot, and shares that do
     not fit.
     """
-
-    __repr__ = brief
 
     physical_to_logical_map: Ints = attrs.field(
         converter=_int_map, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
@@ -242,7 +240,7 @@ class DispatchRule(enum.Enum):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DispatchTable:
+class DispatchTable(Value):
     """The slots that one rank sends tokens to.
 
     Each token has a number u in [0, 1). It goes to slot i of `slots[layer, expert]` where `until[..., i - 1] <= u <
@@ -250,8 +248,6 @@ class DispatchTable:
 
     `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
     """
-
-    __repr__ = brief
 
     slots: Ints
     until: Shares

@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement, dispatch_table
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 GOLDEN = 2654435769
 """2^32 divided by the golden ratio. Its multiples modulo 2^32 lie evenly, also every n-th of them."""
 
 
 @attrs.frozen(eq=False)
-class LayerReplicas:
+class LayerReplicas(Value):
     """The slots to which rank `rank` of `num_ranks` sends the tokens of one layer: views into `ReplicaTables`."""
-
-    __repr__ = brief
 
     slots_EX: Tensor
     until_EX: Tensor
@@ -39,11 +37,9 @@ class LayerReplicas:
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class ReplicaTables:
+class ReplicaTables(Value):
     """A `DispatchTable` of one rank as tensors [L, E, X], with room for the X copies of an expert that any placement of
     as many slots can have."""
-
-    __repr__ = brief
 
     rule: DispatchRule
     rank: int

@@ -12,7 +12,7 @@ from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig,
 from pdinfer.errors import ConfigError
 from pdinfer.parallel import Topology
 from pdinfer.planning.plan import ClusterPlan, EnginePlan, engine_nodes
-from pdinfer.planning.profiles.settings import Deployment, OpCall, Setting, Value, deployments
+from pdinfer.planning.profiles.settings import Deployment, OpCall, Setting, SettingValue, deployments
 
 HEADER = "| setting | of | theirs | ours |\n|---|---|---|---|"
 
@@ -155,7 +155,7 @@ def _of(found: Deployment, role: str) -> Iterator[Setting]:
 
 def _values(found: Deployment, role: str) -> dict[str, dict[str, Any]]:
     """Return the values of our fields, by class or function."""
-    values: dict[str, dict[str, Value]] = {}
+    values: dict[str, dict[str, SettingValue]] = {}
     for setting in _of(found, role):
         for field, value in setting.ours.items():
             owner, _, name = field.partition(".")
@@ -170,7 +170,7 @@ def _row(setting: Setting) -> str:
     return f"| `{setting.name}` | {setting.role} | {setting.value} | {ours} |"
 
 
-def _shown(value: Value) -> str:
+def _shown(value: SettingValue) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return repr(tuple(value)) if isinstance(value, list) else repr(value)

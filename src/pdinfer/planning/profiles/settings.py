@@ -10,7 +10,7 @@ import msgspec
 
 from pdinfer.errors import ConfigError
 
-Value = bool | int | float | str | list[int | str]
+SettingValue = bool | int | float | str | list[int | str]
 Role = Literal["prefill", "decode", "both", "host", "measuring"]
 """Of which engines a setting is: "host" is the router and the Pairing, "measuring" a run of its own."""
 
@@ -25,7 +25,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     name: str
     role: Role
     value: str
-    ours: dict[str, Value] = {}
+    ours: dict[str, SettingValue] = {}
     environment: dict[str, str] = {}
     why: str = ""
 

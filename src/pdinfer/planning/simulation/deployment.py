@@ -16,7 +16,7 @@ import numpy as np
 from pdinfer.checks import clip, float_in, int_in
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.errors import ConfigError
-from pdinfer.values import brief
+from pdinfer.values import Value
 
 MANY_PAGES = 2**31 - 1
 """The pages of a pool whose size is not given: more than any load fills."""
@@ -45,11 +45,9 @@ StepSeconds = Callable[[StepRows], Any]
 
 
 @attrs.frozen(kw_only=True)
-class Change:
+class Change(Value):
     """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on. At a speed of
     0 it is gone, at once and for good."""
-
-    __repr__ = brief
 
     engine: str
     at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
@@ -57,22 +55,18 @@ class Change:
 
 
 @attrs.frozen(kw_only=True)
-class Stall:
+class Stall(Value):
     """The host of the Pairing does nothing for `for_s` seconds from `at_s` on: it sends, forwards and reads nothing."""
-
-    __repr__ = brief
 
     at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
     for_s: float = attrs.field(validator=float_in(0.0, 1e6), converter=float)
 
 
 @attrs.frozen(kw_only=True)
-class Network:
+class Network(Value):
     """The links between engines. Each engine's end carries `bytes_per_s`, which its transfers share max-min; None is
     without limit. A token has `token_bytes`. A chunk's bytes leave in `num_pushes` equal parts as its layers are
     computed, so the last part is what compute cannot hide. A hand-off lands `latency_s` after its last byte."""
-
-    __repr__ = brief
 
     bytes_per_s: float | None = None
     token_bytes: int = 0
@@ -89,11 +83,9 @@ class Network:
 
 
 @attrs.frozen(kw_only=True)
-class EngineModel:
+class EngineModel(Value):
     """All engines of one side: their limits, their pools, and the seconds of their steps. `takes_arrays` says that
     `step_s` answers for many steps at once."""
-
-    __repr__ = brief
 
     step_s: StepSeconds
     engine: EngineConfig
@@ -107,10 +99,8 @@ class EngineModel:
 
 
 @attrs.frozen(kw_only=True)
-class Cluster:
+class Cluster(Value):
     """Engines to simulate. Make it with `cluster`."""
-
-    __repr__ = brief
 
     num_prefills: int
     num_decodes: int

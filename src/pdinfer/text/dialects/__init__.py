@@ -6,10 +6,9 @@
         ...
 
     dialect.py     which dialect a checkpoint speaks
-    parser.py      one answer, as its text comes: reasoning, content and calls
+    parser.py      one answer, as its text comes: reasoning, content and calls, whose arguments may have to become JSON
     families.py    the dialects as data: how each is recognised, and its markers
     grammar.py     the form of that data: places in an answer, and what leads from one to another
-    arguments.py   arguments that the markup leaves as text: what the tools' schemas say about them
 
 A new dialect is a row in families.py. Where each comes from: docs/decisions/0059-what-models-say.md.
 
@@ -19,6 +18,6 @@ May import: text.chat, text.tokenizer, the ground.
 from __future__ import annotations
 
 from pdinfer.text.dialects.dialect import Dialect, dialect_of, shows_tools
-from pdinfer.text.dialects.parser import CallDelta, Delta, Parser
+from pdinfer.text.dialects.parser import CallDelta, Delta, Parser, new_call_id
 
-__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of", "shows_tools"]
+__all__ = ["CallDelta", "Delta", "Dialect", "Parser", "dialect_of", "new_call_id", "shows_tools"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import attrs
 
 from pdinfer.text.dialects.families import FAMILIES
 from pdinfer.text.dialects.grammar import END_OF_THOUGHT, THINK, Family, Place, Steps
-from pdinfer.text.dialects.parser import Parser
+from pdinfer.text.dialects.parser import Parser, new_call_id
 
 if TYPE_CHECKING:
     from pdinfer.text.chat import ChatTemplate
@@ -23,10 +22,6 @@ NOT_SHOWN = (
     "the chat template of the checkpoint does not show tools to the model: put one that reads `tools` into the "
     "folder, as chat_template.jinja"
 )
-
-
-def _new_id() -> str:
-    return f"call_{os.urandom(12).hex()}"
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +54,7 @@ class Dialect:
         return None if self.shows_tools or text is None else text.of(tools)
 
     def parser(
-        self, prompt_text: str, tools: Sequence[Mapping[str, Any]] | None, *, new_id: Callable[[], str] = _new_id
+        self, prompt_text: str, tools: Sequence[Mapping[str, Any]] | None, *, new_id: Callable[[], str] = new_call_id
     ) -> Parser:
         """Return a parser of one answer.
 

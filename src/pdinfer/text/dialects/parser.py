@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
+import msgspec
 
-from pdinfer.text.dialects.arguments import TEXT, as_json, properties_of, quoted, types_of
 from pdinfer.text.dialects.grammar import WHITE, Calls, Family, Place, Steps
 
 MAX_NAME = 256
@@ -18,6 +21,13 @@ MAX_WHITE = 64
 _UNDECIDED = frozenset({Place.OPENING, Place.NAME})
 """Their text is read again, as another place's, when it turns out to be something else."""
 _INSIDE = frozenset({Place.NAME, Place.JSON, Place.PARAMETERS, Place.KEY, Place.VALUE})
+_TEXT = frozenset({"string"})
+"""The types of an argument that is always text."""
+
+
+def new_call_id() -> str:
+    """Return the id of a call to which the model gave none."""
+    return f"call_{os.urandom(12).hex()}"
 
 
 @attrs.frozen
@@ -61,7 +71,7 @@ class Parser:
     ) -> None:
         self._calls = family.calls or Calls({}, "")
         self._steps = steps
-        self._properties = properties_of(tools)
+        self._properties = _properties_of(tools)
         self._new_id = new_id
         self._white = {
             Place.REASONING: (family.white, family.white),
@@ -92,7 +102,7 @@ class Parser:
         text = "".join(self._parts)
         if self._place is Place.KEY and text:
             # without its end, as the answer ended inside: joined pieces stay what came
-            self._argue(self._separator() + quoted(text)[:-1])
+            self._argue(self._separator() + _quoted(text)[:-1])
         elif self._place is Place.VALUE:
             self._argue(text)
         return self._out
@@ -177,8 +187,8 @@ class Parser:
             self._out.append(Delta(reasoning=text))
         elif self._place is Place.JSON:
             self._argue(text)
-        elif self._place is Place.VALUE and self._types == TEXT:
-            self._argue(quoted(text)[1:-1])
+        elif self._place is Place.VALUE and self._types == _TEXT:
+            self._argue(_quoted(text)[1:-1])
         elif self._place in (Place.KEY, Place.VALUE):
             self._parts.append(text)
         else:
@@ -209,10 +219,51 @@ class Parser:
         found = re.fullmatch(self._calls.key, text, re.DOTALL)
         key = (found["key"] if found else text).strip()
         is_text = found.groupdict().get("is_text") if found else None
-        types = types_of(self._properties.get(self._function, {}).get(key)) if is_text is None else frozenset()
-        self._types = TEXT if is_text == "true" else types
-        self._argue(f"{self._separator()}{quoted(key)}: " + ('"' if self._types == TEXT else ""))
+        types = _types_of(self._properties.get(self._function, {}).get(key)) if is_text is None else frozenset()
+        self._types = _TEXT if is_text == "true" else types
+        self._argue(f"{self._separator()}{_quoted(key)}: " + ('"' if self._types == _TEXT else ""))
 
     def _end_value(self) -> None:
-        self._argue('"' if self._types == TEXT else as_json("".join(self._parts), self._types))
+        self._argue('"' if self._types == _TEXT else _as_json("".join(self._parts), self._types))
         self._parts.clear()
+
+
+def _properties_of(tools: Iterable[object]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the parameters of each function that OpenAI's list of tools describes."""
+    found = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), "parameters": {"properties": Mapping() as properties}}}:
+                found[name] = properties
+    return found
+
+
+def _types_of(schema: object) -> frozenset[str]:
+    """Return the types that a schema allows, or none where it says none or says them in a more complicated way. It
+    comes from a client, and may be anything."""
+    match schema:
+        case {"type": str(kind)}:
+            return frozenset({kind})
+        case {"type": [*kinds]}:
+            return frozenset(kind for kind in kinds if isinstance(kind, str))
+        case {"anyOf": [{"type": str(one)}, {"type": str(other)}]}:
+            return frozenset({one, other})
+    return frozenset()
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """Return a value of these types as JSON: the text itself where it is JSON, and else a JSON string."""
+    stripped = text.strip()
+    if stripped == "null" or types != _TEXT | {"null"}:
+        try:
+            msgspec.json.decode(stripped)
+        except (msgspec.DecodeError, RecursionError):
+            pass
+        else:
+            return stripped
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """Return the JSON string of a text."""
+    return json.dumps(text, ensure_ascii=False)

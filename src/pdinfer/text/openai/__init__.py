@@ -15,7 +15,7 @@ answers in the form that OpenAI's clients read. A host brings the server.
     choice.py     one answer as far as it has come
     logprobs.py   log-probabilities, by token
 
-May import: text.chat, text.dialects, text.stream, text.tokenizer, the ground.
+May import: text.chat, text.dialects, text.stream, text.tiktoken, text.tokenizer, the ground.
 """
 
 from __future__ import annotations

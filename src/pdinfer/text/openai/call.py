@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import clip
+from pdinfer.checks import MAX_TOKENS, clip
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.text.dialects import dialect_of
 from pdinfer.text.openai.body import MAX_CHOICES, Body, ChatBody, CompletionBody, read
@@ -20,9 +20,8 @@ from pdinfer.text.openai.logprobs import TokenNames
 from pdinfer.text.openai.options import most_tokens, sampling_of
 from pdinfer.text.openai.prompts import TooLong, prompts_of
 from pdinfer.text.openai.tools import Tools
-from pdinfer.text.stream import StopStrings, TextStream
+from pdinfer.text.stream import StopStrings
 from pdinfer.text.tokenizer import Tokenizer
-from pdinfer.tokens import MAX_TOKENS
 from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
 
 __all__ = ["Call", "error_answer", "max_bytes"]
@@ -107,8 +106,8 @@ class Call:
                     speech = Speech(tokenizer, request, dialect_of(tokenizer), tools)
                     choices.append(Turn(len(choices), names, speech))
                 else:
-                    text = TextStream(tokenizer, request)
-                    choices.append(Completion(len(choices), names, text, prompt.text if body.echo else ""))
+                    speech = Speech(tokenizer, request, None, tools)
+                    choices.append(Completion(len(choices), names, speech, prompt.echoed))
         return cls(requests, choices, body, model)
 
     @classmethod

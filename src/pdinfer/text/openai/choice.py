@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pdinfer.text.dialects import CallDelta, Delta, Dialect
@@ -22,11 +22,13 @@ class Choice(ABC):
     """One of the answers to a call. A stream takes the `chunk` of each event; otherwise `add` takes them, and `whole`
     returns the answer. `names` makes log-probabilities, if the client wants them."""
 
-    def __init__(self, index: int, names: TokenNames | None) -> None:
+    def __init__(self, index: int, names: TokenNames | None, speech: Speech) -> None:
         self.index = index
         self.names = names
         self.last: TokenEvent | None = None
+        self._speech = speech
         self._events: list[TokenEvent] = []
+        self._deltas: list[Delta] = []
 
     @property
     def has_ended(self) -> bool:
@@ -36,26 +38,24 @@ class Choice(ABC):
     def chunk(self, event: TokenEvent) -> Part:
         """Take the next event, and return what it adds."""
         is_first, self.last = self.last is None, event
-        return {"index": self.index, **self._added(event, is_first=is_first), **self._about([event])}
+        added = self._added(list(self._speech.push(event)), is_first=is_first)
+        return {"index": self.index, **added, **self._about([event])}
 
     def add(self, event: TokenEvent) -> None:
         """Take the next event of an answer that is returned whole."""
-        self._keep(event)
+        self._deltas += self._speech.push(event)
         self.last = event
         self._events.append(event)
 
     def whole(self) -> Part:
         """Return the answer."""
-        return {"index": self.index, **self._answer(), **self._about(self._events)}
+        return {"index": self.index, **self._answer(self._deltas), **self._about(self._events)}
 
     @abstractmethod
-    def _added(self, event: TokenEvent, *, is_first: bool) -> Part: ...
+    def _added(self, deltas: Sequence[Delta], *, is_first: bool) -> Part: ...
 
     @abstractmethod
-    def _keep(self, event: TokenEvent) -> None: ...
-
-    @abstractmethod
-    def _answer(self) -> Part: ...
+    def _answer(self, deltas: Sequence[Delta]) -> Part: ...
 
     @abstractmethod
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part: ...
@@ -71,19 +71,15 @@ class Choice(ABC):
 class Completion(Choice):
     """An answer to a prompt: a text. `echoed` is the prompt's, where the client wants it before the answer."""
 
-    def __init__(self, index: int, names: TokenNames | None, text: TextStream, echoed: str) -> None:
-        super().__init__(index, names)
-        self._text = text
-        self._shown = [echoed]
+    def __init__(self, index: int, names: TokenNames | None, speech: Speech, echoed: str) -> None:
+        super().__init__(index, names, speech)
+        self._echoed = echoed
 
-    def _added(self, event: TokenEvent, *, is_first: bool) -> Part:
-        return {"text": (self._shown[0] if is_first else "") + self._text.push(event)}
+    def _added(self, deltas: Sequence[Delta], *, is_first: bool) -> Part:
+        return {"text": (self._echoed if is_first else "") + _content(deltas)}
 
-    def _keep(self, event: TokenEvent) -> None:
-        self._shown.append(self._text.push(event))
-
-    def _answer(self) -> Part:
-        return {"text": "".join(self._shown)}
+    def _answer(self, deltas: Sequence[Delta]) -> Part:
+        return self._added(deltas, is_first=True)
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:
         return names.for_completion(events)
@@ -92,35 +88,43 @@ class Completion(Choice):
 class Turn(Choice):
     """The assistant's turn in a chat."""
 
-    def __init__(self, index: int, names: TokenNames | None, speech: Speech) -> None:
-        super().__init__(index, names)
-        self._speech = speech
-        self._message = Message()
-        self._has_calls = False
-        self._is_content = True  # the kind of the last delta
+    _has_calls = False
+    _is_content = True
+    """The kind of the last delta."""
 
-    def _added(self, event: TokenEvent, *, is_first: bool) -> Part:
-        chunk = self._read(event, Message()).chunk()
-        if not chunk and self._is_content:
+    def _added(self, deltas: Sequence[Delta], *, is_first: bool) -> Part:
+        content, calls = _content(deltas), self._calls(deltas)
+        self._is_content = bool(deltas[-1].content) if deltas else self._is_content
+        message: Part = {**({"content": content} if content else {}), **_reasoned(deltas)}
+        if calls:
+            message["tool_calls"] = [{"index": index, **call} for index, call in calls.items()]
+        if not message and self._is_content:
             # elsewhere a content, though empty, would end a reasoning or a call for some clients
-            chunk = {"content": ""}
-        return {"delta": {**({"role": "assistant"} if is_first else {}), **chunk}}
+            message["content"] = ""
+        return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
 
-    def _keep(self, event: TokenEvent) -> None:
-        self._read(event, self._message)
-
-    def _answer(self) -> Part:
-        return {"message": {"role": "assistant", **self._message.whole()}}
+    def _answer(self, deltas: Sequence[Delta]) -> Part:
+        content, calls = _content(deltas), self._calls(deltas)
+        message = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+            **_reasoned(deltas),
+            **({"tool_calls": list(calls.values())} if calls else {}),
+        }
+        return {"message": message}
 
     def _logprobs(self, names: TokenNames, events: list[TokenEvent]) -> Part:
         return names.for_chat(events)
 
-    def _read(self, event: TokenEvent, message: Message) -> Message:
-        for delta in self._speech.push(event):
-            message.add(delta)
-            self._is_content = bool(delta.content)
-        self._has_calls |= bool(message.calls)
-        return message
+    def _calls(self, deltas: Sequence[Delta]) -> dict[int, Part]:
+        """Return the calls, or what is added to them, by their index."""
+        found: dict[int, list[CallDelta]] = {}
+        for delta in deltas:
+            if delta.call is not None:
+                found.setdefault(delta.call.index, []).append(delta.call)
+        self._has_calls |= bool(found)
+        return {index: _call(found[index]) for index in sorted(found)}
 
     def _reason(self, reason: FinishReason | None) -> str | None:
         """Return why it ended: a turn that calls tools, and was not cut off, ended for them."""
@@ -128,13 +132,13 @@ class Turn(Choice):
 
 
 class Speech:
-    """The text of a turn as it comes, read by the markup of the checkpoint's `dialect`, if it has any."""
+    """The text of an answer as it comes, read by the markup of the checkpoint's `dialect`, if it has any."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, dialect: Dialect | None, tools: Tools) -> None:
         shown = () if dialect is None else dialect.markers
         ids = {tokenizer.special_texts[text] for text in shown if text in tokenizer.special_texts}
         self._text = TextStream(tokenizer, request, shown=ids)
-        prompt_end = tokenizer.library.decode(request.prompt[-PROMPT_END:], skip_special_tokens=False)
+        prompt_end = tokenizer.joined(request.prompt[-PROMPT_END:])
         offered = tools.shown if tools.are_parsed else None
         self._parser = None if dialect is None else dialect.parser(prompt_end, offered)
         self._forced = ForcedCall(tools.named) if tools.schema is not None else None
@@ -162,48 +166,16 @@ class Speech:
             yield from self._forced.end()
 
 
-class Message:
-    """The message of a turn, from deltas: those of one event for a chunk, or all."""
-
-    def __init__(self) -> None:
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self.calls: dict[int, list[CallDelta]] = {}
-
-    def add(self, delta: Delta) -> None:
-        """Take one more delta."""
-        if delta.call is not None:
-            self.calls.setdefault(delta.call.index, []).append(delta.call)
-        self._reasoning.append(delta.reasoning)
-        self._content.append(delta.content)
-
-    def whole(self) -> Part:
-        """Return the fields of an answer's message, without its role."""
-        content = "".join(self._content)
-        calls = [_call(deltas) for _, deltas in sorted(self.calls.items())]
-        return {
-            "content": content if content or not calls else None,
-            "refusal": None,
-            **self._reasoned(),
-            **({"tool_calls": calls} if calls else {}),
-        }
-
-    def chunk(self) -> Part:
-        """Return the fields of a delta, without its role."""
-        content = "".join(self._content)
-        calls = [{"index": index, **_call(deltas)} for index, deltas in sorted(self.calls.items())]
-        return {
-            **({"content": content} if content else {}),
-            **self._reasoned(),
-            **({"tool_calls": calls} if calls else {}),
-        }
-
-    def _reasoned(self) -> Part:
-        reasoning = "".join(self._reasoning)
-        return {"reasoning_content": reasoning} if reasoning else {}
+def _content(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.content for delta in deltas)
 
 
-def _call(deltas: list[CallDelta]) -> Part:
+def _reasoned(deltas: Sequence[Delta]) -> Part:
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    return {"reasoning_content": reasoning} if reasoning else {}
+
+
+def _call(deltas: Sequence[CallDelta]) -> Part:
     first = deltas[0]
     head: Part = {} if first.call_id is None else {"id": first.call_id, "type": "function"}
     function: Part = {} if first.name is None else {"name": first.name}

@@ -3,15 +3,16 @@ character, so that a text alone does not say which token is meant."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
+from pdinfer.text.tiktoken import byte_names
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import TokenEvent
 
 Logprobs = dict[str, Any]
+_BYTES = {name: byte for byte, name in enumerate(byte_names())}
 
 
 class TokenNames:
@@ -20,8 +21,7 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._library = tokenizer.library
-        decoder = json.loads(self._library.decoder.__getstate__()) if self._library.decoder else {}
-        self._is_byte_level = "ByteLevel" in json.dumps(decoder)
+        self._is_byte_level = self._library.decoder is not None and b"ByteLevel" in self._library.decoder.__getstate__()
         self._added = frozenset(self._library.get_added_tokens_decoder())
 
     def bytes_of(self, token: int) -> bytes:
@@ -74,14 +74,3 @@ class TokenNames:
 
     def _named(self, token: int, logprob: float | None) -> Logprobs:
         return {"token": self.name(token), "logprob": logprob, "bytes": list(self.bytes_of(token))}
-
-
-def _bytes() -> dict[str, int]:
-    """Return the bytes that a byte-level tokenizer means by its characters: printable ones stand for themselves, and
-    the others are counted from U+0100 (Radford et al. 2019, GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
-
-
-_BYTES = _bytes()

@@ -24,10 +24,10 @@ class TooLong(RequestError):
 
 @attrs.frozen
 class Prompt:
-    """The tokens of a prompt, and the text of one that was a text."""
+    """The tokens of a prompt, and its text where the client wants that before the answer."""
 
     tokens: tuple[int, ...]
-    text: str = ""
+    echoed: str = ""
 
 
 def prompts_of(
@@ -58,7 +58,7 @@ def _completions(body: CompletionBody, tokenizer: Tokenizer) -> Iterator[Prompt]
     with_special = body.add_special_tokens is not False
     for prompt in prompts:
         if isinstance(prompt, str):
-            yield Prompt(tokenizer.encode(prompt, add_special_tokens=with_special), prompt)
+            yield Prompt(tokenizer.encode(prompt, add_special_tokens=with_special), prompt if body.echo else "")
         else:
             yield Prompt(tuple(prompt), tokenizer.decode(prompt) if body.echo else "")
 

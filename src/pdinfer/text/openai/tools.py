@@ -7,7 +7,6 @@ A forced call is an answer by a schema, whatever markup the model has for calls:
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import attrs
 
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
-from pdinfer.text.dialects import CallDelta, Delta
+from pdinfer.text.dialects import CallDelta, Delta, new_call_id
 from pdinfer.text.openai.body import ChatBody
 
 Tool = dict[str, Any]
@@ -53,16 +52,14 @@ class Tools:
         names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
             raise RequestError(f"two tools have one name; the names are {clip(names)}")
-        chosen = _chosen(body.tool_choice, names)
-        if chosen == "none" or not tools:
+        forced = _forced(body.tool_choice, tools)
+        if body.tool_choice == "none" or not tools:
             return cls()
-        at_most_one = body.parallel_tool_calls is False
-        if chosen == "auto":
-            return cls(tools, at_most_one=at_most_one)
-        if chosen == "required" and len(tools) > 1:
-            return cls(tools, _any_of(tools))
-        named = names[0] if chosen == "required" else chosen.removeprefix("function:")
-        return cls(tools, _parameters(tools[names.index(named)]), named)
+        if not forced:
+            return cls(tools, at_most_one=body.parallel_tool_calls is False)
+        if len(forced) > 1:
+            return cls(tools, _any_of(forced))
+        return cls(tools, _parameters(forced[0]), forced[0]["function"]["name"])
 
 
 def _checked(tool: Tool, at: str) -> Tool:
@@ -77,24 +74,23 @@ def _checked(tool: Tool, at: str) -> Tool:
     return tool
 
 
-def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> str:
-    """Return a mode, or "function:" and the name of a tool."""
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str):
-        if choice not in MODES:
-            raise RequestError(f"tool_choice must be one of {', '.join(MODES)}, or name a tool, got {clip(choice)}")
-        if choice == "required" and not names:
-            raise RequestError("tool_choice is required, and the call has no tools")
-        return choice
-    function = choice.get("function")
-    name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-    if name not in names:
-        raise RequestError(
-            f'tool_choice must be {{"type": "function", "function": {{"name": …}}}} with the name of a tool, '
-            f"one of {clip(names)}; got {clip(choice)}"
-        )
-    return f"function:{name}"
+def _forced(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> Sequence[Tool]:
+    """Return the tools of which one has to be called, or none where the model need not call any."""
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        named = [tool for tool in tools if tool["function"]["name"] == name]
+        if not named:
+            raise RequestError(
+                f'tool_choice must be {{"type": "function", "function": {{"name": …}}}} with the name of a tool, '
+                f"one of {clip([tool['function']['name'] for tool in tools])}; got {clip(choice)}"
+            )
+        return named
+    if choice not in (None, *MODES):
+        raise RequestError(f"tool_choice must be one of {', '.join(MODES)}, or name a tool, got {clip(choice)}")
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice is required, and the call has no tools")
+    return tools if choice == "required" else ()
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
@@ -135,10 +131,10 @@ class ForcedCall:
 
     _HEAD = re.compile(r'\{"name":("(?:[^"\\]|\\.)*"),"parameters":')
 
-    def __init__(self, named: str | None, make_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, named: str | None, new_id: Callable[[], str] = new_call_id) -> None:
         self._name = named
         self._is_wrapped = named is None
-        self._make_id = make_id or (lambda: f"call_{os.urandom(12).hex()}")
+        self._new_id = new_id
         self._held = ""
         self._written: list[str] = []
         self._has_begun = False
@@ -163,7 +159,7 @@ class ForcedCall:
 
     def _delta(self, length: int) -> Delta:
         ready, self._held = self._held[:length], self._held[length:]
-        first = {} if self._has_begun else {"call_id": self._make_id(), "name": self._name}
+        first = {} if self._has_begun else {"call_id": self._new_id(), "name": self._name}
         self._has_begun = True
         self._written.append(ready)
         return Delta(call=CallDelta(index=0, arguments=ready, **first))

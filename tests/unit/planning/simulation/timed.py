@@ -62,6 +62,12 @@ class SameToken:
     def idle(self) -> None:
         """Do nothing."""
 
+    def announce(self, *_: Any) -> None:
+        """There are no other ranks."""
+
+    def do_while_waiting(self, work: Any) -> None:
+        """A step computes nothing that one could wait for."""
+
 
 @attrs.define(eq=False)
 class TimedRunner(SameToken):
@@ -190,7 +196,7 @@ class Timed:
         kind: Any = pd.PrefillEngine if name[0] == "P" else pd.DecodeEngine
 
         class Engine(kind):  # type: ignore[misc]
-            def make_runner(self, model: Any, memory: Any) -> Any:
+            def _make_runner(self) -> Any:
                 return runner
 
         return TimedPort(Engine(model, channel, side.engine, clock=self.simulation.clock), runner)
