@@ -28,7 +28,7 @@ def speed(folder: Path) -> Iterator[dict[str, Any]]:
             simulator = Simulator(setting.cluster(), load, policy=getattr(pd.policy, name))
             records = simulator.run()
             took.append(time.process_time() - began)
-        num_events = simulator.num_events + simulator.num_steps
+        num_events = simulator.world.num_events + simulator.num_steps
         yield {
             "policy": name,
             "num_requests": len(records),

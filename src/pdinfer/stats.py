@@ -214,6 +214,11 @@ def changed(load: L, **values: object) -> L:
     return new
 
 
+def name_of(address: PeerAddress) -> str:
+    """Return the name of an engine in metrics and records, and in the text of its address: the beginning of its id."""
+    return address.engine_id.hex()[:8]
+
+
 LinksByEnds = Mapping[PeerAddress, Mapping[PeerAddress, Link]]
 """The links of each prefill by their decodes."""
 
@@ -277,9 +282,19 @@ class Links(Sequence[Link]):
             }
         )
 
-    def with_link(self, link: Link) -> Links:
-        """Return the same links with this one in the place of that between its ends."""
-        return Links(by_ends={**self.by_ends, link.prefill: {**self.by_ends[link.prefill], link.decode: link}})
+    def loaded(self, prefill: PeerAddress, decode: PeerAddress, num_bytes: int) -> Links:
+        """Return the same links with so many bytes more for the one between two ports, if they reach each other."""
+        link = self.between(prefill, decode)
+        if link is None or not num_bytes:
+            return self
+        more = Link(
+            prefill=prefill,
+            decode=decode,
+            bytes_per_s=link.bytes_per_s,
+            inflight_bytes=link.inflight_bytes,
+            backlog_bytes=link.backlog_bytes + num_bytes,
+        )
+        return Links(by_ends={**self.by_ends, prefill: {**self.by_ends[prefill], decode: more}})
 
 
 @attrs.frozen(kw_only=True)

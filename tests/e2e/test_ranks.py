@@ -187,7 +187,7 @@ def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: 
 def test_ranks_hold_experts_alike(ranks: Ranks, tmp_path: Path) -> None:
     """They give each other experts as they lie."""
     write_checkpoint(tmp_path, tiny_config_dict("v3", hidden_size=64, moe_intermediate_size=32))
-    for found in ranks.run("tests.e2e.rank_jobs:load_by_torch_on_rank_1", 2, str(tmp_path), Shape(tp=2).sizes):
+    for found in ranks.run("tests.e2e.rank_jobs:load_in_strips_on_rank_0", 2, str(tmp_path), Shape(tp=2).sizes):
         assert set(found) == {"Tensor"}
 
 

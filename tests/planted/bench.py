@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     Mutant(
         "a trace may go back in time",
-        "if arrivals[at].at_s < arrivals[at - 1].at_s:",
-        "if arrivals[at].at_s < 0:",
+        "if arrivals and arrival.at_s < arrivals[-1].at_s:",
+        "if arrival.at_s < 0:",
         "test_traces.py::test_what_is_wrong_is_told_with_file_line_and_field",
     ),
     Mutant(

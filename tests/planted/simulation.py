@@ -28,26 +28,26 @@ MUTANTS = [
     ),
     Mutant(
         "simulated decode grants a request one page too few",
-        "found.num_own = -(-job.reserved_tokens // self.page_size) - found.num_known",
-        "found.num_own = job.reserved_tokens // self.page_size - found.num_known",
+        "found.num_own = self._num_pages(job.reserved_tokens) - found.num_known",
+        "found.num_own = self._num_pages(job.reserved_tokens) - found.num_known - 1",
         f"{_RUNS}::test_tokens_bytes_and_slots_are_neither_lost_nor_made",
     ),
     Mutant(
         "simulated engines begin before everything has happened that happens at that time",
-        "while self._soon and (not heap or heap[0][0] > now_s):",
+        "while self._soon and (not heap or heap[0][0] > self.now_s):",
         "while self._soon:",
         f"{_RUNS}::test_what_lands_together_joins_one_step",
     ),
     Mutant(
         "simulated grants reach the prefill in the middle of decode's step",
-        "self._world.tell(told_s, granted, [*ended, *overdue])",
-        "self._world.tell(now_s, granted, [*ended, *overdue])",
+        "self._tell(told_s, granted, [*ended, *overdue])",
+        "self._tell(self._world.now_s, granted, [*ended, *overdue])",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
         "a policy is not shown what was promised to simulated prefills",
-        "self._promised[job.prefill][job] = job.num_tokens - known",
-        "self._promised[job.prefill].pop(job, known)",
+        "self._promised[prefill][job] = job.num_tokens - at_prefill",
+        "self._promised[prefill].pop(job, at_prefill)",
         f"{_PARITY}::test_unlike_prompts_and_full_pools_are_alike_too",
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last push of a simulated prompt takes no time",
-        "ready_s = now_s + prompt.pushes * network.token_bytes / network.num_pushes / network.bytes_per_s",
+        "ready_s = now_s + num_tokens * network.token_bytes / network.num_pushes / network.bytes_per_s",
         "ready_s = now_s",
         f"{_RUNS}::test_compute_hides_what_the_link_can_carry_meanwhile",
     ),
@@ -91,7 +91,6 @@ MUTANTS = [
         "self.speed = speed",
         "self.speed = 1.0",
         f"{_RUNS}::test_a_slower_engine_takes_longer_from_then_on",
-        where="decode.py",
     ),
     Mutant(
         "a request that comes back waits for pages behind those that are new",
@@ -131,20 +130,20 @@ MUTANTS = [
     ),
     Mutant(
         "a deadline ends no simulated request",
-        "overdue = self._expire(now_s)",
+        "overdue = self._expire()",
         "overdue: list[Job] = []",
         f"{_RUNS}::test_deadlines_end_requests_wherever_they_are_and_leave_nothing_behind",
     ),
     Mutant(
         "a simulated prefill that stops writing does not say so",
-        "            self._world.settle(prompt.job, now_s)\n",
+        "            self._stopped(prompt.job)\n",
         "",
         f"{_RUNS}::test_deadlines_end_requests_wherever_they_are_and_leave_nothing_behind",
     ),
     Mutant(
         "simulated drafts that were right are drawn again",
-        "job.offset += num_accepted",
-        "job.offset += 0",
+        "self._shift(job, num_accepted)",
+        "self._shift(job, 0)",
         f"{_RUNS}::test_drafts_that_are_right_are_tokens_for_no_step[4000]",
     ),
 ]

@@ -5,7 +5,7 @@
 
     plots/                 columns of plots, drawn when asked
     compare.py             two summaries side by side, if they can be compared
-    search.py              several runs: a sweep, and the highest rate that keeps an SLO
+    search.py              several runs: the highest rate that keeps an SLO
     run.py                 sends a load on an absolute schedule, and reads what comes
     formats.py             result files of other tools, read
     summarize.py           from records to a summary, from repeats to intervals
@@ -35,7 +35,7 @@ from pdinfer.bench.load import Load, burst, closed_loop, open_loop, replay
 from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run
-from pdinfer.bench.search import Goodput, Trial, find_goodput, sweep
+from pdinfer.bench.search import Goodput, Trial, find_goodput
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import merge, summarize
 from pdinfer.bench.summary import SCHEMA, EngineUse, Finding, Interval, Stage, Summary, json_schema
@@ -77,5 +77,4 @@ __all__ = [
     "replay",
     "run",
     "summarize",
-    "sweep",
 ]

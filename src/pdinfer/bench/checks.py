@@ -54,11 +54,13 @@ def check(summary: Summary, beside: Sequence[Summary] = ()) -> tuple[Finding, ..
 
 def _identities(run: Summary) -> Iterator[Finding]:
     duration_s = run.duration_s
+    output_s = duration_s if run.output_duration_s is None else run.output_duration_s
+    num_tokens = (run.total_input_tokens or 0) + (run.total_output_tokens or 0)
     rows = (
         ("request_throughput", run.request_throughput, duration_s, run.completed, 1),
         ("input_throughput", run.input_throughput, run.input_duration_s or duration_s, run.total_input_tokens, 1),
-        ("output_throughput", run.output_throughput, _output_s(run), run.total_output_tokens, 2),
-        ("total_token_throughput", run.total_token_throughput, duration_s, _total_tokens(run), 1),
+        ("output_throughput", run.output_throughput, output_s, run.total_output_tokens, 2),
+        ("total_token_throughput", run.total_token_throughput, duration_s, num_tokens, 1),
     )
     for name, rate, seconds, count, num_times in rows:
         if rate is None or seconds is None or not count or run.num_repeats > 1:
@@ -73,14 +75,6 @@ def _identities(run: Summary) -> Iterator[Finding]:
                 found=f"{rate:g} x {seconds:g} s = {rate * seconds:g}",
                 advice="do not use the rate: compute it from counts and times that belong together",
             )
-
-
-def _output_s(run: Summary) -> float | None:
-    return run.duration_s if run.output_duration_s is None else run.output_duration_s
-
-
-def _total_tokens(run: Summary) -> int:
-    return (run.total_input_tokens or 0) + (run.total_output_tokens or 0)
 
 
 def _decode_floor(run: Summary) -> Iterator[Finding]:

@@ -16,13 +16,11 @@ from pdinfer.bench.checks import check
 from pdinfer.bench.record import Record
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
-from pdinfer.checks import clip, typed
+from pdinfer.checks import clip, is_number, typed
 from pdinfer.errors import ConfigError
 
 MAX_BYTES = 256 << 20
-STATISTICS = {
-    "mean": "mean", "median": "median", "std": "std", "p90": "p90", "p95": "p95", "p99": "p99", "max": "max",
-}  # fmt: skip
+STATISTICS = {name: name for name in ("mean", "median", "std", "p90", "p95", "p99", "max")}
 PLAIN = (
     "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",
     "request_rate", "max_concurrency",
@@ -169,7 +167,7 @@ def from_aiperf(text: bytes | str) -> Summary:
         unit = figures.get("unit") if isinstance(figures, dict) else None
         if unit in SECONDS and name in (*_AIPERF_METRICS.values(), "benchmark_duration"):
             scale = SECONDS[unit] * (1.0 if name == "benchmark_duration" else 1e3)
-            found[name] = {key: value * scale if _is_number(value) else value for key, value in figures.items()}
+            found[name] = {key: value * scale if is_number(value) else value for key, value in figures.items()}
     return _summary(found, AIPERF, "aiperf")
 
 
@@ -250,7 +248,7 @@ def _summary(found: dict[str, Any], names: Mapping[str, str], source: str, *, sc
 def _rate_of(found: Mapping[str, Any]) -> float:
     """Return the rate asked for; "inf", which vLLM writes as text, is a closed loop where concurrency is bounded."""
     rate = found.get("request_rate")
-    return math.inf if rate in ("inf", "Infinity") else float(rate) if _is_number(rate) else 0.0  # type: ignore[arg-type]
+    return math.inf if rate in ("inf", "Infinity") else float(rate) if is_number(rate) else 0.0  # type: ignore[arg-type]
 
 
 def _object(text: bytes | str, where: str = "") -> dict[str, Any]:
@@ -262,16 +260,12 @@ def _object(text: bytes | str, where: str = "") -> dict[str, Any]:
         raise ConfigError(f"{where}is not a JSON object: {error}") from error
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _number(found: Mapping[str, Any], name: str) -> float | None:
     """Return a finite number that is at least 0, or None. Anything else that stands there raises ConfigError."""
     value = found.get(name)
     if value is None or value in ("inf", "Infinity"):
         return None
-    if not _is_number(value) or abs(value) > 1e18:
+    if not is_number(value) or abs(value) > 1e18:
         raise ConfigError(f"{name} must be a finite number, got {clip(value)}")
     return float(value)
 

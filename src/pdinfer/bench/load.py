@@ -3,14 +3,13 @@ replays."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
 
 from pdinfer.bench.traces import MAX_SEED, Arrival, Trace, rng_of
-from pdinfer.checks import clip, int_in, is_int, typed
+from pdinfer.checks import clip, int_in, is_int, is_number, typed
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
@@ -129,17 +128,17 @@ def _arrivals(
     if isinstance(prompt_tokens, Trace) and prompt_tokens is output_tokens:
         known = prompt_tokens.arrivals
         return tuple(attrs.evolve(known[at % len(known)], at_s=time_s) for at, time_s in enumerate(times_s))
-    prompts = _lengths("prompt_tokens", prompt_tokens, len(times_s), rng, "prompt_tokens")
-    outputs = _lengths("output_tokens", output_tokens, len(times_s), rng, "output_tokens")
+    prompts = _lengths("prompt_tokens", prompt_tokens, len(times_s), rng)
+    outputs = _lengths("output_tokens", output_tokens, len(times_s), rng)
     return tuple(
         Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output)
         for at_s, prompt, output in zip(times_s, prompts, outputs, strict=True)
     )
 
 
-def _lengths(name: str, lengths: Lengths, count: int, rng: np.random.Generator, field: str) -> list[int]:
+def _lengths(name: str, lengths: Lengths, count: int, rng: np.random.Generator) -> list[int]:
     if isinstance(lengths, Trace):
-        known = [getattr(arrival, field) for arrival in lengths.arrivals]
+        known = [getattr(arrival, name) for arrival in lengths.arrivals]
         return [known[at % len(known)] for at in range(count)]
     low, high = lengths if isinstance(lengths, tuple) and len(lengths) == 2 else (lengths, lengths)
     if not is_int(low) or not is_int(high) or not 1 <= low <= high <= 2**31:
@@ -154,7 +153,7 @@ def _count(value: int, name: str = "num_requests") -> int:
 
 
 def _finite(name: str, value: float, *, above: bool = True) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise ConfigError(f"{name} must be a finite number, at least 0, got {clip(value)}")
     if above and value == 0:
         raise ConfigError(f"{name} must be greater than 0")

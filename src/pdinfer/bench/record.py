@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import attrs
+import numpy as np
 
+from pdinfer.stats import name_of
 from pdinfer.types import Choice, FinishReason, Timeline, TokenEvent
 from pdinfer.values import Value
 
@@ -98,6 +100,12 @@ class Record(Value):
     def itl_s(self) -> list[float]:
         """Return the gaps between tokens as the host read them, in seconds."""
         return [after - before for before, after in pairwise(self.read_s)]
+
+    @property
+    def itl_p99_s(self) -> float | None:
+        """The 99th percentile of these gaps; None for fewer than two tokens."""
+        gaps = self.itl_s()
+        return float(np.percentile(gaps, 99)) if gaps else None
 
     def stages(self) -> dict[str, float]:
         """Return the seconds of each of STAGES, which sum to TTFT; nothing without a token. A stage of unknown time
@@ -203,51 +211,45 @@ class Recorder:
 
 def _record(request_id: str, request: _Open, began: float) -> Record:
     base_s, last = request.sent_s, request.last
-    token_s = tuple(
-        # no token is read before it was made, whatever the two clocks say
-        read_s if made is None else min(read_s, base_s + made)
-        for made, read_s in zip(request.made, request.read, strict=True)
-    )
-    record = Record(
+    usage = None if last is None else last.usage
+    timeline, choice = (None, None) if usage is None else (usage.timeline, usage.choice)
+    reached = {name: at for name, at in attrs.asdict(timeline or Timeline()).items() if at is not None}
+    since = {name: base_s + at for name, at in reached.items()}
+    outcome, error, ended_s = UNFINISHED, None, None
+    if request.refused is not None:
+        outcome, error, ended_s = REFUSED, request.refused, base_s
+    elif last is not None and last.finish_reason is not None:
+        outcome, ended_s = last.finish_reason.value, request.read[-1] if request.read else None
+        error = None if last.error is None else f"{last.error.code}: {last.error}"
+    return Record(
         request_id=request_id,
         intended_s=request.intended_s,
         sent_s=base_s,
         prompt_tokens=request.prompt_tokens,
-        token_s=token_s,
+        outcome=outcome,
+        error=error,
+        chosen_s=since.get("queued_s"),
+        granted_s=since.get("granted_s"),
+        prefill_began_s=since.get("prefill_began_s"),
+        prefill_ended_s=since.get("prefill_ended_s"),
+        first_byte_s=since.get("first_byte_s"),
+        last_byte_s=since.get("last_byte_s"),
+        committed_s=since.get("committed_s"),
+        token_s=tuple(
+            # no token is read before it was made, whatever the two clocks say
+            read_s if made is None else min(read_s, base_s + made)
+            for made, read_s in zip(request.made, request.read, strict=True)
+        ),
         read_s=tuple(request.read),
-        is_first_of_shape=request.is_first_of_shape,
-    )
-    if request.refused is not None:
-        return attrs.evolve(record, outcome=REFUSED, error=request.refused, ended_s=base_s)
-    if last is None or last.finish_reason is None:
-        return record
-    record = attrs.evolve(
-        record,
-        outcome=last.finish_reason.value,
-        error=None if last.error is None else f"{last.error.code}: {last.error}",
-        ended_s=request.read[-1] if request.read else None,
-    )
-    usage = last.usage
-    if usage is None:
-        return record
-    timeline, choice = usage.timeline or Timeline(), usage.choice
-    since = {name: None if at is None else base_s + at for name, at in attrs.asdict(timeline).items()}
-    return attrs.evolve(
-        record,
-        chosen_s=since["queued_s"],
-        granted_s=since["granted_s"],
-        prefill_began_s=since["prefill_began_s"],
-        prefill_ended_s=since["prefill_ended_s"],
-        first_byte_s=since["first_byte_s"],
-        last_byte_s=since["last_byte_s"],
-        committed_s=since["committed_s"],
-        prefill=None if choice is None else choice.prefill.engine_id.hex()[:8],
-        decode=None if choice is None else choice.decode.engine_id.hex()[:8],
+        ended_s=ended_s,
+        prefill=None if choice is None else name_of(choice.prefill),
+        decode=None if choice is None else name_of(choice.decode),
         score=_finite(choice),
-        cached_tokens=usage.cached_tokens,
-        num_draft_tokens=usage.num_draft_tokens,
-        num_accepted_tokens=usage.num_accepted_tokens,
-        num_retries=usage.num_retries,
+        cached_tokens=0 if usage is None else usage.cached_tokens,
+        num_draft_tokens=0 if usage is None else usage.num_draft_tokens,
+        num_accepted_tokens=0 if usage is None else usage.num_accepted_tokens,
+        num_retries=0 if usage is None else usage.num_retries,
+        is_first_of_shape=request.is_first_of_shape,
     )
 
 

@@ -3,7 +3,6 @@ when they were due."""
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -24,15 +23,13 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, PDInferError
 from pdinfer.progress import Progress, Tell, nobody, telling
-from pdinfer.stats import DecodeLoad
+from pdinfer.stats import DecodeLoad, EngineLoad, name_of
 from pdinfer.types import Request, SamplingParams, TokenEvent
 
-PROGRESS_S = 10.0
 SAMPLE_S = 1.0
 """Seconds between two looks at loads, for the use of slots and pages."""
 WAIT_S = 0.05
 VERSIONS = ("pdinfer", "torch", "numpy", "msgspec")
-_log = logging.getLogger("pdinfer")
 
 
 class Serving(Protocol):
@@ -109,28 +106,25 @@ class Sender:
         self._num_sent = 0
         self._free_at: list[float] = []
         self._recorder = Recorder(clock=clock)
-        self._gauges: dict[tuple[str, str], _Gauge] = {}
+        self._loads: dict[str, list[EngineLoad]] = {}
         self._computes_here = any(isinstance(port, PrefillEngine | DecodeEngine) for port in pairing.ports)
         self.max_step_s: float | None = None
 
     @property
     def engines(self) -> tuple[EngineUse, ...]:
         """The use of slots and pages that loads reported, one value per engine."""
-        return tuple(gauge.use(role, name) for (role, name), gauge in self._gauges.items())
+        return tuple(map(_use, self._loads.values()))
 
     def run(self, timeout_s: float, tell: Tell = nobody) -> tuple[Record, ...]:
         """Send and read until nothing is left, or nothing came for `timeout_s` after the last request."""
         num_over, heard_s = 0, self._recorder.now_s
-        shown_s = sampled_s = heard_s
+        sampled_s = heard_s
         while self._next is not None or self._unfinished:
             self._send_due()
             now_s = self._recorder.now_s
             if now_s - sampled_s >= SAMPLE_S:
                 sampled_s = now_s
                 self._sample()
-            if now_s - shown_s >= PROGRESS_S:
-                shown_s = now_s
-                _log.info("bench: %d of %d sent, %d unfinished, %.0f s", *self._progress(), now_s)
             began_s = self._recorder.now_s
             events = self._pairing.step()
             # a step of a client computes nothing: its time says nothing about the engine
@@ -191,43 +185,30 @@ class Sender:
             # made after the send, and before the next one is due
             self._next = next(self._source, None)
 
-    def _progress(self) -> tuple[int, int, int]:
-        return self._num_sent, len(self._load.arrivals), len(self._unfinished)
-
     def _sample(self) -> None:
         for port in self._pairing.ports:
             if hasattr(port, "load"):
                 load = port.load()
-                role = "decode" if isinstance(load, DecodeLoad) else "prefill"
-                gauge = self._gauges.setdefault((role, load.address.engine_id.hex()[:8]), _Gauge())
-                config = getattr(port, "config", None)
-                gauge.add(load, getattr(config, "max_running_requests", None))
+                self._loads.setdefault(name_of(load.address), []).append(load)
 
 
-class _Gauge:
-    """The use of one engine, as its loads reported it."""
-
-    def __init__(self) -> None:
-        self._slots: list[float] = []
-        self._pages: list[float] = []
-        self._inflight_bytes = 0
-
-    def add(self, load: Any, num_slots: int | None) -> None:
-        self._pages.append(1.0 - load.num_available_pages / load.num_total_pages)
-        if isinstance(load, DecodeLoad) and num_slots:
-            self._slots.append((load.num_running_requests + load.num_granted_requests) / num_slots)
-        self._inflight_bytes = max([self._inflight_bytes, *(peer.inflight_bytes for peer in load.kv.peers)])
-
-    def use(self, role: str, name: str) -> EngineUse:
-        return EngineUse(
-            name=name,
-            role=role,
-            mean_slots=sum(self._slots) / len(self._slots) if self._slots else None,
-            max_slots=max(self._slots, default=None),
-            mean_pages=sum(self._pages) / len(self._pages) if self._pages else None,
-            max_pages=max(self._pages, default=None),
-            max_inflight_bytes=self._inflight_bytes,
-        )
+def _use(loads: Sequence[EngineLoad]) -> EngineUse:
+    """Return the use of one engine, as its loads reported it."""
+    pages = [1.0 - load.num_available_pages / load.num_total_pages for load in loads]
+    slots = [
+        (load.num_running_requests + load.num_granted_requests) / load.max_running_requests
+        for load in loads
+        if isinstance(load, DecodeLoad) and load.max_running_requests
+    ]
+    return EngineUse(
+        name=name_of(loads[0].address),
+        role="decode" if isinstance(loads[0], DecodeLoad) else "prefill",
+        mean_slots=sum(slots) / len(slots) if slots else None,
+        max_slots=max(slots, default=None),
+        mean_pages=sum(pages) / len(pages),
+        max_pages=max(pages),
+        max_inflight_bytes=max((peer.inflight_bytes for load in loads for peer in load.kv.peers), default=0),
+    )
 
 
 def _requests(load: Load, maker: PromptMaker) -> Iterator[tuple[Arrival, Request]]:

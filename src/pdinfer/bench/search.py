@@ -1,14 +1,11 @@
-"""Several runs: one summary per load, and the highest rate that keeps an SLO."""
+"""The highest rate that keeps an SLO, found by several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 
-from pdinfer.bench.load import Load
-from pdinfer.bench.run import Serving, run
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
 from pdinfer.checks import typed
@@ -38,12 +35,6 @@ class Goodput(Value):
     upper: float | None
     target: float
     trials: tuple[Trial, ...]
-
-
-@typed
-def sweep(pairing: Serving, loads: Iterable[Load], *, slo: SLO | None = None, **options: object) -> list[Summary]:
-    """Run one load after the other and return their summaries. `options` go to `run`."""
-    return [run(pairing, load, slo=slo, **options) for load in loads]  # type: ignore[arg-type]
 
 
 @typed

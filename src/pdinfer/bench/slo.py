@@ -42,15 +42,3 @@ class SLO:
         """Return the longest TTFT of a prompt of that length, in seconds, or None."""
         limits = [self.ttft_s, self.ttft_per_token_s and self.ttft_per_token_s * prompt_tokens]
         return max((limit for limit in limits if limit is not None), default=None)
-
-    def is_met(
-        self, *, prompt_tokens: int, ttft_s: float, tpot_s: float | None, itl_p99_s: float | None, e2e_s: float
-    ) -> bool:
-        """Return whether a finished request with these times keeps every limit. What it does not have, it keeps."""
-        pairs = (
-            (ttft_s, self.ttft_limit_s(prompt_tokens)),
-            (tpot_s, self.tpot_s),
-            (itl_p99_s, self.itl_p99_s),
-            (e2e_s, self.e2e_s),
-        )
-        return all(took is None or limit is None or took <= limit for took, limit in pairs)

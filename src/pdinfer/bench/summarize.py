@@ -48,6 +48,7 @@ def summarize(
     began_s = min((record.intended_s for record in records), default=0.0)
     ended_s = max((record.read_s[-1] for record in records if record.read_s), default=began_s)
     duration_s = ended_s - began_s or None
+    kept_s = duration_s if slo else None
     good = [record for record in done if meets(slo, record)]
     inputs = sum(record.prompt_tokens for record in done)
     outputs = sum(record.output_tokens for record in done)
@@ -70,7 +71,13 @@ def summarize(
         num_retries=sum(record.num_retries for record in records),
         num_first_of_shape=sum(record.is_first_of_shape for record in records),
         num_gpus=num_gpus,
-        **_rates(done, good if slo else None, duration_s, num_gpus),
+        request_throughput=_rate(len(done), duration_s),
+        input_throughput=_rate(inputs, duration_s),
+        output_throughput=_rate(outputs, duration_s) if outputs > len(done) else None,  # requests of a token have none
+        total_token_throughput=_rate(inputs + outputs, duration_s),
+        request_goodput=_rate(len(good), kept_s),
+        token_goodput=_rate(sum(record.output_tokens for record in good), kept_s),
+        goodput_per_gpu=_rate(len(good), kept_s and kept_s * (num_gpus or 0)),
         attainment=len(good) / len(records) if slo and records else None,
         concurrency=in_flight(records),
         max_concurrency=max_concurrency,
@@ -81,25 +88,6 @@ def summarize(
         **said,
     )
     return msgspec.structs.replace(summary, findings=check(summary))
-
-
-def _rates(
-    done: Sequence[Record], good: Sequence[Record] | None, duration_s: float | None, num_gpus: int | None
-) -> dict[str, Any]:
-    """Return what is counted per second. Requests of one token have no output rate."""
-    inputs = sum(record.prompt_tokens for record in done)
-    outputs = sum(record.output_tokens for record in done)
-    rates = {
-        "request_throughput": _rate(len(done), duration_s),
-        "input_throughput": _rate(inputs, duration_s),
-        "output_throughput": _rate(outputs, duration_s) if outputs > len(done) else None,
-        "total_token_throughput": _rate(inputs + outputs, duration_s),
-    }
-    if good is not None:
-        rates["request_goodput"] = _rate(len(good), duration_s)
-        rates["token_goodput"] = _rate(sum(record.output_tokens for record in good), duration_s)
-        rates["goodput_per_gpu"] = _rate(len(good), duration_s * num_gpus) if duration_s and num_gpus else None
-    return rates
 
 
 def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, Any]:
@@ -129,20 +117,17 @@ def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, A
 
 
 def meets(slo: SLO | None, record: Record) -> bool:
-    """Return whether a request completed inside the SLO; without one, whether it completed."""
-    ttft_s, e2e_s = record.ttft_s, record.e2e_s
-    if ttft_s is None or e2e_s is None:
-        return False
-    if slo is None:
-        return True
-    gaps = record.itl_s() if slo.itl_p99_s is not None else []
-    return slo.is_met(
-        prompt_tokens=record.prompt_tokens,
-        ttft_s=ttft_s,
-        tpot_s=record.tpot_s,
-        itl_p99_s=float(np.percentile(gaps, 99)) if gaps else None,
-        e2e_s=e2e_s,
+    """Return whether a request completed inside the SLO; without one, whether it completed. What it does not have, it
+    keeps: one of a single token has no TPOT."""
+    if not record.is_completed or slo is None:
+        return record.is_completed
+    pairs = (
+        (record.ttft_s, slo.ttft_limit_s(record.prompt_tokens)),
+        (record.tpot_s, slo.tpot_s),
+        (None if slo.itl_p99_s is None else record.itl_p99_s, slo.itl_p99_s),
+        (record.e2e_s, slo.e2e_s),
     )
+    return all(took is None or limit is None or took <= limit for took, limit in pairs)
 
 
 def _joined(times_s: Sequence[tuple[float, ...]]) -> np.ndarray:
@@ -218,6 +203,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def _rate(count: float, seconds: float | None) -> float | None:
+    """Return what there is of something per second; None where the time is not known, or none."""
     return count / seconds if seconds else None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 
 import attrs
 import msgspec
@@ -18,7 +17,6 @@ from pdinfer.errors import ConfigError
 from pdinfer.values import brief, table
 
 SCHEMA = "pdinfer.bench/1"
-SCHEMA_FILE = Path(__file__).with_name("summary.schema.json")
 MAX_SUMMARY_BYTES = 64 << 20
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
-import math
+import io
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Annotated, NoReturn, cast
+from typing import Annotated, NamedTuple, NoReturn
 
 import attrs
 import msgspec
@@ -106,126 +106,109 @@ def read_trace(
     path = Path(path)
     if bins not in ("spread", "keep"):
         raise ConfigError(f"bins must be 'spread' or 'keep', got {clip(bins)}")
-    lines = _Lines(path)
-    try:
-        if format is None:
-            format = _recognized(lines)  # noqa: A001
-        if format not in FORMATS:
-            raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {clip(format)}")
-        notes: tuple[str, ...] = ()
-        if format == "mooncake":
-            arrivals = [_mooncake(lines, line) for line in lines if line.strip()]
-            _check_order(lines, arrivals)
-            arrivals, notes = _unbinned(arrivals, bins, seed)
-        elif format == "sharegpt":
-            arrivals, notes = _sharegpt(lines, count_tokens)
-        else:
-            arrivals = _table(lines, COLUMNS[format])
-            _check_order(lines, arrivals)
-        if not arrivals:
-            raise ConfigError(f"{path} has no request; a trace has at least one")
-    finally:
-        lines.close()
-    digest = lines.sha256()
+    text = _text(path)
+    if format is None:
+        format = _recognized(path, io.BytesIO(text).readline())  # noqa: A001
+    notes: tuple[str, ...] = ()
+    if format == "sharegpt":
+        arrivals, notes = _sharegpt(Place(path, 1), text, count_tokens)
+    elif format == "mooncake":
+        arrivals, notes = _unbinned(_in_order(_mooncake(path, text)), bins, seed)
+    elif format in COLUMNS:
+        arrivals = _in_order(_table(path, text, COLUMNS[format]))
+    else:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {clip(format)}")
+    if not arrivals:
+        raise ConfigError(f"{path} has no request; a trace has at least one")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Trace(name=path.name, format=format, sha256=digest, arrivals=tuple(arrivals), notes=notes)
 
 
-class _Lines:
-    """The lines of a file, bounded in length and in sum. `number` is that of the last one, from 1; `numbers` those of
-    the lines that became a request."""
+class Place(NamedTuple):
+    """A line of a file, from 1."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.number, self.numbers = path, 0, list[int]()
-        self._left, self._first = MAX_TRACE_BYTES, list[bytes]()
-        try:
-            if not path.is_file():
-                raise ConfigError(f"{path}: is not a file; give the path of a trace")
-            with path.open("rb") as file:
-                packed = file.read(2) == b"\x1f\x8b"
-            self._file = cast("IO[bytes]", gzip.open(path) if packed else path.open("rb"))  # noqa: SIM115
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    path: Path
+    number: int
 
-    def close(self) -> None:
-        self._file.close()
-
-    def sha256(self) -> str:
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    def peek(self) -> bytes:
-        """Return the first line, which stays to be read."""
-        if not self._first:
-            self._first.append(self._read())
-        return self._first[0]
-
-    def __iter__(self) -> Iterator[bytes]:
-        while line := self._first.pop() if self._first else self._read():
-            self.number += 1
-            yield line
-
-    def rest(self) -> bytes:
-        """Return everything from here on, for formats that are one JSON value."""
-        text = bytearray(self._first.pop() if self._first else b"")
-        while piece := self._take(1 << 20):
-            text += piece
-        self.number = 1
-        return bytes(text)
-
-    def _read(self) -> bytes:
-        line = self._take(MAX_LINE_BYTES + 1, lines=True)
-        if len(line) > MAX_LINE_BYTES:
-            self.number += 1
-            self.fail("the line", f"is longer than {MAX_LINE_BYTES >> 20} MiB", "is this a trace?")
-        return line
-
-    def _take(self, most: int, *, lines: bool = False) -> bytes:
-        try:
-            data = self._file.readline(most) if lines else self._file.read(most)
-        except (OSError, EOFError, zlib.error) as error:
-            self.number += 1
-            self.fail("the file", f"cannot be read on: {error}", "is it damaged?")
-        self._left -= len(data)
-        if self._left < 0:
-            self.fail("the file", f"has more than {MAX_TRACE_BYTES >> 30} GiB of text", "split it")
-        return data
-
-    def fail(self, field: str, wrong: str, advice: str, *, number: int | None = None) -> NoReturn:
+    def fail(self, field: str, wrong: str, advice: str) -> NoReturn:
         """Raise ConfigError with file, line and field."""
-        raise ConfigError(f"{self.path}, line {number or self.number}: {field} {wrong}; {advice}")
+        raise ConfigError(f"{self.path}, line {self.number}: {field} {wrong}; {advice}")
 
 
-def _recognized(lines: _Lines) -> str:
+Rows = Iterator[tuple[Place, Arrival]]
+
+
+def _text(path: Path) -> bytes:
+    """Return the text of a file, unpacked."""
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path}: is not a file; give the path of a trace")
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            text = file.read(MAX_TRACE_BYTES + 1)
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read on: {error}; is it damaged?") from error
+    if len(text) > MAX_TRACE_BYTES:
+        raise ConfigError(f"{path}: has more than {MAX_TRACE_BYTES >> 30} GiB of text; split it")
+    return text
+
+
+def _recognized(path: Path, line: bytes) -> str:
     """Return the format that the first line speaks for."""
-    first = lines.peek().lstrip(b"\xef\xbb\xbf").strip()
-    if first.startswith(b"{"):
+    first = line.decode("utf-8-sig", "replace").strip()
+    if first.startswith("{"):
         return "mooncake"
-    if first.startswith(b"["):
+    if first.startswith("["):
         return "sharegpt"
-    names = first.decode("utf-8", "replace").replace('"', "").split(",")
+    names = {column.strip() for column in first.replace('"', "").split(",")}
     for name, columns in COLUMNS.items():
-        if set(columns) <= {column.strip() for column in names}:
+        if names.issuperset(columns):
             return name
-    shown = clip(first.decode("utf-8", "replace"))
-    raise ConfigError(f"{lines.path}, line 1: is of no known format: {shown}; give `format`")
+    raise ConfigError(f"{path}, line 1: is of no known format: {clip(first)}; give `format`")
+
+
+def _in_order(rows: Rows) -> list[Arrival]:
+    arrivals: list[Arrival] = []
+    for place, arrival in rows:
+        if arrivals and arrival.at_s < arrivals[-1].at_s:
+            wrong = f"goes back from {arrivals[-1].at_s:g} s to {arrival.at_s:g} s"
+            place.fail("the time", wrong, "sort the trace by arrival")
+        arrivals.append(arrival)
+    return arrivals
 
 
 _MOONCAKE = msgspec.json.Decoder(_MooncakeLine)
 
 
-def _mooncake(lines: _Lines, line: bytes) -> Arrival:
-    try:
-        row = _MOONCAKE.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error)
-        lines.fail(_field_of(reason), f"is wrong: {reason[:200]}", "every line is a JSON object as Mooncake writes it")
-    needed = -(-row.input_length // BLOCK_TOKENS)
-    if len(row.hash_ids) != needed:
-        wrong = f"has {len(row.hash_ids)} hashes, and {row.input_length} tokens have {needed} blocks of {BLOCK_TOKENS}"
-        lines.fail("hash_ids", wrong, "give one hash for each block")
-    at_s = _time(lines, "timestamp", row.timestamp / 1e3)
-    lines.numbers.append(lines.number)
-    return Arrival(at_s=at_s, prompt_tokens=row.input_length, output_tokens=row.output_length, hash_ids=row.hash_ids)
+def _mooncake(path: Path, text: bytes) -> Rows:
+    for number, line in enumerate(io.BytesIO(text), start=1):
+        place = Place(path, number)
+        if len(line) > MAX_LINE_BYTES:
+            place.fail("the line", f"is longer than {MAX_LINE_BYTES >> 20} MiB", "is this a trace?")
+        if not line.strip():
+            continue
+        try:
+            row = _MOONCAKE.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            wrong = f"is wrong: {str(error)[:200]}"
+            place.fail(_field_of(str(error)), wrong, "every line is a JSON object as Mooncake writes it")
+        needed = -(-row.input_length // BLOCK_TOKENS)
+        if len(row.hash_ids) != needed:
+            wrong = (
+                f"has {len(row.hash_ids)} hashes, and {row.input_length} tokens have {needed} blocks of {BLOCK_TOKENS}"
+            )
+            place.fail("hash_ids", wrong, "give one hash for each block")
+        yield (
+            place,
+            Arrival(
+                at_s=_time(place, "timestamp", row.timestamp / 1e3),
+                prompt_tokens=row.input_length,
+                output_tokens=row.output_length,
+                hash_ids=row.hash_ids,
+            ),
+        )
 
 
 def _field_of(reason: str) -> str:
@@ -234,17 +217,10 @@ def _field_of(reason: str) -> str:
     return (found[1] or found[2]) if found else "the line"
 
 
-def _time(lines: _Lines, field: str, at_s: float) -> float:
-    if not math.isfinite(at_s) or not 0 <= at_s <= MAX_AT_S:
-        lines.fail(field, f"is {at_s:g} s", f"times are finite, from 0 to {MAX_AT_S:g} s")
+def _time(place: Place, field: str, at_s: float) -> float:
+    if not 0 <= at_s <= MAX_AT_S:
+        place.fail(field, f"is {at_s:g} s", f"times are from 0, or that of the first line, to {MAX_AT_S:g} s")
     return at_s
-
-
-def _check_order(lines: _Lines, arrivals: Sequence[Arrival]) -> None:
-    for at in range(1, len(arrivals)):
-        if arrivals[at].at_s < arrivals[at - 1].at_s:
-            wrong = f"goes back from {arrivals[at - 1].at_s:g} s to {arrivals[at].at_s:g} s"
-            lines.fail("the time", wrong, "sort the trace by arrival", number=lines.numbers[at])
 
 
 def rng_of(seed: int, *more: int) -> np.random.Generator:
@@ -269,68 +245,73 @@ def _unbinned(arrivals: list[Arrival], bins: str, seed: int) -> tuple[list[Arriv
     return sorted(spread, key=lambda arrival: arrival.at_s), (note,)
 
 
-def _table(lines: _Lines, columns: tuple[str, str, str]) -> list[Arrival]:
+def _table(path: Path, text: bytes, columns: tuple[str, str, str]) -> Rows:
     """Read a CSV with these columns: the time, prompt tokens, output tokens. Dates count from the first one."""
     places: list[int] = []
-    arrivals: list[Arrival] = []
-    origin = 0.0
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            cells = next(csv.reader([line.decode("utf-8-sig").strip("\r\n")], strict=True), [])
-        except (UnicodeDecodeError, csv.Error, StopIteration) as error:
-            lines.fail("the line", f"is not CSV: {error}", "write it as UTF-8 with commas")
+    origin: float | None = None if columns[0] == "TIMESTAMP" else 0.0
+    for place, cells in _cells(path, text):
         if not places:
-            missing = [name for name in columns if name not in cells]
-            if missing:
-                lines.fail(missing[0], f"is no column of {clip(','.join(cells))}", f"needed are {', '.join(columns)}")
+            if missing := [name for name in columns if name not in cells]:
+                place.fail(missing[0], f"is no column of {clip(','.join(cells))}", f"needed are {', '.join(columns)}")
             places = [cells.index(name) for name in columns]
             continue
         if len(cells) <= max(places):
-            lines.fail(columns[-1], f"is missing: the line has {len(cells)} cells", "every line has all columns")
-        at_s = _moment(lines, columns[0], cells[places[0]])
-        origin = origin if arrivals or columns[0] != "TIMESTAMP" else at_s
-        prompt, output = (_length(lines, columns[at], cells[places[at]]) for at in (1, 2))
-        if at_s < origin:
-            lines.fail(columns[0], "goes back before the first line", "sort the trace by arrival")
-        lines.numbers.append(lines.number)
-        moment = _time(lines, columns[0], at_s - origin)
-        arrivals.append(Arrival(at_s=moment, prompt_tokens=prompt, output_tokens=output))
-    return arrivals
+            place.fail(columns[-1], f"is missing: the line has {len(cells)} cells", "every line has all columns")
+        moment, prompt, output = (cells[at].strip() for at in places)
+        at_s = (_date if columns[0] == "TIMESTAMP" else _seconds)(place, columns[0], moment)
+        origin = at_s if origin is None else origin
+        yield (
+            place,
+            Arrival(
+                at_s=_time(place, columns[0], at_s - origin),
+                prompt_tokens=_length(place, columns[1], prompt),
+                output_tokens=_length(place, columns[2], output),
+            ),
+        )
 
 
-def _moment(lines: _Lines, field: str, cell: str) -> float:
-    """Return a cell with a date (UTC, any number of digits) or a number as seconds."""
-    cell = cell.strip()
-    if found := _DATE.fullmatch(cell):
-        try:
-            whole = datetime.fromisoformat(cell[:19]).replace(tzinfo=UTC).timestamp()
-        except ValueError as error:
-            lines.fail(field, f"is not a date: {error}", "write it as 2023-11-16 18:17:03.97996")
-        return whole + float(f"0{found[1] or '.0'}")
-    if field == "TIMESTAMP":
-        lines.fail(field, f"is not a date: {clip(cell)}", "write it as 2023-11-16 18:17:03.97996")
+def _cells(path: Path, text: bytes) -> Iterator[tuple[Place, list[str]]]:
+    """Yield the rows of a CSV that are not empty."""
+    rows = csv.reader(io.TextIOWrapper(io.BytesIO(text), "utf-8-sig", newline=""), strict=True)
+    try:
+        for cells in rows:
+            if cells:
+                yield Place(path, rows.line_num), cells
+    except (UnicodeDecodeError, csv.Error) as error:
+        Place(path, rows.line_num).fail("the line", f"is not CSV: {error}", "write it as UTF-8 with commas")
+
+
+def _date(place: Place, field: str, cell: str) -> float:
+    """Return a date (UTC, with up to nine digits of a second) as seconds."""
+    found = _DATE.fullmatch(cell)
+    try:
+        whole = datetime.fromisoformat(cell[:19] if found else "").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        place.fail(field, f"is not a date: {clip(cell)}", "write it as 2023-11-16 18:17:03.97996")
+    return whole + float(f"0{(found and found[1]) or '.0'}")
+
+
+def _seconds(place: Place, field: str, cell: str) -> float:
     try:
         return float(cell)
     except ValueError:
-        lines.fail(field, f"is not a number of seconds: {clip(cell)}", "write seconds since the first request")
+        place.fail(field, f"is not a number of seconds: {clip(cell)}", "write seconds since the first request")
 
 
-def _length(lines: _Lines, field: str, cell: str) -> int:
-    text = cell.strip()
+def _length(place: Place, field: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10 or not 1 <= int(text) <= MAX_LENGTH:
-        lines.fail(field, f"is {clip(text)}", "lengths are whole numbers from 1 to 2^31")
+        place.fail(field, f"is {clip(text)}", "lengths are whole numbers from 1 to 2^31")
     return int(text)
 
 
-def _sharegpt(lines: _Lines, count_tokens: Callable[[str], int] | None) -> tuple[list[Arrival], tuple[str, ...]]:
+def _sharegpt(
+    place: Place, text: bytes, count_tokens: Callable[[str], int] | None
+) -> tuple[list[Arrival], tuple[str, ...]]:
     """Read the first question and answer of each conversation. There are no times: all arrive at 0."""
     try:
-        talks = msgspec.json.decode(lines.rest().removeprefix(b"\xef\xbb\xbf"), type=list[_Conversation])
+        talks = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=list[_Conversation])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error)
-        lines.fail("conversations", f"is wrong: {reason[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
+        place.fail("conversations", f"is wrong: {str(error)[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
     count = count_tokens or (lambda text: -(-len(text) // CHARACTERS_PER_TOKEN))
     pairs = [talk.conversations[:2] for talk in talks]
     whole = [pair for pair in pairs if len(pair) == 2 and all(turn.value for turn in pair)]

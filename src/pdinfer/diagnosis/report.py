@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 import msgspec
@@ -31,7 +32,7 @@ class Fact(Value):
     remarks: tuple[str, ...] = ()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Problem(Value):
     """A problem: a sentence, and a shell command that mends it ("" where none is known)."""
 
@@ -44,14 +45,7 @@ Found = Iterator[Fact | Problem]
 """The findings that the probe of a section yields."""
 
 
-def failure(sentence: str, mend: str = "") -> Problem:
-    """Make a problem of the level FAILURE."""
-    return Problem(level=Level.FAILURE, sentence=sentence, mend=mend)
-
-
-def warning(sentence: str, mend: str = "") -> Problem:
-    """Make a problem of the level WARNING."""
-    return Problem(level=Level.WARNING, sentence=sentence, mend=mend)
+failure, warning = partial(Problem, Level.FAILURE), partial(Problem, Level.WARNING)
 
 
 @attrs.frozen(kw_only=True)

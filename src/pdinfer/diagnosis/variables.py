@@ -15,47 +15,35 @@ from pdinfer.diagnosis.network import interfaces, rdma_devices
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, RDMA_DEVICES
 
-VARIABLES: Mapping[str, str] = {
-    "NCCL_IB_HCA": "the RDMA devices of NCCL",
-    "NCCL_IB_DISABLE": "1: no RDMA",
-    "NCCL_IB_GID_INDEX": "the address of a RoCE port",
-    "NCCL_IB_TC": "the traffic class",
-    "NCCL_IB_SL": "the service level",
-    "NCCL_IB_QPS_PER_CONNECTION": "queue pairs of a connection",
-    "NCCL_IB_SPLIT_DATA_ON_QPS": "1: all of them carry each message",
-    "NCCL_MIN_NCHANNELS": "at least so many channels",
-    "NCCL_MAX_NCHANNELS": "at most so many channels",
-    "NCCL_SOCKET_IFNAME": "the interfaces of NCCL's sockets",
-    "GLOO_SOCKET_IFNAME": "the interfaces of Gloo",
-    "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1: the lists below count",
-    "NVSHMEM_HCA_LIST": "the RDMA devices of NVSHMEM, and so of DeepEP",
-    "NVSHMEM_HCA_PE_MAPPING": "the same, by rank",
-    "NVSHMEM_IB_GID_INDEX": "the address of a RoCE port",
-    "MC_FORCE_TCP": "set: Mooncake uses no RDMA",
-    "MC_TCP_PROTO": "1: an old protocol of Mooncake",
-    "MC_TE_METRIC": "set: Mooncake reports its speed",
+VARIABLES: Mapping[str, tuple[str, range | None]] = {
+    "NCCL_IB_HCA": ("the RDMA devices of NCCL", None),
+    "NCCL_IB_DISABLE": ("1: no RDMA", range(2)),
+    "NCCL_IB_GID_INDEX": ("the address of a RoCE port", range(-1, 256)),
+    "NCCL_IB_TC": ("the traffic class", range(256)),
+    "NCCL_IB_SL": ("the service level", range(16)),
+    "NCCL_IB_QPS_PER_CONNECTION": ("queue pairs of a connection", range(1, 129)),
+    "NCCL_IB_SPLIT_DATA_ON_QPS": ("1: all of them carry each message", range(2)),
+    "NCCL_MIN_NCHANNELS": ("at least so many channels", range(1, 65)),
+    "NCCL_MAX_NCHANNELS": ("at most so many channels", range(1, 65)),
+    "NCCL_SOCKET_IFNAME": ("the interfaces of NCCL's sockets", None),
+    "GLOO_SOCKET_IFNAME": ("the interfaces of Gloo", None),
+    "NVSHMEM_ENABLE_NIC_PE_MAPPING": ("1: the lists below count", None),
+    "NVSHMEM_HCA_LIST": ("the RDMA devices of NVSHMEM, and so of DeepEP", None),
+    "NVSHMEM_HCA_PE_MAPPING": ("the same, by rank", None),
+    "NVSHMEM_IB_GID_INDEX": ("the address of a RoCE port", range(-1, 256)),
+    "MC_FORCE_TCP": ("set: Mooncake uses no RDMA", None),
+    "MC_TCP_PROTO": ("1: an old protocol of Mooncake", None),
+    "MC_TE_METRIC": ("set: Mooncake reports its speed", None),
 }
-NUMBERS: Mapping[str, range] = {
-    "NCCL_IB_DISABLE": range(2),
-    "NCCL_IB_GID_INDEX": range(-1, 256),
-    "NCCL_IB_TC": range(256),
-    "NCCL_IB_SL": range(16),
-    "NCCL_IB_QPS_PER_CONNECTION": range(1, 129),
-    "NCCL_IB_SPLIT_DATA_ON_QPS": range(2),
-    "NCCL_MIN_NCHANNELS": range(1, 65),
-    "NCCL_MAX_NCHANNELS": range(1, 65),
-    "NVSHMEM_IB_GID_INDEX": range(-1, 256),
-}
-"""The ranges of those that are numbers."""
+"""What each is, and the range of those that are numbers."""
 
 
 def variables(machine: Machine) -> Found:
     """Yield the variables that are set, and what is wrong with them."""
     given = {name: machine.environment[name] for name in VARIABLES if name in machine.environment}
-    for name, meaning in VARIABLES.items():
+    for name, (meaning, allowed) in VARIABLES.items():
         yield Fact(name=name, value=given.get(name, "unset"), remarks=(meaning,) if name in given else ())
-    for name, allowed in NUMBERS.items():
-        if name in given and _number(given, name) not in allowed:
+        if name in given and allowed is not None and _number(given, name) not in allowed:
             yield warning(
                 f"{name}={given[name]} is not a number from {allowed[0]} to {allowed[-1]} and is ignored",
                 f"unset {name}",

@@ -108,11 +108,5 @@ RELINKS = Metric("pdinfer_kv_link_retries_total", COUNTER, PEER, "Reconnections 
 DROPPED = Metric("pdinfer_kv_frames_dropped_total", COUNTER, PEER, "Frames from a peer that were dropped.")
 LINKED = Metric("pdinfer_kv_link_up", GAUGE, PEER, "1 while the link to a peer is open, else 0.")
 
-METRICS = (
-    *(TTFT, ITL, QUEUE_TIME, DURATION, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, REFUSED),
-    *(ENDED, QUEUED, UNFINISHED, RETRIES, REROUTES, MOVED, PORTS, PORTS_AWAY, PORTS_LOST, LINKS_DOWN),
-    *(INFO, REQUESTS, QUEUED_TOKENS, PAGES, TOKENS, BUSY, STEP_AGE),
-    *(PREFIX_LOOKED_UP, PREFIX_FOUND, DRAFTED, ACCEPTED, DAMAGED),
-    *(SENT, RECEIVED, SPEED, INFLIGHT, RELINKS, DROPPED, LINKED),
-)
+METRICS = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
 """All of them, in the order in which they are rendered."""

@@ -11,8 +11,8 @@ from pdinfer.checks import clip
 from pdinfer.errors import ConfigError, PDInferError
 from pdinfer.metrics import names
 from pdinfer.metrics.series import Counters, Histogram, Labels, render
-from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PairingStats, PeerStats, PrefillLoad
-from pdinfer.types import PeerAddress, TokenEvent
+from pdinfer.stats import DecodeLoad, EngineLoad, PairingStats, PrefillLoad, name_of
+from pdinfer.types import TokenEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The Content-Type of an answer with the text."""
@@ -80,14 +80,15 @@ class Recorder:
         with CONTENT_TYPE. Never blocks."""
         # outside the lock, so that a slow port holds up no reader of events
         stats, loads = pairing.stats, [(port.role, port.load()) for port in pairing.ports]
+        samples = [*_of_pairing(stats, [role for role, _ in loads])]
+        for role, load in loads:
+            samples += _of_engine(role, load)
         with self._lock:
-            self._count(_counts(stats))
-            gauges = [*_gauges(stats, [role for role, _ in loads])]
-            for role, load in loads:
-                self._count(_engine_counts(role, load))
-                gauges += _engine_gauges(role, load)
-            values = [*self._counters.values(), *gauges]
-            return render(names.METRICS, values, self._histograms, self._labels)
+            for metric, labels, value in samples:
+                if metric.kind == names.COUNTER:
+                    self._counters.set(metric, value, *labels)
+            gauges = [sample for sample in samples if sample[0].kind == names.GAUGE]
+            return render(names.METRICS, [*self._counters.values(), *gauges], self._histograms, self._labels)
 
     def _note(self, event: TokenEvent) -> bool:
         """Note one event, and return whether its request ended."""
@@ -110,23 +111,16 @@ class Recorder:
             self._counters.add(names.CACHED_TOKENS, event.usage.cached_tokens)
         return True
 
-    def _count(self, counted: Iterable[tuple[names.Metric, Labels, float]]) -> None:
-        for metric, labels, value in counted:
-            self._counters.set(metric, value, *labels)
-
 
 Samples = Iterator[tuple[names.Metric, Labels, float]]
 
 
-def _counts(stats: PairingStats) -> Samples:
+def _of_pairing(stats: PairingStats, roles: Sequence[str]) -> Samples:
     yield from ((names.ENDED, (reason.value,), count) for reason, count in stats.ended)
     yield names.RETRIES, (), stats.num_retries
     yield names.REROUTES, (), stats.num_reroutes
     yield names.MOVED, (), stats.num_moved
     yield names.PORTS_LOST, (), stats.num_ports_lost
-
-
-def _gauges(stats: PairingStats, roles: Sequence[str]) -> Samples:
     yield names.QUEUED, (), stats.num_queued_requests
     yield names.UNFINISHED, (), stats.num_unfinished_requests
     yield from ((names.PORTS, (role,), roles.count(role)) for role in ("prefill", "decode"))
@@ -134,29 +128,16 @@ def _gauges(stats: PairingStats, roles: Sequence[str]) -> Samples:
     yield names.LINKS_DOWN, (), len(stats.links_down)
 
 
-def _engine_counts(role: str, load: EngineLoad) -> Samples:
-    engine = (_short(load.address), role)
-    yield names.TOKENS, engine, load.num_tokens
-    yield names.BUSY, engine, load.busy_s
-    yield names.PREFIX_LOOKED_UP, engine, load.prefix_query_tokens
-    yield names.PREFIX_FOUND, engine, load.prefix_hit_tokens
-    if isinstance(load, DecodeLoad):
-        yield names.DRAFTED, engine, load.num_draft_tokens
-        yield names.ACCEPTED, engine, load.num_accepted_tokens
-    yield names.DAMAGED, engine, load.kv.writes_damaged
-    for peer, between in _peers(engine[0], load.kv):
-        yield names.SENT, between, peer.bytes_sent
-        yield names.RECEIVED, between, peer.bytes_received
-        yield names.RELINKS, between, peer.retries
-        yield names.DROPPED, between, peer.frames_dropped
-
-
-def _engine_gauges(role: str, load: EngineLoad) -> Samples:
-    engine = (_short(load.address), role)
+def _of_engine(role: str, load: EngineLoad) -> Samples:
+    engine = (name_of(load.address), role)
     yield names.INFO, (*engine, load.transport), 1
     used = load.num_total_pages - load.num_available_pages
     states = (("free", load.num_free_pages), ("cached", load.num_cached_pages), ("used", used))
     yield from ((names.PAGES, (*engine, state), count) for state, count in states)
+    yield names.TOKENS, engine, load.num_tokens
+    yield names.BUSY, engine, load.busy_s
+    yield names.PREFIX_LOOKED_UP, engine, load.prefix_query_tokens
+    yield names.PREFIX_FOUND, engine, load.prefix_hit_tokens
     if isinstance(load, PrefillLoad):
         yield names.REQUESTS, (*engine, "queued"), load.num_queued_requests
         yield names.QUEUED_TOKENS, engine, load.num_queued_tokens
@@ -165,18 +146,17 @@ def _engine_gauges(role: str, load: EngineLoad) -> Samples:
         yield names.REQUESTS, (*engine, "granted"), load.num_granted_requests
         yield names.REQUESTS, (*engine, "running"), load.num_running_requests
         yield names.QUEUED_TOKENS, engine, load.num_waiting_tokens
+        yield names.DRAFTED, engine, load.num_draft_tokens
+        yield names.ACCEPTED, engine, load.num_accepted_tokens
     if load.step_age_s is not None:
         yield names.STEP_AGE, engine, load.step_age_s
-    for peer, between in _peers(engine[0], load.kv):
+    yield names.DAMAGED, engine, load.kv.writes_damaged
+    for peer in load.kv.peers:
+        between = (name_of(load.address), name_of(peer.address))
+        yield names.SENT, between, peer.bytes_sent
+        yield names.RECEIVED, between, peer.bytes_received
         yield names.SPEED, between, peer.mb_per_s * 1e6
         yield names.INFLIGHT, between, peer.inflight_bytes
+        yield names.RELINKS, between, peer.retries
+        yield names.DROPPED, between, peer.frames_dropped
         yield names.LINKED, between, peer.connected
-
-
-def _peers(engine: str, kv: ChannelStats) -> Iterator[tuple[PeerStats, Labels]]:
-    return ((peer, (engine, _short(peer.address))) for peer in kv.peers)
-
-
-def _short(address: PeerAddress) -> str:
-    """Return the name by which logs and records call an engine."""
-    return address.engine_id.hex()[:8]

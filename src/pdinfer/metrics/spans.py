@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-import attrs
-
 from pdinfer.errors import BackendUnavailable
+from pdinfer.stats import name_of
 from pdinfer.types import FinishReason, Timeline, TokenEvent, Usage
 
 STAGES = ("queue", "prefill", "hand-off", "decode")
@@ -79,8 +78,8 @@ def _attributes(usage: Usage) -> dict[str, str | int | float]:
         "pdinfer.accepted_tokens": usage.num_accepted_tokens,
         "pdinfer.retries": usage.num_retries,
         "pdinfer.time_to_first_token_s": usage.ttft_s,
-        "pdinfer.prefill": None if choice is None else choice.prefill.engine_id.hex()[:8],
-        "pdinfer.decode": None if choice is None else choice.decode.engine_id.hex()[:8],
+        "pdinfer.prefill": None if choice is None else name_of(choice.prefill),
+        "pdinfer.decode": None if choice is None else name_of(choice.decode),
     }
     return {name: value for name, value in known.items() if value is not None}
 
@@ -89,17 +88,13 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-@attrs.frozen
-class _Telemetry:
-    trace: Any
-    context: Any
-
-
-def _telemetry() -> _Telemetry:
+def _telemetry() -> Any:
+    """Return the package `opentelemetry` with its modules `context` and `trace`."""
     try:
-        from opentelemetry import context, trace
+        import opentelemetry.context
+        import opentelemetry.trace
     except ImportError as error:
         raise BackendUnavailable(
             f"spans are made by OpenTelemetry, which cannot be imported ({error}): pip install 'pdinfer[otel]'"
         ) from error
-    return _Telemetry(trace, context)
+    return opentelemetry

@@ -19,7 +19,7 @@ from pdinfer.pairing.port import CachingPort
 from pdinfer.pairing.ports import CachingPorts, Ports
 from pdinfer.pairing.request import PromptKeys, TrackedRequest
 from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
-from pdinfer.types import Choice, Link, PeerAddress, RequestShape, TokensByPort
+from pdinfer.types import Choice, PeerAddress, RequestShape, TokensByPort
 
 
 class Board:
@@ -52,7 +52,7 @@ class Board:
                 sizes=[tracked.attempt.prefill_tokens for tracked in pending],
             )
         for pair, num_bytes in backlog.items():
-            self._load_link(*pair, num_bytes)
+            self._links = self._links.loaded(*pair, num_bytes)
 
     def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
         """Return the ports of each side that may be chosen for a request of `total` tokens, full or not. One that
@@ -109,7 +109,7 @@ class Board:
             if self._is_full(load):
                 self._full.add(decode)
         link_bytes = (num_tokens - at_decode) * load.token_bytes
-        self._load_link(prefill, decode, link_bytes)
+        self._links = self._links.loaded(prefill, decode, link_bytes)
         return to_compute, link_bytes
 
     def _is_full(self, load: DecodeLoad) -> bool:
@@ -123,19 +123,6 @@ class Board:
                 num_queued_requests=load.num_queued_requests + len(sizes),
                 num_queued_tokens=load.num_queued_tokens + num_tokens,
                 queued=load.queued.plus(sizes),
-            )
-
-    def _load_link(self, prefill: PeerAddress, decode: PeerAddress, num_bytes: int) -> None:
-        link = self._links.between(prefill, decode)
-        if link is not None and num_bytes:
-            self._links = self._links.with_link(
-                Link(
-                    prefill=prefill,
-                    decode=decode,
-                    bytes_per_s=link.bytes_per_s,
-                    inflight_bytes=link.inflight_bytes,
-                    backlog_bytes=link.backlog_bytes + num_bytes,
-                )
             )
 
 

@@ -10,7 +10,7 @@ May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, paralle
 
 from __future__ import annotations
 
-from pdinfer.planning.plan import ClusterPlan, EnginePlan, h800_cluster
+from pdinfer.planning.plan import ClusterPlan, EnginePlan
 from pdinfer.planning.profiles import EngineProfile, Profile, Setting, profile
 from pdinfer.planning.simulation import Change, Cluster, Simulator, Stall, StepRows, cluster, simulate
 
@@ -26,7 +26,6 @@ __all__ = [
     "Stall",
     "StepRows",
     "cluster",
-    "h800_cluster",
     "profile",
     "simulate",
 ]

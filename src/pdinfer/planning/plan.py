@@ -5,7 +5,6 @@ Plain ints: the plan for a hundred GPUs is made and verified on any machine, bef
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -24,10 +23,6 @@ from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology, even_slices, plan_writers
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.values import Value
-
-GPUS_PER_NODE = 8
-H800_BYTES = int(79.1 * 2**30)
-"""What the driver leaves of an H800's 80 GB."""
 
 
 def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
@@ -228,52 +223,3 @@ class ClusterPlan(Value):
     def __str__(self) -> str:
         ways = sum(1 for _ in self.pairs())
         return "\n".join([*map(str, self.engines), f"{self.num_ranks} ranks, {ways} pairs of attention groups"])
-
-
-def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the nodes of each prefill and of each decode engine, from the name of a deployment.
-
-    "P3x3D4" is three prefill engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises
-    ConfigError for other text.
-    """
-    match = re.fullmatch(r"P(?:([1-9]\d?)x)?([1-9]\d?)D(?:([1-9]\d?)x)?([1-9]\d?)", text)
-    if match is None:
-        raise ConfigError(f'a cluster is named like "P3x3D4" or "P4D9", got {clip(text)}')
-    prefills, prefill_nodes, decodes, decode_nodes = (int(number or 1) for number in match.groups())
-    return (prefill_nodes,) * prefills, (decode_nodes,) * decodes
-
-
-def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights: str = "auto") -> ClusterPlan:
-    """Return a cluster as in a study of DeepSeek-V3 on 13 nodes of 8 H800 of 80 GB (SGLang 0.4.8, July 2025).
-
-    Attention is data parallel, and experts are spread over all ranks of an engine, with 32 redundant ones. Weights stay
-    in FP8, as in the study; `weights="float"` makes bfloat16 of them, and is refused where twice the bytes do not fit.
-    """
-    prefill_nodes, decode_nodes = engine_nodes(text)
-    shared = ExpertConfig(
-        num_redundant_experts=32,
-        ep_dispatch_algorithm="dynamic",
-        ranks_per_node=GPUS_PER_NODE,
-        moe_a2a_backend="deep_ep",
-    )
-    low_latency = attrs.evolve(shared, deepep_mode="low_latency", num_max_dispatch_tokens_per_rank=256)
-
-    def engine(name: str, nodes: int, experts: ExpertConfig) -> EnginePlan:
-        size = nodes * GPUS_PER_NODE
-        return EnginePlan(
-            name=name,
-            config=config,
-            topology=Topology(world_size=size, dp_size=size, ep_size=size),
-            cache=CacheConfig(page_size=32, mem_fraction_static=0.81),
-            engine=EngineConfig(max_running_requests=128),
-            experts=experts,
-            stored=stored,
-            weights=weights,
-            device="H800",
-            device_bytes=H800_BYTES,
-        )
-
-    return ClusterPlan(
-        prefill=tuple(engine(f"P{at}", nodes, shared) for at, nodes in enumerate(prefill_nodes)),
-        decode=tuple(engine(f"D{at}", nodes, low_latency) for at, nodes in enumerate(decode_nodes)),
-    )

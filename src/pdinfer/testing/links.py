@@ -376,12 +376,12 @@ class End:
             parcel.complete(TransferError(f"the transport of the link to {self.link.endpoint} was closed"))
         self.queue.clear()
 
-    def vanish(self, *, told: bool) -> None:
-        """End this side with its process. Its kernel informs the peer, unless the whole machine went."""
+    def vanish(self) -> None:
+        """End this side with its process. Its kernel informs the peer."""
         self.gone = True
         if self.open:
             self.open = False
-            if told and self.peer.open:
+            if self.peer.open:
                 self._send_off(Parcel(ParcelKind.END))
 
 

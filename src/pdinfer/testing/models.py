@@ -152,15 +152,12 @@ class RandomWeights(Value):
         return None
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
-        return expert(self._stack([names], rows, columns, shard), 0)
+        return expert(self.stack([names], rows, columns, shard), 0)
 
     def format(self, name: str) -> type[Format]:
         return Plain
 
-    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        return self._stack(names, rows, columns, WHOLE)
-
-    def _stack(self, names: Sequence[Sequence[str]], rows: int, columns: int, shard: Shard) -> Weight:
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
         kept_rows, kept_columns = shard.shape((rows, columns))
         shape = Shape(len(names), len(names[0]), kept_rows, kept_columns)
         stack: Weight = Plain.empty(shape, dtype=self.dtype, device=self.device)

@@ -32,7 +32,8 @@ class SimNetwork:
     """Links between the nodes of one simulation. `faults` may be replaced at any time.
 
     `fired` counts the faults that happened, by name. `refusals` holds (node, reason) for every link that a receiver
-    closed by raising although nothing on it had been damaged. A test of a sound protocol finds it empty.
+    closed by raising although nothing on it had been damaged. A test of a sound protocol finds it empty. `transports`
+    are those that listen, by endpoint.
     """
 
     def __init__(self, simulation: Simulation, faults: NetworkFaults | None = None) -> None:
@@ -40,7 +41,7 @@ class SimNetwork:
         self.faults = faults or NetworkFaults()
         self.fired: Counter[str] = Counter()
         self.refusals: list[tuple[str, TransferError]] = []
-        self._transports: dict[str, SimTransport] = {}
+        self.transports: dict[str, SimTransport] = {}
         self._partitions: set[frozenset[str]] = set()
         simulation.crash_listeners.append(self._crashed)
 
@@ -72,7 +73,7 @@ class SimNetwork:
     def heal(self) -> None:
         """End every partition. What was on its way arrives, in order."""
         self._partitions.clear()
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             for end in transport.ends:
                 if end.waiting:
                     self.simulation.later(0.0, end.resume, node=end.node)
@@ -84,28 +85,20 @@ class SimNetwork:
     def listen(self, transport: SimTransport) -> str:
         """Return the endpoint of a transport. A transport that is built anew on a restarted node gets the same one."""
         number = 0
-        while (endpoint := f"{SCHEME}{transport.node}/{number}") in self._transports:
+        while (endpoint := f"{SCHEME}{transport.node}/{number}") in self.transports:
             number += 1
-        self._transports[endpoint] = transport
+        self.transports[endpoint] = transport
         return endpoint
 
-    def at(self, endpoint: str) -> SimTransport | None:
-        """Return the transport that listens there."""
-        return self._transports.get(endpoint)
-
-    def leave(self, endpoint: str) -> None:
-        """Stop listening there."""
-        self._transports.pop(endpoint, None)
-
     def _between(self, one: str, other: str) -> list[End]:
-        transports = [transport for transport in self._transports.values() if transport.node == one]
+        transports = [transport for transport in self.transports.values() if transport.node == one]
         return [end for transport in transports for end in transport.ends if end.peer.node == other]
 
     def _crashed(self, node: str) -> None:
-        for endpoint, transport in list(self._transports.items()):
+        for endpoint, transport in list(self.transports.items()):
             if transport.node == node:
-                del self._transports[endpoint]
-                transport.vanish(told=True)
+                del self.transports[endpoint]
+                transport.vanish()
 
 
 class SimChannel(KVChannel):
@@ -170,7 +163,7 @@ class SimTransport(Transport):
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
         network = self._network
-        other = network.at(endpoint)
+        other = network.transports.get(endpoint)
         waits = timeout_s > 0
         refusal = TransferError(f"cannot connect to {endpoint} within {timeout_s} s")
         if waits and (
@@ -234,12 +227,12 @@ class SimTransport(Transport):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._network.leave(self._endpoint)
+            self._network.transports.pop(self._endpoint, None)
             for end in list(self._ends.values()):
                 end.finish()
 
-    def vanish(self, *, told: bool) -> None:
-        """End with this process, without any cleanup. `told` says whether its kernel still informs the peers."""
+    def vanish(self) -> None:
+        """End with this process, without any cleanup but its kernel's, which informs the peers."""
         self._closed = True
         for end in self._ends.values():
-            end.vanish(told=told)
+            end.vanish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 import pdinfer as pd
 from pdinfer import bench
-from pdinfer.bench.summary import SCHEMA_FILE
 from tests.unit.bench.schema import problems
 
+SCHEMA_FILE = Path(bench.__file__).with_name("summary.schema.json")
 SLO = pd.bench.SLO(ttft_s=0.5, tpot_s=0.1)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.parallel import Topology
-from pdinfer.planning import EnginePlan, h800_cluster
+from pdinfer.planning import EnginePlan, profile
 from tests.unit.config import published_configs
 
 LINES = Path(__file__).with_name("deployments.csv").read_text("utf-8").splitlines()
@@ -122,7 +122,7 @@ def test_experts_take_the_bytes_that_their_sizes_say() -> None:
 
 def test_the_plan_of_a_cluster_is_that_of_its_deployment() -> None:
     for text in ("P3x3D4", "P4D9", "P2D2"):
-        for engine in h800_cluster(text, CONFIGS["v3"]).engines:
+        for engine in profile(f"deepseek-v3-h800-{text}").plan(CONFIGS["v3"]).engines:
             row = Deployed.of(f"{engine.name[0]}{engine.topology.world_size // 8}").plan
             assert (engine.rank_weights, engine.device_bytes) == (row.rank_weights, row.device_bytes)
             assert engine.layout == row.layout

@@ -17,9 +17,9 @@ from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel import Topology
-from pdinfer.planning import ClusterPlan, EnginePlan, h800_cluster
+from pdinfer.planning import ClusterPlan, EnginePlan, profile
 from pdinfer.planning import plan as plan_module
-from pdinfer.planning.plan import engine_nodes
+from pdinfer.planning.profiles.profile import engine_nodes
 from pdinfer.planning.rank_weights import STORED, RankWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
@@ -48,6 +48,14 @@ V3 = ModelConfig.from_dict(tiny_config_dict("v3", **V3_SIZES))
 V32 = ModelConfig.from_dict(tiny_config_dict("v32", **V3_SIZES, index_n_heads=64, index_head_dim=128, index_topk=2048))
 
 
+def h800(text: str, config: ModelConfig, weights: str = "auto") -> ClusterPlan:
+    found = profile(f"deepseek-v3-h800-{text}")
+    prefill, decode = (
+        tuple(attrs.evolve(engine, weights=weights) for engine in engines) for engines in (found.prefill, found.decode)
+    )
+    return attrs.evolve(found, prefill=prefill, decode=decode).plan(config)
+
+
 @pytest.mark.parametrize(
     ("text", "ranks", "slots", "pairs"),
     [
@@ -60,7 +68,7 @@ V32 = ModelConfig.from_dict(tiny_config_dict("v32", **V3_SIZES, index_n_heads=64
     ],
 )
 def test_the_deployments_fit(text: str, ranks: int, slots: list[int], pairs: int) -> None:
-    plan = h800_cluster(text, V3)
+    plan = h800(text, V3)
     assert plan.num_ranks == ranks
     for engine, count in zip(plan.engines, slots, strict=True):
         placement = engine.placement
@@ -182,7 +190,7 @@ def test_deep_ep_between_cpus_is_refused() -> None:
 @pytest.mark.parametrize("name", ["P9D4", "P2x9D4"])
 def test_a_cluster_without_kernels_for_its_size_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="P0: DeepEP's normal kernels exist for"):
-        h800_cluster(name, V3)
+        h800(name, V3)
 
 
 GIB = 1 << 30
@@ -229,11 +237,11 @@ def test_a_rank_needs_room_for_what_it_would_load(
 
 
 def test_what_a_rank_holds_decides_and_not_what_the_files_hold() -> None:
-    assert h800_cluster("P2D2", V3).decode[0].num_pages == 1106
+    assert h800("P2D2", V3).decode[0].num_pages == 1106
     with pytest.raises(ConfigError, match=r"P0: 117\.72 GiB .*, do not fit into mem_fraction_static 0\.81 of 79\.10"):
-        h800_cluster("P2D2", V3, weights="float")
+        h800("P2D2", V3, weights="float")
     with pytest.raises(ConfigError, match=r"P0: 104\.58 GiB .*use more ranks$"):
-        h800_cluster("P1D2", V3)  # the study too says that 2 nodes are the least
+        h800("P1D2", V3)  # the study too says that 2 nodes are the least
 
 
 @pytest.mark.parametrize("stored", STORED)

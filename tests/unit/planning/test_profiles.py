@@ -17,8 +17,8 @@ import pdinfer as pd
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import OP_NAMES
-from pdinfer.planning import h800_cluster, profile
-from pdinfer.planning.profiles.settings import decoded, deployments
+from pdinfer.planning import Profile, Setting, profile
+from pdinfer.planning.profiles.profile import OpCall, SettingValue, decoded, deployments
 from tests.unit.config import published_configs
 
 ROOT = Path(__file__).parents[3]
@@ -91,11 +91,6 @@ def test_a_profile_plans(name: str) -> None:
         assert planned.weight_bytes < engine.device_bytes
         assert planned.num_pages is not None
         assert planned.num_pages > 0
-    if deployment == "deepseek-v3-h800":
-        theirs = h800_cluster(name.rpartition("-")[2], CONFIGS[deployment])
-        assert [engine.topology for engine in plan.engines] == [engine.topology for engine in theirs.engines]
-        assert [engine.rank_weights for engine in plan.engines] == [engine.rank_weights for engine in theirs.engines]
-        assert [engine.num_pages for engine in plan.engines] == [engine.num_pages for engine in theirs.engines]
 
 
 def test_the_h800_study_in_our_values() -> None:
@@ -140,16 +135,46 @@ def test_every_op_has_what_a_provider_for_ascend_would_call() -> None:
         assert any(re.search(rf"(?<!\w){re.escape(op.op)}(?!\w)", text) for text in texts), (op.op, op.suites)
 
 
+def table(found: Profile) -> str:
+    """Return all settings as a table in Markdown, with what each is here."""
+    return "\n".join(["| setting | of | theirs | ours |\n|---|---|---|---|", *map(_row, found.settings)])
+
+
+def ops_table(found: Profile) -> str:
+    rows = [
+        f"| `{op.op}` | {', '.join(f'`{call}`' for call in op.calls) or 'none'} | {op.how} | {_suites(op)} |"
+        for op in found.ops
+    ]
+    return "\n".join(["| op | would call | how | suite |\n|---|---|---|---|", *rows])
+
+
+def _row(setting: Setting) -> str:
+    fields = [f"`{field}={_shown(value)}`" for field, value in setting.ours.items()]
+    variables = [f"`{name}={value}`" for name, value in setting.environment.items()]
+    ours = "; ".join([", ".join(fields + variables)] * bool(fields or variables) + [setting.why] * bool(setting.why))
+    return f"| `{setting.name}` | {setting.role} | {setting.value} | {ours} |"
+
+
+def _shown(value: SettingValue) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(tuple(value)) if isinstance(value, list) else repr(value)
+
+
+def _suites(op: OpCall) -> str:
+    return ", ".join(f"`{suite}`" for suite in op.suites)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_docs_show_the_whole_table(name: str) -> None:
-    assert profile(name).table() in PAGE, "replace it with what `planning.profile(name).table()` returns"
+    assert table(profile(name)) in PAGE, "replace it with what `table(profile(name))` returns"
 
 
 def test_the_docs_show_every_op() -> None:
-    assert profile(A3).ops_table() in PAGE, "replace it with what `planning.profile(name).ops_table()` returns"
+    assert ops_table(profile(A3)) in PAGE, "replace it with what `ops_table(profile(name))` returns"
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3-h800", "P3x3D4", "deepseek-v3-h800-P9D9", "", None, 3])
+@pytest.mark.parametrize("name", ["deepseek-v3-h800", "P3x3D4", "deepseek-v4-h800-P9D9", "", None, 3])
 def test_an_unknown_name_is_told_which_there_are(name: str) -> None:
     with pytest.raises(ConfigError, match=f"there is no profile .*{V3}.*{A3}"):
         profile(name)

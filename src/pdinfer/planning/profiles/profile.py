@@ -1,20 +1,86 @@
-"""What a published deployment becomes in pdinfer: configs that validate, topologies, variables, and a checked plan."""
+"""Published deployments, and what they become in pdinfer: configs that validate, topologies, variables, and a checked
+plan. A setting has our fields with their values, variables to set, or a reason."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
 import attrs
+import msgspec
 
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.errors import ConfigError
 from pdinfer.parallel import Topology
-from pdinfer.planning.plan import ClusterPlan, EnginePlan, engine_nodes
-from pdinfer.planning.profiles.settings import Deployment, OpCall, Setting, SettingValue, deployments
+from pdinfer.planning.plan import ClusterPlan, EnginePlan
 
-HEADER = "| setting | of | theirs | ours |\n|---|---|---|---|"
+SettingValue = bool | int | float | str | list[int | str]
+Role = Literal["prefill", "decode", "both", "host", "measuring"]
+"""Of which engines a setting is: "host" is the router and the Pairing, "measuring" a run of its own."""
+
+FILES = ("deepseek-v3-h800.json", "deepseek-v3.2-ascend-a3.json")
+
+
+class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A setting of a deployment. `ours` are fields such as "CacheConfig.page_size" with their values; `environment` are
+    variables that pdinfer's processes should have too; `why` says what to do instead where there is neither, or what
+    differs."""
+
+    name: str
+    role: Role
+    value: str
+    ours: dict[str, SettingValue] = {}
+    environment: dict[str, str] = {}
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.ours or self.environment or self.why):
+            raise ValueError(f"setting {self.name} has no field, no variable and no reason")
+
+
+class OpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a provider of an op would call, by full names, how, and the conformance suites that it would have
+    to pass."""
+
+    op: str
+    calls: tuple[str, ...]
+    how: str
+    suites: tuple[str, ...]
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file. `clusters` are the names of sizes that were run, as `engine_nodes` reads them."""
+
+    name: str
+    source: str
+    remark: str
+    clusters: tuple[str, ...]
+    ranks_per_node: int
+    device: str
+    device_bytes: int
+    stored: str
+    weights: str
+    settings: tuple[Setting, ...]
+    ops: tuple[OpCall, ...] = ()
+
+
+def decoded(data: bytes, name: str) -> Deployment:
+    """Return the deployment in a file. Raise ConfigError for what does not belong there."""
+    try:
+        return msgspec.json.decode(data, type=Deployment)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name} is no deployment: {error}") from None
+
+
+@cache
+def deployments() -> tuple[Deployment, ...]:
+    """Return the deployments that come with pdinfer."""
+    folder = files("pdinfer.planning.profiles")
+    return tuple(decoded((folder / name).read_bytes(), name) for name in FILES)
 
 
 @attrs.frozen(kw_only=True)
@@ -85,26 +151,16 @@ class Profile:
             decode=tuple(engine.plan(config) for engine in self.decode),
         )
 
-    def table(self) -> str:
-        """Return all settings as a table in Markdown, with what each is here."""
-        return "\n".join([HEADER, *map(_row, self.settings)])
-
-    def ops_table(self) -> str:
-        """Return `ops` as a table in Markdown."""
-        rows = [
-            f"| `{op.op}` | {', '.join(f'`{call}`' for call in op.calls) or 'none'} | {op.how} | {_suites(op)} |"
-            for op in self.ops
-        ]
-        return "\n".join(["| op | would call | how | suite |\n|---|---|---|---|", *rows])
-
 
 def profile(name: str) -> Profile:
     """Return a published deployment, such as "deepseek-v3-h800-P3x3D4": three prefill engines of 3 nodes of H800s, and
-    a decode engine of 4. Raises ConfigError, with the names that there are, for another one."""
-    known = {f"{found.name}-{cluster}": (found, cluster) for found in deployments() for cluster in found.clusters}
-    if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"there is no profile {clip(name)}; there are {', '.join(known)}")
-    found, cluster = known[name]
+    a decode engine of 4. Other sizes are made of the same settings. Raises ConfigError, with the names of what was run,
+    for another deployment, and for text that is no size."""
+    deployment, _, cluster = name.rpartition("-") if isinstance(name, str) else ("", "", "")
+    found = next((one for one in deployments() if one.name == deployment), None)
+    if found is None:
+        known = ", ".join(f"{one.name}-{cluster}" for one in deployments() for cluster in one.clusters)
+        raise ConfigError(f"there is no profile {clip(name)}; there are {known}")
     prefill_nodes, decode_nodes = engine_nodes(cluster)
     host = _values(found, "host")
     return Profile(
@@ -119,6 +175,19 @@ def profile(name: str) -> Profile:
         settings=found.settings,
         ops=found.ops,
     )
+
+
+def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the nodes of each prefill and of each decode engine, from the name of a deployment.
+
+    "P3x3D4" is three prefill engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises
+    ConfigError for other text.
+    """
+    match = re.fullmatch(r"P(?:([1-9]\d?)x)?([1-9]\d?)D(?:([1-9]\d?)x)?([1-9]\d?)", text)
+    if match is None:
+        raise ConfigError(f'a cluster is named like "P3x3D4" or "P4D9", got {clip(text)}')
+    prefills, prefill_nodes, decodes, decode_nodes = (int(number or 1) for number in match.groups())
+    return (prefill_nodes,) * prefills, (decode_nodes,) * decodes
 
 
 def _engine(found: Deployment, role: str, name: str, num_nodes: int) -> EngineProfile:
@@ -161,20 +230,3 @@ def _values(found: Deployment, role: str) -> dict[str, dict[str, Any]]:
             owner, _, name = field.partition(".")
             values.setdefault(owner, {})[name] = value
     return values
-
-
-def _row(setting: Setting) -> str:
-    fields = [f"`{field}={_shown(value)}`" for field, value in setting.ours.items()]
-    variables = [f"`{name}={value}`" for name, value in setting.environment.items()]
-    ours = "; ".join([", ".join(fields + variables)] * bool(fields or variables) + [setting.why] * bool(setting.why))
-    return f"| `{setting.name}` | {setting.role} | {setting.value} | {ours} |"
-
-
-def _shown(value: SettingValue) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return repr(tuple(value)) if isinstance(value, list) else repr(value)
-
-
-def _suites(op: OpCall) -> str:
-    return ", ".join(f"`{suite}`" for suite in op.suites)

@@ -1,19 +1,16 @@
 """A cluster's load, event by event, with the runtime's own decisions and step times that the host gives.
 
-    simulate.py     the call that makes a summary
-    simulator.py    the loop, and the host's side
+    simulator.py    the call that makes a summary; the host's side
     view.py         what a policy is shown
-    device.py       one device on which two engines take turns
     decode.py       a decode engine
+    tables.py       the pages of its sequences
     prefill.py      a prefill engine
-    world.py        what engines ask of the loop, and tell of themselves
-    records.py      the record of one request
-    job.py          one request
-    growth.py       when running sequences need pages
-    chance.py       what is drawn by the seed of a run
+    engine.py       what both have in common
     links.py        bytes on their way
+    job.py          one request, and its record
     pages.py        the pages of a pool
     deployment.py   the cluster that is simulated
+    world.py        time, and what is drawn
 
 May import: bench, config, pairing, scheduling, the ground.
 """
@@ -21,7 +18,6 @@ May import: bench, config, pairing, scheduling, the ground.
 from __future__ import annotations
 
 from pdinfer.planning.simulation.deployment import Change, Cluster, Stall, StepRows, cluster
-from pdinfer.planning.simulation.simulate import simulate
-from pdinfer.planning.simulation.simulator import Simulator
+from pdinfer.planning.simulation.simulator import Simulator, simulate
 
 __all__ = ["Change", "Cluster", "Simulator", "Stall", "StepRows", "cluster", "simulate"]

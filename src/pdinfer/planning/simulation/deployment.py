@@ -111,8 +111,8 @@ class Cluster(Value):
     changes: tuple[Change, ...]
     stalls: tuple[Stall, ...]
     colocated: bool
-    step_cv: float
-    accept_rate: float
+    step_cv: float = attrs.field(validator=float_in(0.0, 2.0, low_included=True), converter=float)
+    accept_rate: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True), converter=float)
 
     @property
     def name(self) -> str:
@@ -161,10 +161,6 @@ def cluster(
     for change in changes:
         if change.engine not in names:
             raise ConfigError(f"a change is for {clip(change.engine)}, and {shape} has P0 to D{num_decodes - 1}")
-    if not 0.0 <= step_cv <= 2.0:
-        raise ConfigError(f"step_cv must be from 0 to 2, got {clip(step_cv)}")
-    if not 0.0 <= accept_rate <= 1.0:
-        raise ConfigError(f"accept_rate must be from 0 to 1, got {clip(accept_rate)}")
     return Cluster(
         num_prefills=num_prefills,
         num_decodes=num_decodes,

@@ -1,25 +1,16 @@
-"""One simulated request, wherever it is."""
+"""One simulated request, wherever it is, and the record that a bench makes of a real one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
+from pdinfer.bench.record import Record
 from pdinfer.bench.traces import Arrival
+from pdinfer.planning.simulation.deployment import Stall
 from pdinfer.planning.simulation.pages import Held, Keys
 from pdinfer.scheduling.decode import ScheduledSequence, SequenceState
-
-
-@attrs.define(eq=False)
-class Spell:
-    """Steps that a request ran one after the other at one decode: from step `start` up to `stop`, None while it runs.
-    `ends` has when each step of that decode ended. A spell that began with a token of prefill has it from `landed_s`
-    on, and the host gets it at `told_s`."""
-
-    ends: list[float]
-    start: int
-    stop: int | None = None
-    landed_s: float | None = None
-    told_s: float = 0.0
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -28,7 +19,8 @@ class Job(ScheduledSequence):
 
     `room` counts its attempts over all decodes, so that what belongs to an earlier one is recognised; `attempts` counts
     those at its decode. It has `offset` tokens more than its decode has ended steps while it runs there, of which
-    `ends` has the times, and `offset` tokens otherwise. `found` is what decode's pages had of it when they were last
+    `ends` has the times, and `offset` tokens otherwise. `token_s` and `read_s` have its tokens but for the steps from
+    `since` on. `found` is what decode's pages had of it when they were last
     asked, `held` what it holds of them. They had the first `num_found` tokens when they were granted, prefill's the
     first `num_cached`. In the step under way `num_drafts` tokens are drafted for it; of the `num_drafted` so far, those
     that were right came at `accepted_s`.
@@ -43,10 +35,12 @@ class Job(ScheduledSequence):
     decode: int = -1
     room: int = 0
     num_retries: int = 0
-    num_decodes_lost: int = 0
     num_computing_lost: int = 0
     offset: int
     ends: list[float] = attrs.field(factory=list)
+    since: int = 0
+    token_s: list[float] = attrs.field(factory=list)
+    read_s: list[float] = attrs.field(factory=list)
     found: Held = attrs.field(factory=Held)
     held: Held = attrs.field(factory=Held)
     num_found: int = 0
@@ -62,7 +56,6 @@ class Job(ScheduledSequence):
     outcome: str = "unfinished"
     error: str | None = None
     score: tuple[tuple[str, float], ...] = ()
-    spells: list[Spell] = attrs.field(factory=list)
     num_drafts: int = 0
     num_drafted: int = 0
     accepted_s: list[float] = attrs.field(factory=list)
@@ -128,11 +121,19 @@ class Job(ScheduledSequence):
 
     def run(self, ends: list[float]) -> None:
         """Begin to run in the steps that come after `ends`."""
-        self.offset, self.ends = self.num_tokens - len(ends), ends
+        self.offset, self.ends, self.since = self.num_tokens - len(ends), ends, len(ends)
 
     def rest(self) -> None:
         """Run no more."""
+        self.note_steps()
         self.offset, self.ends = self.num_tokens, []
+
+    def note_steps(self) -> None:
+        """Note the tokens of the steps that have ended."""
+        steps = self.ends[self.since :]
+        self.token_s += steps
+        self.read_s += steps
+        self.since = len(self.ends)
 
     def keys(self, page_size: int, num_tokens: int) -> Keys:
         """Return the keys of the pages that its first `num_tokens` tokens fill.
@@ -162,7 +163,36 @@ class Job(ScheduledSequence):
                 known = end
         return Keys(tuple(names), tuple(ends))
 
-    def close_spell(self, stop: int) -> None:
-        """Note that it does not run in step `stop` of its decode."""
-        if self.spells and self.spells[-1].stop is None:
-            self.spells[-1].stop = stop
+    def record(self, stalls: Iterable[Stall]) -> Record:
+        """Return its record. What is made while the host stalls is read when it goes on."""
+        self.note_steps()
+        made, read = self.token_s, self.read_s
+        if self.accepted_s:
+            made, read = sorted([*made, *self.accepted_s]), sorted([*read, *self.accepted_s])
+        for stall in stalls:
+            until_s = stall.at_s + stall.for_s
+            read = [until_s if stall.at_s <= at_s < until_s else at_s for at_s in read]
+        return Record(
+            request_id=f"simulated-{self.number}",
+            intended_s=self.intended_s,
+            sent_s=self.sent_s,
+            prompt_tokens=self.asked.prompt_tokens,
+            outcome=self.outcome,
+            error=self.error,
+            chosen_s=self.chosen_s,
+            granted_s=self.granted_s,
+            prefill_began_s=self.began_s,
+            prefill_ended_s=self.prefilled_s,
+            last_byte_s=self.last_byte_s,
+            committed_s=self.committed_s,
+            token_s=tuple(made),
+            read_s=tuple(read),
+            ended_s=self.ended_s,
+            prefill=None if self.prefill < 0 else f"P{self.prefill}",
+            decode=None if self.decode < 0 else f"D{self.decode}",
+            score=self.score,
+            cached_tokens=self.num_cached,
+            num_draft_tokens=self.num_drafted,
+            num_accepted_tokens=len(self.accepted_s),
+            num_retries=self.num_retries,
+        )

@@ -86,6 +86,11 @@ class SimPages:
         """Pages that sequences hold."""
         return self.num_pages - self.num_free - self.num_cached
 
+    @property
+    def max_share(self) -> float:
+        """The greatest part of the pool that was held at a time."""
+        return self.most_used / self.num_pages
+
     def find(self, keys: Keys, most: int, domain: Hashable = None) -> Held:
         """Return the longest known beginning of a sequence, at most `most` pages. Nobody holds it until `share`."""
         found, run = Held(), self._roots.get(domain)
@@ -126,9 +131,8 @@ class SimPages:
         self.num_free -= count
         self.most_used = max(self.most_used, self.num_used)
 
-    def give_back(self, held: Held, count: int) -> None:
-        """Return pages that only this sequence has."""
-        held.num_own -= count
+    def give_back(self, count: int) -> None:
+        """Return pages that only one sequence has."""
         self.num_free += count
 
     def keep(self, held: Held, keys: Keys, domain: Hashable = None) -> None:

@@ -1,63 +1,62 @@
-"""What simulated engines ask of the simulation that they are in, and what a decode tells of itself."""
+"""The world of a run: its time, what happens when, and what is drawn by its seed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
 
-import attrs
+import numpy as np
 
-from pdinfer.planning.simulation.chance import Chance
-from pdinfer.planning.simulation.job import Job
-
-
-class SimEngine(Protocol):
-    """An engine of either side. `due_s` is when the step or burst under way ends, infinity without one."""
-
-    number: int
-    speed: float
-    due_s: float
-
-    def wake(self, now_s: float) -> None:
-        """Go on after a step, if one ends now."""
-
-    def begin(self, now_s: float) -> None:
-        """Begin a step if there is something to do and none is under way."""
+_BATCH = 4096
+"""Random factors that are drawn at once."""
 
 
-class World(Protocol):
-    """The time, the device and the host of engines."""
+class World:
+    """Events in the order of their times; those of one time in the order in which they were planned."""
 
-    now_s: float
-    chance: Chance
+    def __init__(self, *, step_cv: float = 0.0, accept_rate: float = 0.0, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_planned = 0
+        self._soon: dict[Callable[[], None], None] = {}
+        self._step_cv, self._accept_rate = step_cv, accept_rate
+        self._steps, self._drafts = (np.random.default_rng([seed, stream]) for stream in (2, 3))
+        self._factors, self._num_drawn = np.ones(_BATCH), 0
 
-    def wake(self, engine: SimEngine, at_s: float) -> None:
-        """Call `engine.wake` then. Its device is busy until then."""
+    def at(self, at_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Call `action` then."""
+        self._num_planned += 1
+        heappush(self._heap, (at_s, self._num_planned, action, args))
 
-    def soon(self, engine: SimEngine) -> None:
-        """Call `engine.begin` once everything has happened that happens now."""
+    def soon(self, action: Callable[[], None]) -> None:
+        """Call `action`, once, when everything has happened that happens now."""
+        self._soon[action] = None
 
-    def tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
-        """Let the host learn then what a decode has granted, and what has ended."""
+    def run(self) -> None:
+        """Let everything happen."""
+        heap = self._heap
+        while heap:
+            self.now_s, _, action, args = heappop(heap)
+            self.num_events += 1
+            action(*args)
+            while self._soon and (not heap or heap[0][0] > self.now_s):
+                begin = next(iter(self._soon))
+                del self._soon[begin]
+                begin()
 
-    def abort(self, job: Job, now_s: float) -> None:
-        """Let the prefill of a granted request stop. `Decode.settle` is called when it has."""
+    def noise(self, count: int) -> np.ndarray:
+        """Return a gamma distributed factor of mean 1 for each of `count` steps; ones if steps do not scatter."""
+        cv = self._step_cv
+        if not cv:
+            return self._factors[:count]
+        if not self._num_drawn or self._num_drawn + count > len(self._factors):
+            self._factors, self._num_drawn = self._steps.gamma(cv**-2, cv**2, max(count, _BATCH)), 0
+        self._num_drawn += count
+        return self._factors[self._num_drawn - count : self._num_drawn]
 
-    def may_begin(self, engine: SimEngine, now_s: float) -> bool:
-        """Return whether the engine's device is free. If it is not, the engine begins when it is."""
-
-    def is_alone(self, engine: SimEngine) -> bool:
-        """Return whether nobody else has work for the engine's device."""
-
-
-@attrs.define
-class DecodeState:
-    """What an engine tells of itself: its pages and its requests."""
-
-    num_free: int
-    num_cached: int
-    num_waiting: int
-    waiting_tokens: int
-    num_granted: int
-    num_running: int
-    held_tokens: int
+    def num_accepted(self, num_drafts: int) -> int:
+        """Return how many of so many drafts are right: each with the same chance, if those before it are."""
+        wrong = self._drafts.random(num_drafts) >= self._accept_rate
+        return int(wrong.argmax()) if wrong.any() else num_drafts

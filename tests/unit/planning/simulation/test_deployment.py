@@ -22,7 +22,7 @@ GIVEN: dict[str, Any] = {"prefill_s": lambda rows: 0.01, "decode_s": lambda rows
         ("P9999D1", {}, "at most 1024"),
         ("P1D2", {"colocated": True}, "come in pairs"),
         ("P1D1", {"num_pagez": 4}, "num_pagez: no field"),
-        ("P1D1", {"accept_rate": 1.5}, "accept_rate must be from 0 to 1"),
+        ("P1D1", {"accept_rate": 1.5}, "accept_rate must be .* at least 0 and at most 1"),
         ("P1D1", {"max_running_requests": 0}, "max_running_requests"),
         ("P1D1", {"bytes_per_s": 0.0, "token_bytes": 8}, "bytes_per_s must be"),
         ("P1D1", {"bytes_per_s": 1e9}, "say how large a token is"),

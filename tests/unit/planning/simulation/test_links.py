@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
+from pdinfer.planning.simulation.deployment import Network
 from pdinfer.planning.simulation.links import SimLinks, shares
+from pdinfer.planning.simulation.world import World
 
 
 def test_every_pair_gets_what_its_fullest_end_leaves() -> None:
@@ -17,29 +17,29 @@ def test_every_pair_gets_what_its_fullest_end_leaves() -> None:
     assert rates == pytest.approx({(0, 0): 3.0, (1, 0): 3.0, (2, 0): 3.0, (2, 1): 6.0})
 
 
+def landings(*sent: tuple[float, tuple[int, int], int]) -> dict[int, float]:
+    """Push tokens of a byte each at these times over links of 100 bytes/s, and return when each push had landed."""
+    world, landed_s = World(), dict[int, float]()
+    links = SimLinks(Network(bytes_per_s=100.0, token_bytes=1), world, lambda: None)
+
+    def push(at: int, pair: tuple[int, int], num_tokens: int) -> None:
+        links.land(links.push(pair, num_tokens), 0, lambda: landed_s.update({at: world.now_s}))
+
+    for at, (at_s, pair, num_tokens) in enumerate(sent):
+        world.at(at_s, push, at, pair, num_tokens)
+    world.run()
+    assert not any(links.backlog.values())
+    assert links.pushed_tokens == sum(num_tokens for _, _, num_tokens in sent)
+    return landed_s
+
+
 def test_a_transfer_alone_takes_its_bytes_over_the_rate() -> None:
-    links = SimLinks(100.0)
-    transfer = links.send(0.0, (0, 0), 50.0)
-    assert links.next_s() == pytest.approx(0.5)
-    assert links.advance(links.next_s()) == [transfer]
-    assert transfer.done_s == pytest.approx(0.5)
-    assert links.next_s() == math.inf
+    assert landings((0.0, (0, 0), 50)) == {0: pytest.approx(0.5)}
 
 
 def test_two_prefills_halve_a_decode_until_one_is_done() -> None:
-    links = SimLinks(100.0)
-    short, long = links.send(0.0, (0, 0), 50.0), links.send(0.0, (1, 0), 100.0)
-    assert links.advance(links.next_s()) == [short]
-    assert short.done_s == pytest.approx(1.0)
-    assert links.advance(links.next_s()) == [long]
-    assert long.done_s == pytest.approx(1.5)
+    assert landings((0.0, (0, 0), 50), (0.0, (1, 0), 100)) == {0: pytest.approx(1.0), 1: pytest.approx(1.5)}
 
 
 def test_transfers_of_one_pair_follow_each_other() -> None:
-    links = SimLinks(100.0)
-    first, second = links.send(0.0, (0, 0), 50.0), links.send(0.0, (0, 0), 50.0)
-    assert links.backlog[0, 0] == 100.0
-    assert links.advance(0.5) == [first]
-    assert links.backlog[0, 0] == pytest.approx(50.0)
-    assert links.advance(1.0) == [second]
-    assert links.sent_bytes == pytest.approx(100.0)
+    assert landings((0.0, (0, 0), 50), (0.0, (0, 0), 50)) == {0: pytest.approx(0.5), 1: pytest.approx(1.0)}

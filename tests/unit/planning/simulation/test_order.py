@@ -11,8 +11,9 @@ from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.pages import SimPages
 from pdinfer.planning.simulation.prefill import Prefill
+from pdinfer.planning.simulation.world import World
 
-WORLD: Any = SimpleNamespace(soon=lambda _: None, is_full=lambda _: False, now_s=5.0)
+LINKS: Any = SimpleNamespace(backlog={})
 MODEL: Any = SimpleNamespace(engine=EngineConfig(), cache=CacheConfig(page_size=16))
 
 
@@ -23,17 +24,21 @@ def job_of(number: int, *, output: int = 0) -> Job:
 
 
 def test_prompts_wait_at_prefill_by_age_behind_those_that_stream() -> None:
-    prefill = Prefill(0, MODEL, SimPages(64), WORLD, shares_pool=False)
-    for number, (output, now_s) in enumerate([(0, 1.0), (0, 1.0), (2, 3.0), (0, 0.5), (2, 2.0)]):
-        prefill.submit(job_of(number, output=output), now_s)
+    world = World()
+    prefill = Prefill(
+        0, MODEL, SimPages(64), world, LINKS, landed=lambda _: None, stopped=lambda _: None, shares_pool=False
+    )
+    for number, (output, world.now_s) in enumerate([(0, 1.0), (0, 1.0), (2, 3.0), (0, 0.5), (2, 2.0)]):
+        prefill.submit(job_of(number, output=output))
     assert [prompt.job.number for prompt in prefill.scheduler.queue] == [4, 2, 3, 0, 1]
 
 
 def test_a_request_that_moves_to_another_decode_is_new_there_but_for_its_tokens() -> None:
-    decode, jobs = Decode(0, MODEL, SimPages(64), WORLD, shares_pool=False), [job_of(4), job_of(5), job_of(6, output=7)]
-    for job, now_s in zip(jobs, (5.0, 4.0, 6.0), strict=True):
+    world, jobs = World(), [job_of(4), job_of(5), job_of(6, output=7)]
+    decode = Decode(0, MODEL, SimPages(64), world, tell=lambda *_: None, abort=lambda _: None, shares_pool=False)
+    for job, world.now_s in zip(jobs, (5.0, 4.0, 6.0), strict=True):
         job.attempts = job.num_taken_over = 2
-        decode.submit(job, now_s)
+        decode.submit(job)
     assert [(job.attempts, job.num_taken_over, job.submitted_at, job.arrival) for job in jobs] == [
         (0, 0, 5.0, 0),
         (0, 0, 4.0, 1),

@@ -86,19 +86,17 @@ def test_tokens_bytes_and_slots_are_neither_lost_nor_made(setting: str) -> None:
     made = sum(arrival.output_tokens for arrival in wanted.arrivals)
     landings = sum(1 + record.num_retries for record in records)
     assert sum(decode.scheduler.costs.num_tokens for decode in simulator.decodes) == made - landings
-    assert simulator.pushed_tokens == simulator.landed_tokens
+    assert simulator.links.pushed_tokens == simulator.landed_tokens
     slots = simulator.cluster.decode.engine.max_running_requests
     assert max(decode.most_slots for decode in simulator.decodes) <= slots
-    if simulator.links is not None:
-        sent = simulator.pushed_tokens * simulator.cluster.network.token_bytes
-        assert simulator.links.sent_bytes == pytest.approx(sent)
+    assert not any(simulator.links.backlog.values())
 
 
 def test_a_full_pool_retracts_and_the_stream_goes_on() -> None:
     simulator = Simulator(SETTINGS["pressed"], load())
     records = simulator.run()
-    assert sum(decode.num_retracted for decode in simulator.decodes) > 0
-    assert sum(record.num_retries for record in records) == sum(d.num_retracted for d in simulator.decodes)
+    assert sum(record.num_retries for record in records) > 0
+    assert_nothing_is_left(simulator)
 
 
 def test_requests_in_flight_are_rate_times_time() -> None:
