@@ -576,16 +576,13 @@ def unsafe(modules: Sequence[Module]) -> list[str]:
 
 
 def manners(modules: Sequence[Module]) -> list[str]:
-    """No prints, no reading of the environment but for ranks, no module-level state, no names that say nothing."""
+    """No reading of the environment but for ranks, no module-level state, no names that say nothing. Ruff finds prints
+    and `global`."""
     complaints = []
     for module in modules:
         aliases = _aliases(module)
         for node in module.nodes:
             match node:
-                case ast.Call(func=ast.Name(id="print")):
-                    complaints.append(f"{module.at(node)} prints; use the logger `pdinfer`")
-                case ast.Global(names=names):
-                    complaints.append(f"{module.at(node)} has global {', '.join(names)}; give the state an owner")
                 case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     if words := _words(name) & EMPTY_WORDS:
                         complaints.append(f"{module.at(node)} {name}: {', '.join(words)} says nothing; name what it is")

@@ -1,11 +1,13 @@
-"""Which optional backends work on this machine. Each is tried once, with the library itself, by every test that needs
-it."""
+"""Which optional backends work on this machine, each tried once, with the library itself, by every test that needs it;
+and what else tests start or load: children, and scripts that are in no package."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,16 @@ def child_environment(**more: str) -> dict[str, str]:
     and then whatever this process was told to find besides."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def script(path: str) -> Any:
+    """Return the module of a script at this path of the repository."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache

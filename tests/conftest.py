@@ -87,7 +87,6 @@ def host_of(config: pytest.Config) -> str | None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Name the setting."""
     return None if (setting := host_of(config)) is None else f"in a program that sets {setting}"
 
 

@@ -71,7 +71,6 @@ class Verdict:
 
 
 def all_mutants() -> list[Mutant]:
-    """Return the mutants of every subject."""
     return [mutant for name in SUBJECTS for mutant in importlib.import_module(f"tests.planted.{name}").MUTANTS]
 
 
@@ -124,7 +123,6 @@ class Trial:
 
 
 def pytest_command(mutant: Mutant) -> list[str]:
-    """Return the command that runs the mutant's tests."""
     paths = [f"{file_of(ROOT, named)}{named[named.index('.py') + 3 :]}" for named in mutant.tests.split()]
     limits = [f"--longest={LIMIT_S}", f"--far={FAR_S}"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *limits, *paths]
@@ -142,7 +140,6 @@ def outcome_of(code: int, said: str) -> str:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the sources below `folder`, and return it."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -199,7 +196,6 @@ def write(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unjudged", action="store_true", help="only mutants that were judged at no commit")
     parser.add_argument("--only", default="", help="mutants whose name or file has these words")

@@ -117,7 +117,6 @@ class Ranks:
             store.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End the processes."""
         for worker in self.workers:
             worker.end()
         self.workers = []

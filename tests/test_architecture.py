@@ -233,13 +233,11 @@ BROKEN = [
     (house.unsafe, {"config": "import yaml\nyaml.load(text)"}, "calls yaml.load"),
     (house.unsafe, {"moe.x": "import torch.distributed as dist\ndist.all_gather_object(a, b)"}, "all_gather_object"),
     # manners
-    (house.manners, {"model": "print(1)"}, "use the logger"),
     (house.manners, {"model": "import os\nos.environ.get('X')"}, "touches os.environ"),
     (house.manners, {"model": "from os import getenv as g\ng('X')"}, "touches os.getenv"),
     (house.manners, {"model": "class PageManager: ..."}, "PageManager: manager says nothing"),
     (house.manners, {"model": "def load_impl(): ..."}, "load_impl: impl says nothing"),
     (house.manners, {"utils": ""}, "utils.py: utils says nothing"),
-    (house.manners, {"model": "def f():\n    global x\n    x = 1"}, "has global x"),
     (house.manners, {"model": "_CACHE: dict[str, int] = {}"}, "_CACHE is module-level state"),
     (house.manners, {"model": "seen = set()"}, "seen is module-level state"),
     (house.manners, {"model": "names = [1, 2]"}, "names is module-level state"),

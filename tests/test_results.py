@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.backends import script
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/report.py")
 
 
 def test_the_pages_say_what_the_results_say(report: Any) -> None:

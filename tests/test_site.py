@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.backends import ROOT, child_environment
+from tests.backends import ROOT, child_environment, script
 from tests.public import SNAPSHOT
 from tests.releases import path_of
 from tests.test_pages import SEARCHED
@@ -118,19 +116,10 @@ def test_search_finds_pages_and_names(site: Path) -> None:
 
 def test_the_first_page_is_the_top_of_the_readme_and_ten_lines_that_run(site: Path) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    first = hook().first_page(readme)
+    first = script("docs/site.py").first_page(readme)
     assert readme[: readme.index("\n## ")] in first
     program = re.search(r"^```python\n(.*?)^```", first, re.MULTILINE | re.DOTALL)
     assert program is not None
     assert program[1] in readme  # so that tests/test_examples.py runs it
     assert len(program[1].splitlines()) <= 12
     assert "Request ──► Pairing" in (site / "index.html").read_text("utf-8")
-
-
-def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs" / "site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -32,6 +32,7 @@ from tests.hosts import within
 from tests.rounding import (
     assert_within,
     error_of_attention,
+    error_of_mlp,
     error_of_products,
     gamma,
     rounded,
@@ -257,6 +258,22 @@ ROWS = [
     Rows(behind=3, dtype=torch.int32),
     Rows(room=1, dtype=torch.int32),
 ]
+
+
+def assert_product(got: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Assert that it is x @ weight.T."""
+    x, weight = x.double(), weight.double()
+    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), dtype)
+
+
+def assert_experts(
+    got: Tensor, counts: Sequence[int], x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype
+) -> None:
+    """Assert that it is what these experts make of rows of which each has so many."""
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    rows = zip(x.split(list(counts)), gate_up, down, strict=True)
+    error = torch.cat([error_of_mlp(*row, dtype) for row in rows])
+    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, dtype)
 
 
 def assert_turned(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdinfer.kv.transports.shm.transport import ShmTransport
-from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder
+from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -17,27 +17,22 @@ KIB, MIB = 1 << 10, 1 << 20
 @contextlib.contextmanager
 def opened_ends() -> Iterator[Callable[..., End]]:
     """Make registered ends, and close them at the end of the test."""
-    ends: list[End] = []
+    with closing() as ends:
 
-    def make(
-        transport: ShmTransport | None = None,
-        *,
-        memory: BytesMemory | None = None,
-        num_bytes: int = 64 * KIB,
-        trusts: bool = True,
-        digest: bool = True,
-    ) -> End:
-        transport = transport or ShmTransport(digest=digest)
-        end = End(transport, memory or MemfdMemory(num_bytes), Recorder(trusts=trusts))
-        end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
-        end.endpoints = end.transport.register(end.memory, end.receiver)
-        ends.append(end)
-        return end
+        def make(
+            transport: ShmTransport | None = None,
+            *,
+            memory: BytesMemory | None = None,
+            num_bytes: int = 64 * KIB,
+            trusts: bool = True,
+            digest: bool = True,
+        ) -> End:
+            transport = transport or ShmTransport(digest=digest)
+            ends.append(End(transport, memory or MemfdMemory(num_bytes), Recorder(trusts=trusts)))
+            ends[-1].receiver.hooks["place"] = anywhere
+            return ends[-1]
 
-    yield make
-    for end in ends:
-        end.transport.close()
-        assert not end.receiver.broken
+        yield make
 
 
 def num_descriptors() -> int:

@@ -15,6 +15,8 @@ from pdinfer.kernels.ops import Ops
 from tests.conformance.op_suite import (
     ROWS,
     Rows,
+    assert_experts,
+    assert_product,
     assert_turned,
     draw,
     every_place,
@@ -29,9 +31,7 @@ from tests.conformance.op_suite import (
 from tests.joined import for_each
 from tests.rounding import (
     assert_within,
-    error_of_mlp,
     error_of_norm,
-    error_of_products,
     error_of_silu,
     gamma,
     rounded,
@@ -53,8 +53,7 @@ def test_linear_strips(provider: str, device: str, rows: int, parts: int) -> Non
     x, weight = draw(rows, 96).bfloat16(), draw(64, 96, seed=1).bfloat16()
     run = fused_of(provider, "linear[strips]", device, torch.bfloat16)
     got = run(x.to(device), in_strips(weight.to(device), parts))
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
+    assert_product(got, x, weight, torch.bfloat16)
 
 
 @every_place("grouped_mlp[strips]", dtype=torch.bfloat16)
@@ -66,10 +65,7 @@ def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tupl
     run = fused_of(provider, "grouped_mlp[strips]", device, torch.bfloat16)
     strips = in_strips(gate_up.to(device), 2), in_strips(down.to(device))
     got = form.run(lambda rows, counts_E: run(rows, counts_E, *strips), x.to(device), counts)
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    each = zip(torch.split(x, list(counts)), gate_up, down, strict=True)
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in each])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+    assert_experts(got, counts, x, gate_up, down, torch.bfloat16)
 
 
 @every_place("linear[fp8_strips]", dtype=torch.bfloat16)

@@ -28,10 +28,11 @@ from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.one_sided import writer
 from pdinfer.testing.simulation import VirtualClock
 from tests.backends import ROOT, child_environment, need_mooncake
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, anywhere, closing, finished
 from tests.conformance.transport_suite import TransportSuite
 from tests.forks import check_ended, fork
 from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
+from tests.waiting import TIMEOUT_S, wait_until
 
 SLOT_BYTES = 1 << 20
 MEMORY_BYTES = 16 << 20
@@ -58,7 +59,7 @@ class TestMooncake(TransportSuite):
     def test_nothing_leaks(self) -> None:
         # An engine opens up to four connections to a peer, when as many writes are under way, and keeps them.
         with self.ends(8 << 20) as (left, right):
-            right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+            right.receiver.hooks["place"] = anywhere
             links = [left.connect(right)[0] for _ in range(6)]
             for link in links:
                 left.transport.write(link, b"w", [(0, 8 << 20)])
@@ -147,12 +148,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 def sender(engines: tuple[MooncakeEngine, MooncakeEngine], clock: VirtualClock) -> Iterator[End]:
     """Make our end, with random bytes, which gives up on a write after half a second."""
     transport = MooncakeTransport(engine=engines[0], slot_bytes=SLOT_BYTES, timeout_s=0.5)
-    end = End(transport, BytesMemory(MEMORY_BYTES), Recorder())
-    end.memory.data[:] = random.Random(9).randbytes(MEMORY_BYTES)
-    end.endpoints = transport.register(end.memory, end.receiver)
-    yield end
-    transport.close()
-    assert not end.receiver.broken
+    with closing() as ends:
+        ends.append(end := End(transport, BytesMemory(MEMORY_BYTES)))
+        end.memory.data[:] = random.Random(9).randbytes(MEMORY_BYTES)
+        yield end
 
 
 def dial(end: End, process: Process) -> Link:
@@ -264,8 +263,7 @@ def test_a_frozen_peer_is_given_up_at_once_and_what_lands_late_lands_nowhere(sen
 
 def test_closing_does_not_wait_for_a_frozen_peer(peer: Process) -> None:
     transport = MooncakeTransport(slot_bytes=SLOT_BYTES)
-    end = End(transport, BytesMemory(MEMORY_BYTES), Recorder())
-    end.endpoints = transport.register(end.memory, end.receiver)
+    end = End(transport, BytesMemory(MEMORY_BYTES))
     link = dial(end, peer)
     transport.write(link, b"0", [(0, MEMORY_BYTES)])
     answer(end, link)
@@ -281,10 +279,8 @@ def test_closing_does_not_wait_for_a_frozen_peer(peer: Process) -> None:
 
 
 def test_a_forked_child_is_refused_and_can_end(engines: tuple[MooncakeEngine, MooncakeEngine]) -> None:
-    left, right = (End(MooncakeTransport(engine=engine), BytesMemory(64), Recorder()) for engine in engines)
-    right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
-    for end in (left, right):
-        end.endpoints = end.transport.register(end.memory, end.receiver)
+    left, right = (End(MooncakeTransport(engine=engine), BytesMemory(64)) for engine in engines)
+    right.receiver.hooks["place"] = anywhere
     link, _ = left.connect(right)
     left.transport.write(link, b"w", [(0, 64)])
     right.receiver.wait("placed")

@@ -25,9 +25,18 @@ from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
 from tests.compilers import why_no_compiler
 from tests.conformance.native_builds import BODIES, BODIES_HERE, Shared, as_native, built_with
-from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
-from tests.conformance.test_ops import error_of_mlp
-from tests.rounding import assert_within, error_of_products
+from tests.conformance.op_suite import (
+    ATTENTION,
+    Attention,
+    assert_experts,
+    assert_product,
+    draw,
+    fp8_in_strips,
+    fp8_weight,
+    in_strips,
+    int8_weight,
+)
+from tests.rounding import assert_within
 
 QUICK = ("as it is", "tiles in C", "AMX in C")
 """The bodies that are tried each time; test_native_shapes.py tries every op of the others that run here."""
@@ -76,18 +85,14 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
 def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down)
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    rows = torch.split(x, list(counts))
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+    assert_experts(got, counts, x, gate_up, down, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
 def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).bfloat16(), draw(sizes[1], sizes[0], seed=1).bfloat16()
     got = native.products.linear(x, weight)
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
+    assert_product(got, x, weight, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 15, 17, 600])
@@ -95,8 +100,7 @@ def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
 def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), draw(outs, 288, seed=1).bfloat16()
     got = native.products.linear_strips(x, in_strips(weight, parts))
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
+    assert_product(got, x, weight, torch.bfloat16)
 
 
 @pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
@@ -104,10 +108,7 @@ def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> 
 def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.products.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    rows = torch.split(x, list(counts))
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+    assert_experts(got, counts, x, gate_up, down, torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16])

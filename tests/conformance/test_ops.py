@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from tests.conformance.op_suite import ROWS, Rows, assert_turned, draw, every_place, for_every_provider, op_of
+from tests.conformance.op_suite import (
+    ROWS,
+    Rows,
+    assert_experts,
+    assert_product,
+    assert_turned,
+    draw,
+    every_place,
+    for_every_provider,
+    op_of,
+)
 from tests.joined import for_each
 from tests.rounding import (
     assert_within,
-    error_of_mlp,
     error_of_norm,
     error_of_products,
     error_of_silu,
@@ -54,8 +63,7 @@ def test_norms_take_a_part_of_wider_rows(provider: str, device: str, dtype: torc
 def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).to(dtype), draw(sizes[1], sizes[0], seed=1).to(dtype)
     got = op_of(provider, "linear", device, dtype)(x.to(device), weight.to(device))
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), dtype)
+    assert_product(got, x, weight, dtype)
 
 
 @for_every_provider("gated_silu")
@@ -105,10 +113,7 @@ def check_grouped_mlp(
     run = op_of(provider, "grouped_mlp", device, dtype)
     there = gate_up.to(device), down.to(device)
     got = form.run(lambda rows, counts_E: run(rows, counts_E, *there), x.to(device), counts)
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    rows = torch.split(x, list(counts))
-    error = torch.cat([error_of_mlp(*row, dtype) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, dtype)
+    assert_experts(got, counts, x, gate_up, down, dtype)
 
 
 @for_every_provider("heads_in", "heads_out")
@@ -199,5 +204,4 @@ def test_a_router_stays_float32(provider: str, device: str, width: int) -> None:
     """This holds also in a model whose other products are bfloat16."""
     x, weight = draw(3, width), draw(8, width, seed=1)
     got = op_of(provider, "linear", device, torch.bfloat16)(x.to(device), weight.to(device))
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.float32)
+    assert_product(got, x, weight, torch.float32)

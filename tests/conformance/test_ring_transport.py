@@ -33,8 +33,9 @@ from pdinfer.kv.transports.one_sided.ring import (
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, finished
 from tests.conformance.transport_suite import TransportSuite
+from tests.waiting import TIMEOUT_S, check_ends, wait_until
 
 SLOT_BYTES = 1 << 12
 NAME = "ring"
@@ -157,10 +158,8 @@ def pair(network: Network) -> Iterator[Callable[..., Pair]]:
         sizes: dict[str, object] = {"slot_bytes": SLOT_BYTES, "num_slots": 3, "timeout_s": 2 * TIMEOUT_S, **both}
         for more in ({**sizes, **(left or {})}, sizes):
             transport = RingTransport(NAME, network.segment, SocketTransport(), **more)  # type: ignore[arg-type]
-            end = End(transport, memory(num_bytes), Recorder())
-            end.receiver.hooks["place"] = lambda _, frame, size: [(int(frame), size)]
-            end.endpoints = transport.register(end.memory, end.receiver)
-            ends.append(end)
+            ends.append(End(transport, memory(num_bytes)))
+            ends[-1].receiver.hooks["place"] = lambda _, frame, size: [(int(frame), size)]
         one, two = ends[-2:]
         one.memory.data[:] = random.Random(1).randbytes(num_bytes)
         return one, two, *one.connect(two)
@@ -403,8 +402,7 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     (stuck,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
     assert stuck.daemon
     network.unblock.set()
-    stuck.join(TIMEOUT_S)
-    assert not stuck.is_alive()
+    check_ends(stuck)
     network.engines["host:0"].memory.clear()  # this engine is gone
 
 
@@ -508,9 +506,8 @@ class Liar:
 def liar(pair: Callable[..., Pair]) -> Iterator[tuple[Liar, End, Link]]:
     """Return (the peer, the honest end, the honest end's link)."""
     _, right, _, _ = pair()
-    end = End(SocketTransport(), BytesMemory(32), Recorder())
-    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
-    end.endpoints = end.transport.register(end.memory, end.receiver)
+    end = End(SocketTransport(), BytesMemory(32))
+    end.receiver.hooks["place"] = anywhere
     link = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=TIMEOUT_S)
     link.trusted = True
     yield Liar(end, link), right, right.receiver.wait("opened", 2)[1].link
@@ -617,9 +614,8 @@ def test_offers_and_credits_are_counted(liar: tuple[Liar, End, Link], network: N
 def test_random_words_never_stop_the_transport(pair: Callable[..., Pair]) -> None:
     left, right, link, _ = pair()
     chance = random.Random(3)
-    end = End(SocketTransport(), BytesMemory(32), Recorder())
-    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
-    end.transport.register(end.memory, end.receiver)
+    end = End(SocketTransport(), BytesMemory(32))
+    end.receiver.hooks["place"] = anywhere
     for _ in range(100):
         peer = end.transport.connect([right.endpoints[0].removeprefix("ring+")], timeout_s=TIMEOUT_S)
         peer.trusted = True

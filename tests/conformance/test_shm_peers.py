@@ -24,7 +24,8 @@ from pdinfer.kv.transports.shm.sender import COUNT, REVOKED, SECTION_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME
 from pdinfer.kv.transports.stream.framing import Header, MessageKind, digest_bytes
 from tests.conformance.shm_ends import KIB, num_descriptors, num_maps, opened_ends
-from tests.conformance.transport_ends import TIMEOUT_S, End, finished, wait_until
+from tests.conformance.transport_ends import End, finished
+from tests.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 

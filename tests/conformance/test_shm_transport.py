@@ -30,8 +30,9 @@ from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
 from tests.conformance.shm_ends import MIB, num_descriptors, num_maps, opened_ends
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, MemfdMemory, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
 from tests.forks import check_ended, fork
+from tests.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 

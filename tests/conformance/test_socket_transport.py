@@ -28,8 +28,9 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, closing, finished
 from tests.forks import check_ended, fork
+from tests.waiting import TIMEOUT_S, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -85,18 +86,13 @@ def closed_by_peer(sock: socket.socket) -> bool:
 @pytest.fixture
 def open_end() -> Iterator[Callable[..., End]]:
     """Make registered socket ends that are closed after the test."""
-    ends: list[End] = []
+    with closing() as ends:
 
-    def make(transport: SocketTransport | None = None, *, trusts: bool = True, num_bytes: int = 1 << 16) -> End:
-        end = End(transport or SocketTransport(), BytesMemory(num_bytes), Recorder(trusts=trusts))
-        end.endpoints = end.transport.register(end.memory, end.receiver)
-        ends.append(end)
-        return end
+        def make(transport: SocketTransport | None = None, *, trusts: bool = True, num_bytes: int = 1 << 16) -> End:
+            ends.append(End(transport or SocketTransport(), BytesMemory(num_bytes), Recorder(trusts=trusts)))
+            return ends[-1]
 
-    yield make
-    for end in ends:
-        end.transport.close()
-        assert not end.receiver.broken
+        yield make
 
 
 @pytest.mark.parametrize("name", STRANGERS)
@@ -132,17 +128,14 @@ def test_a_trusted_peer_is_limited_too(open_end: Callable[..., End]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(min_size=1, max_size=200), magic=st.booleans(), trusts=st.booleans())
 def test_random_bytes_never_stop_the_transport(data: bytes, magic: bool, trusts: bool) -> None:
-    end = End(SocketTransport(), BytesMemory(64), Recorder(trusts=trusts))
-    end.endpoints = end.transport.register(end.memory, end.receiver)
-    try:
+    with closing() as ends:
+        ends.append(end := End(SocketTransport(), BytesMemory(64), Recorder(trusts=trusts)))
         with dialled(end) as stranger:
             stranger.sendall(MAGIC + bytes([VERSION]) + data if magic else data)
         end.receiver.wait("closed")
         with dialled(end) as friend:
             friend.sendall(frame_of(b"hello"))
             wait_until(lambda: any(c.frame == b"hello" for c in end.receiver.of("received")))
-    finally:
-        end.transport.close()
 
 
 def test_any_cut_of_the_stream_means_the_same(open_end: Callable[..., End]) -> None:
@@ -162,7 +155,7 @@ def test_any_cut_of_the_stream_means_the_same(open_end: Callable[..., End]) -> N
 @pytest.mark.parametrize("flipped", ["frame", "payload", "digest"])
 def test_a_changed_byte_is_found_and_the_link_goes_on(open_end: Callable[..., End], flipped: str) -> None:
     end = open_end()
-    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    end.receiver.hooks["place"] = anywhere
     message = bytearray(write_of(b"w", b"payload"))
     message[{"frame": HEADER.size, "payload": HEADER.size + 3, "digest": -1}[flipped]] ^= 1
     with dialled(end) as peer:
@@ -365,7 +358,7 @@ def test_discarding_takes_no_memory(open_end: Callable[..., End]) -> None:
 
 def test_a_closed_link_lets_go_of_the_memory(open_end: Callable[..., End]) -> None:
     end = open_end()
-    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    end.receiver.hooks["place"] = anywhere
     with dialled(end) as peer:
         peer.sendall(write_of(b"w", b"part", announced=1000)[:-10])
         link = end.receiver.wait("place")[0].link
@@ -455,7 +448,7 @@ def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path)
 def test_an_end_with_digests_takes_no_write_without_one(open_end: Callable[..., End]) -> None:
     strict, plain = open_end(), open_end(SocketTransport(digest=False))
     for end in (strict, plain):
-        end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        end.receiver.hooks["place"] = anywhere
     link, _ = strict.connect(plain)
     assert finished(strict.transport.write(link, b"w", [(0, 8)])).error is None
     assert plain.receiver.wait("placed")[0].error is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import io_thread
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, MemfdMemory, Recorder
+from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory
 from tests.conformance.transport_suite import ProcessTransportSuite, TransportSuite
+from tests.waiting import check_ends, started
 
 
 class TestLoopback(TransportSuite):
@@ -36,10 +36,7 @@ class TestLoopback(TransportSuite):
         with pytest.raises(KeyboardInterrupt):
             left.transport.write(link, b"w", [(0, 1)])
         assert len(left.receiver.of("closed", link)) == len(right.receiver.of("closed", theirs)) == 1
-        fence = threading.Thread(target=right.transport.fence, args=(theirs,))
-        fence.start()
-        fence.join(TIMEOUT_S)
-        assert not fence.is_alive()
+        check_ends(started(right.transport.fence, theirs))
 
     def test_the_same_bytes_of_one_memory_are_not_copied(self) -> None:
         class Uncopied(BytesMemory):
@@ -47,9 +44,7 @@ class TestLoopback(TransportSuite):
                 raise AssertionError("copied")
 
         hub, memory = LoopbackHub(), Uncopied(8)
-        left, right = (End(LoopbackTransport(hub), memory, Recorder()) for _ in "12")
-        for end in (left, right):
-            end.endpoints = end.transport.register(memory, end.receiver)
+        left, right = (End(LoopbackTransport(hub), memory) for _ in "12")
         right.receiver.hooks["place"] = lambda *_: [(2, 4)]
         link, _ = left.connect(right)
         assert left.transport.write(link, b"w", [(2, 4)]).error is None

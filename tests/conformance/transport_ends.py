@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -14,9 +15,8 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
-from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, wait_until
 
-TIMEOUT_S = FAR_S
 STAGED_BYTES = 1000
 """A block of a memory that behaves like a device. Odd, so that spans are cut."""
 
@@ -154,8 +154,11 @@ class End:
 
     transport: Transport
     memory: BytesMemory
-    receiver: Recorder
-    endpoints: tuple[str, ...] = ()
+    receiver: Recorder = attrs.field(factory=Recorder)
+    endpoints: tuple[str, ...] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.endpoints = self.transport.register(self.memory, self.receiver)
 
     def connect(self, other: End, *, trusted: bool = True) -> tuple[Link, Link]:
         """Open a link to `other`. Return (our side, theirs)."""
@@ -180,11 +183,21 @@ class End:
         return count
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.0005)
+@contextlib.contextmanager
+def closing() -> Iterator[list[End]]:
+    """Close the ends that a test makes; none may have broken a rule."""
+    ends: list[End] = []
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.transport.close()
+    assert not [broken for end in ends for broken in end.receiver.broken]
+
+
+def anywhere(_: Link, __: bytes, num_bytes: int) -> Spans:
+    """A hook that places a write at the start of the memory."""
+    return [(0, num_bytes)]
 
 
 def finished(transfer: Transfer) -> Transfer:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
-from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, Call, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, Call, End, Recorder, anywhere, closing, finished
+from tests.waiting import check_ends, started, wait_until
 
 
 def scattered(lengths: Sequence[int], chance: random.Random, num_bytes: int) -> Spans:
@@ -59,17 +60,12 @@ class TransportSuite:
 
     @contextlib.contextmanager
     def ends(self, num_bytes: int = 1 << 18, *, trusts: bool = True, staged: bool = False) -> Iterator[tuple[End, End]]:
-        left, right = (End(t, self.make_memory(num_bytes, staged=staged), Recorder()) for t in self.make_pair())
-        right.receiver = Recorder(trusts=trusts)
-        left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
-        try:
-            for end in (left, right):
-                end.endpoints = end.transport.register(end.memory, end.receiver)
+        with closing() as ends:
+            for transport, trusting in zip(self.make_pair(), (True, trusts), strict=True):
+                ends.append(End(transport, self.make_memory(num_bytes, staged=staged), Recorder(trusts=trusting)))
+            left, right = ends
+            left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
             yield left, right
-        finally:
-            left.transport.close()
-            right.transport.close()
-        assert not left.receiver.broken + right.receiver.broken
 
     @pytest.fixture
     def pair(self) -> Iterator[tuple[End, End]]:
@@ -167,12 +163,7 @@ class TransportSuite:
                 end.transport.send(link, b"%d" % n)
                 end.transport.write(link, b"%d" % n, [(0, n)])
 
-        threads = [threading.Thread(target=talk, args=side) for side in sides]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive(), "the two ends wait for each other"
+        check_ends(*[started(talk, *side) for side in sides])
         for end, _ in sides:
             end.receiver.wait("placed", 300)
             assert [int(c.frame) for c in end.receiver.of("received")] == list(range(300))
@@ -255,7 +246,7 @@ class TransportSuite:
     def test_ready_is_called_before_the_payload_is_read(self, pair: tuple[End, End]) -> None:
         left, right = pair
         link, _ = left.connect(right)
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
 
         def ready() -> None:
             left.memory.data[:4] = b"late"
@@ -290,7 +281,7 @@ class TransportSuite:
         def fail(*_: object) -> None:
             raise error
 
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         right.receiver.hooks[name] = fail
         link, theirs = left.connect(right)
         left.transport.send(link, b"f")
@@ -317,7 +308,7 @@ class TransportSuite:
 
     def test_nothing_happens_after_a_fence(self) -> None:
         with self.ends(8 << 20) as (left, right):
-            right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+            right.receiver.hooks["place"] = anywhere
             for delay in (0.0, 0.001, 0.005, 0.02):
                 link, theirs = left.connect(right)
                 stop = threading.Event()
@@ -326,8 +317,7 @@ class TransportSuite:
                     while not stop.is_set():
                         finished(left.transport.write(link, b"w", [(0, 8 << 20)]))
 
-                thread = threading.Thread(target=push)
-                thread.start()
+                thread = started(push)
                 time.sleep(delay)
                 right.transport.fence(theirs)
                 calls, data = len(right.receiver.calls), bytes(right.memory.data)
@@ -338,7 +328,7 @@ class TransportSuite:
                 assert len(right.receiver.calls) == calls
                 assert right.memory.data == data
                 stop.set()
-                thread.join(TIMEOUT_S)
+                check_ends(thread)
 
     @pytest.mark.parametrize("name", ["opened", "received", "place", "placed"])
     def test_fence_from_inside_a_callback(self, pair: tuple[End, End], name: str) -> None:
@@ -365,7 +355,7 @@ class TransportSuite:
 
     def test_fence_from_inside_ready(self, pair: tuple[End, End]) -> None:
         left, right = pair
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         link, theirs = left.connect(right)
         transfer = left.transport.write(link, b"w", [(0, 4)], ready=lambda: left.transport.fence(link))
         assert finished(transfer).error is not None
@@ -400,9 +390,7 @@ class TransportSuite:
         threads += [threading.Thread(target=right.transport.fence, args=(theirs,)) for _ in range(8)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+        check_ends(*threads)
         assert len(left.receiver.of("closed")) == len(right.receiver.of("closed")) == 1
 
     def test_a_closed_link_swallows_frames_and_fails_writes(self, pair: tuple[End, End]) -> None:
@@ -445,7 +433,7 @@ class TransportSuite:
 
         def live() -> None:
             with self.ends() as (left, right):
-                right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+                right.receiver.hooks["place"] = anywhere
                 links = [left.connect(right) for _ in range(5)]
                 for link, _ in links:
                     left.transport.write(link, b"w", [(0, 1000)])
@@ -467,7 +455,7 @@ class TransportSuite:
 
     def test_connecting_without_waiting(self, pair: tuple[End, End]) -> None:
         left, right = pair
-        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks["place"] = anywhere
         link = left.transport.connect(right.endpoints, timeout_s=0)
         link.trusted = True
         for n in range(50):

@@ -26,7 +26,7 @@ from pdinfer.testing import FAMILIES
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
 from tests.e2e.drafts import Streams, check_equal
-from tests.e2e.setups import by_request, join, prompt_of, step_until
+from tests.e2e.setups import arrive, by_request, join, prompt_of, step_until
 from tests.each_time import others_in_full
 from tests.simulated.capture import CUDAGraph
 from tests.simulated.device import DEVICE
@@ -64,18 +64,12 @@ def served(kind: ModelKind, device: torch.device, **config: Any) -> tuple[Stream
     cache = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format=kind.kv_format)
     pools = [pd.PagePool(model, cache) for _ in range(2)]
     engine = pd.EngineConfig(max_running_requests=8, num_draft_tokens=kind.num_drafts, **config)
-    chance, events = random.Random(3), []
     with join(model, "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
         (decode,) = setup.decodes
         told_steps: list[tuple[int, int]] = []
         ran = decode.warm_up(progress=lambda done, total: told_steps.append((done, total)))
         assert told_steps == [(done, len(ran.steps)) for done in range(1, len(ran.steps) + 1)]
-        waiting = requests()
-        while waiting or setup.pairing.num_unfinished:
-            if waiting and chance.random() < 0.5:
-                setup.pairing.submit(waiting.pop(0))
-            events += setup.pairing.step()
-        setup.check_idle()
+        events = arrive(setup, requests(), random.Random(3), 0.5)
         told = str(decode.graphs)
     return by_request(events), told
 
@@ -231,7 +225,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
         return Output(torch.zeros(3, num_rows, dtype=torch.int32, device=DEVICE), logits_BV)
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        DecodeGraphs(DEVICE, run).capture(4, 0)
+        DecodeGraphs(DEVICE, run, lambda _: logits_BV).capture(4, 0)
 
 
 def test_words_on_their_way_are_not_written_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
 from tests.conformance.test_ring_transport import SLOT_BYTES, Network
-from tests.conformance.transport_ends import End, Recorder, finished
+from tests.conformance.transport_ends import End, Recorder, closing, finished
 from tests.device.test_transfers import contents, pool_of, spans_of
 from tests.simulated.watch import Watch
 
@@ -25,18 +26,13 @@ def ends(device: torch.device) -> Iterator[tuple[End, End, Network]]:
     """Two connected ends with pools on the device. What arrives goes to the tokens from which it was sent, in other
     pages."""
     network = Network()
-    made = []
-    for seed in range(2):
-        transport = RingTransport(
-            "ring", network.segment, SocketTransport(), slot_bytes=SLOT_BYTES, num_slots=3, digest=False, on_device=True
-        )
-        end = End(transport, pool_of(device, "latent", "index_k", seed=seed), Recorder())  # type: ignore[arg-type]
-        end.endpoints = transport.register(end.memory, end.receiver)
-        made.append(end)
-    yield made[0], made[1], network
-    for end in made:
-        end.transport.close()
-        assert not end.receiver.broken
+    with closing() as made:
+        for seed in range(2):
+            pool: Any = pool_of(device, "latent", "index_k", seed=seed)
+            sizes = {"slot_bytes": SLOT_BYTES, "num_slots": 3}
+            transport = RingTransport("ring", network.segment, SocketTransport(), **sizes, digest=False, on_device=True)
+            made.append(End(transport, pool))
+        yield made[0], made[1], network
 
 
 def test_pages_travel_from_one_device_to_the_other_without_the_host(ends: tuple[End, End, Network]) -> None:

@@ -16,6 +16,7 @@ from tests.simulated.capture import Capture
 from tests.simulated.device import HostAndDevice, why_not
 from tests.simulated.order import StreamOrder
 from tests.simulated.watch import Watch
+from tests.waiting import check_ends
 
 # ---- what is counted ------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,7 @@ def test_each_thread_is_counted_where_it_is_watched(device: torch.device) -> Non
     with Watch(everywhere=True) as everywhere, Watch() as here:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        check_ends(*threads)
     assert sorted(own) == [50, 100, 150]
     assert everywhere.totals() == {
         "launches": 300,

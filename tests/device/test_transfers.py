@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from pdinfer.testing import random_model, tiny_config
 from tests.simulated import order
 from tests.simulated.order import StreamOrder
 from tests.simulated.watch import Watch
+from tests.waiting import check_ends, started
 
 NUM_PAGES = 12
 LINES = ("kv/copies.py", "kv/view.py", "kv/transports")
@@ -232,9 +232,7 @@ def test_a_push_inside_a_step_reads_what_was_computed_for_it(device: torch.devic
             ready()
             read.extend(map(bytes, memory.read([(4, 4)])))
 
-        thread = threading.Thread(target=push)
-        thread.start()
-        thread.join()
+        check_ends(started(push))
     assert read == [b"\7" * 4]
 
 

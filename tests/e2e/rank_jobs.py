@@ -71,7 +71,6 @@ def logits(
 
 
 def identities(folders: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Of the weights in each folder."""
     return [load(folder, sizes).weights_id.hex() for folder in folders]
 
 

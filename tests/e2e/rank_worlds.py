@@ -95,7 +95,6 @@ def serving(
 
 
 def size_of(sizes: Sizes) -> int:
-    """How many ranks these make."""
     return sizes.get("dp_size", 1) * sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
 
 

@@ -19,7 +19,7 @@ from pdinfer.moe.balance import SolverProcess
 from pdinfer.moe.migration import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
-from tests.e2e.setups import TIMEOUT_S
+from tests.waiting import TIMEOUT_S
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
 TWO = {"dp_size": 2, "ep_size": 2}
@@ -140,7 +140,6 @@ def addresses_of(engine: Engine) -> list[int]:
 
 
 def placement_of(engine: Engine) -> Any:
-    """Return the placement that this rank uses, as lists."""
     placement = engine.model.experts.placement
     return None if placement is None else placement.physical_to_logical_map.tolist()
 

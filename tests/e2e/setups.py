@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,17 +17,14 @@ import attrs
 
 import pdinfer as pd
 from pdinfer.testing import random_model, tiny_config
-from tests.forks import FAR_S
 from tests.plain_sampling import plain_draw
+from tests.waiting import TIMEOUT_S, check_ends, started
 
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
 
 PEERS = {"tcp": pd.kv.SocketTransport, "shm": pd.kv.ShmTransport, "mooncake": pd.kv.MooncakeTransport}
 """Transports of `join` that need no more than themselves."""
-
-TIMEOUT_S = FAR_S
-"""No test waits longer than this for anything."""
 
 NEAR_TIE = 1e-4
 """Two best logits closer than this may change places by rounding."""
@@ -50,7 +48,6 @@ def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 97) -> tuple[int,
 
 
 def greedy(max_new_tokens: int, **more: Any) -> pd.SamplingParams:
-    """Always the best token."""
     return pd.SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, **more)
 
 
@@ -78,7 +75,6 @@ class Setup:
         return pd.Pairing(self.prefills, self.decodes, **more)
 
     def check_pools(self) -> None:
-        """Every page is accounted for."""
         for pool in self.pools:
             pool.check()
 
@@ -160,6 +156,16 @@ def local(*, num_pages: int = 64, model: pd.Model | None = None, **more: Any) ->
     return join(model, "shared", decode_pools=[pool_of(model, num_pages=num_pages)], **more)
 
 
+@contextmanager
+def remote(engine: Any, config: pd.remote.RemoteConfig | None = None) -> Iterator[Any]:
+    """A client of the engine, which a thread serves. Both end with the block."""
+    ours, theirs = Pipe()
+    thread = started(pd.remote.serve, engine, theirs, config=config)
+    with (pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours) as client:
+        yield client
+    check_ends(thread)
+
+
 def watch(port: Any) -> list[pd.types.Event]:
     """From now on keeps what each step of `port` returns, in one list."""
     seen: list[pd.types.Event] = []
@@ -190,27 +196,6 @@ def recover(engine: Any) -> None:
     """Undoes `hang`."""
     del engine.step
     vars(engine).pop("wait", None)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls; fails when it does not come true."""
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, f"it did not happen in {TIMEOUT_S} s"
-        time.sleep(0.005)
-
-
-def check_ends(thread: threading.Thread) -> None:
-    """It ends by itself."""
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive(), f"a thread did not end in {TIMEOUT_S} s"
-
-
-def check_returns(call: Callable[[], object]) -> None:
-    """It waits for nothing that does not happen here: no call may take for ever."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    check_ends(thread)
 
 
 def check_wakes_in(pairing: pd.Pairing, seconds: float) -> None:
@@ -249,6 +234,17 @@ def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.Tok
     return events + pairing.step()
 
 
+def arrive(setup: Setup, requests: Iterable[pd.Request], chance: random.Random, share: float) -> list[pd.TokenEvent]:
+    """Requests arrive one after another, at this share of the steps; in the end nothing is left of them."""
+    waiting, events = list(requests), list[pd.TokenEvent]()
+    while waiting or setup.pairing.num_unfinished:
+        if waiting and chance.random() < share:
+            setup.pairing.submit(waiting.pop(0))
+        events += setup.pairing.step()
+    setup.check_idle()
+    return events
+
+
 def by_request(events: Iterable[pd.TokenEvent]) -> dict[str, list[pd.TokenEvent]]:
     """The events of each request in order; checks that nothing follows an end and that indices are contiguous."""
     streams: dict[str, list[pd.TokenEvent]] = {}
@@ -261,7 +257,6 @@ def by_request(events: Iterable[pd.TokenEvent]) -> dict[str, list[pd.TokenEvent]
 
 
 def tokens_of(stream: Iterable[pd.TokenEvent]) -> list[int]:
-    """What a stream of events says."""
     return [event.token for event in stream if event.token is not None]
 
 
@@ -345,6 +340,15 @@ class Tally:
             assert event.logprob is not None
             assert abs(event.logprob - expected.logprobs[position]) < 1e-4, f"{name}: logprob {position}"
         assert len(events) == len(expected.tokens), f"{name}: {len(events)} tokens, not {len(expected.tokens)}"
+
+    def compare_all(
+        self, model: pd.Model, requests: Iterable[pd.Request], streams: Mapping[str, Sequence[pd.TokenEvent]]
+    ) -> None:
+        """Requests that ran to their length, with the model in one piece."""
+        for request in requests:
+            stream = streams[request.request_id or ""]
+            assert stream[-1].finish_reason is pd.FinishReason.LENGTH, stream[-1]
+            self.compare(str(request.request_id), stream, plain_reference(model, request, tokens_of(stream)))
 
     def check(self) -> None:
         """At most one excuse in 10,000 tokens."""

@@ -25,7 +25,7 @@ from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
 from tests.forks import FAR_S, context
-from tests.unit.kv.channel.channels import LAYERS, link_to, pool_of
+from tests.unit.kv.channel.channels import LAYERS, granted, link_to, pool_of
 
 MIB = 1 << 20
 KEY = b"k" * 32
@@ -55,25 +55,9 @@ def suffer(control: Connection, kind: str, folder: Path, keyed: bool) -> None:
             elif asked == "peers":
                 control.send(len(channel.stats.peers))
             else:
-                grant = _granted(pool, channel, asked, number)
+                grant = granted(channel, asked, tokens=range(12), room=number.to_bytes(16, "big"))
                 control.send(grant)
                 control.send(_settled(pool, channel, grant))
-
-
-def _granted(pool: pd.PagePool, channel: KVChannel, writer: PeerAddress, number: int) -> PageGrant:
-    pages = pool.grant(3)
-    grant = PageGrant(
-        room=number.to_bytes(16, "big"),
-        request_id="r",
-        writers=(writer,),
-        destinations=(channel.address,),
-        tokens=range(12),
-        pages=pages,
-        generations=pool.generations(pages),
-        layout_id=pool.layout.layout_id,
-    )
-    channel.expect(grant)
-    return grant
 
 
 def _settled(pool: pd.PagePool, channel: KVChannel, grant: PageGrant) -> tuple[HandoffStatus, bytes]:

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import TIMEOUT_S, Setup, by_request, join, model_of, pool_of, tokens_of, watch
+from tests.e2e.setups import Setup, by_request, join, model_of, pool_of, tokens_of, watch
+from tests.waiting import TIMEOUT_S
 
 CHUNK = pd.EngineConfig(chunked_prefill_size=16)
 
 
 def make_request(number: int, rng: random.Random) -> pd.Request:
-    """Any length, any sampling."""
     sampling = pd.SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0]),
         top_k=rng.choice([0, 5]),

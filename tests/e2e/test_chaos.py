@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import attrs
@@ -18,8 +19,9 @@ import pdinfer as pd
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 from tests.backends import need_mooncake
-from tests.e2e.setups import TIMEOUT_S, by_request, greedy, judged, prompt_of, tokens_of
+from tests.e2e.setups import by_request, greedy, judged, prompt_of, tokens_of
 from tests.e2e.worker import TRANSPORTS, Worker, Workers
+from tests.waiting import TIMEOUT_S
 
 PAUSE_S = 0.5
 """A pause that is none: much shorter than the silence of the dead."""
@@ -32,7 +34,6 @@ CONFIG = pd.EngineConfig(chunked_prefill_size=8, max_running_requests=2)
 
 
 def in_turn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
-    """Every pair in turn."""
     if not prefills or not decodes:
         return None
     turn = shape.ordinal
@@ -43,7 +44,6 @@ def in_turn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Seque
 
 
 def request(number: int) -> pd.Request:
-    """One of several different ones."""
     sampling = greedy(NUM_TOKENS, ignore_eos=True)
     return pd.Request(request_id=str(number), prompt=prompt_of(PROMPT_TOKENS, seed=number % 8), sampling=sampling)
 
@@ -166,7 +166,25 @@ def strike(victim: Worker, signal: str) -> None:
         victim.thaw()
 
 
-def check(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with closing(Workers(5)) as made:
+        yield made
+
+
+FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
+SLICE = [
+    (tuple(TRANSPORTS)[turn % len(TRANSPORTS)], ROLES[(turn % 5 + turn // 5) % 2], PHASES[turn % 5], SIGNALS[turn % 3])
+    for turn in range(6)
+]
+"""Both roles in every phase; transports and signals in turn."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "role", "phase", "signal"),
+    [pytest.param(*row, marks=() if row in SLICE else pytest.mark.full) for row in itertools.product(*FACTORS)],
+)
+def test_a_slice(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
     if transport == "mooncake":
         need_mooncake()
     fleet = Fleet.of(workers, transport)
@@ -202,31 +220,3 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
     fleet.serve_more(range(8, 12))
     fleet.check_whole()
     fleet.close()
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    made = Workers(5)
-    yield made
-    made.close()
-
-
-FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
-SLICE = [
-    (tuple(TRANSPORTS)[turn % len(TRANSPORTS)], ROLES[(turn % 5 + turn // 5) % 2], PHASES[turn % 5], SIGNALS[turn % 3])
-    for turn in range(6)
-]
-"""Both roles in every phase; transports and signals in turn."""
-
-
-@pytest.mark.parametrize(("transport", "role", "phase", "signal"), SLICE)
-def test_a_slice(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
-    check(workers, transport, role, phase, signal)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("transport", "role", "phase", "signal"), [row for row in itertools.product(*FACTORS) if row not in SLICE]
-)
-def test_everything_else(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
-    check(workers, transport, role, phase, signal)

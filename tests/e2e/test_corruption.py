@@ -18,8 +18,9 @@ from pdinfer.kv.channel import book, links, peer
 from pdinfer.kv.transports.stream.endpoints import dial
 from pdinfer.process.silence import LINKS
 from pdinfer.testing import random_model
-from pdinfer.types import Handoff, HandoffStatus, PageGrant
-from tests.e2e.setups import TIMEOUT_S
+from pdinfer.types import Handoff, HandoffStatus
+from tests.unit.kv.channel.channels import granted
+from tests.waiting import TIMEOUT_S
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 NUM_TOKENS = 10
@@ -79,7 +80,6 @@ class Bench:
     rng: random.Random
 
     def clean(self) -> tuple[Handoff, int]:
-        """A transfer that nothing happened to."""
         for _ in range(ATTEMPTS):
             word, num_sent = self.transfer({})
             if word.status is LANDED:
@@ -99,19 +99,8 @@ class Bench:
         prefill, decode = self.prefill, self.decode
         with suppress(pd.TransferError):  # a link that is given up: decode then says that its writer is lost
             prefill.connect(decode.address)
-        pool = decode.pool
-        granted = pool.grant(pool.layout.num_pages(NUM_TOKENS))
-        grant = PageGrant(
-            room=self.rng.randbytes(16),
-            request_id="r",
-            writers=(prefill.address,),
-            destinations=(decode.address,),
-            tokens=range(NUM_TOKENS),
-            pages=granted,
-            generations=pool.generations(granted),
-            layout_id=pool.layout.layout_id,
-        )
-        decode.expect(grant)
+        pool, room = decode.pool, self.rng.randbytes(16)
+        grant = granted(decode, prefill.address, tokens=range(NUM_TOKENS), room=room)
         sock = self.sockets[-1]
         sock.arm(flips)
         sent = None
@@ -129,8 +118,8 @@ class Bench:
         num_sent = sock.num_sent
         (word,) = words
         if word.status is LANDED:
-            assert self.contents(decode, granted) == self.contents(prefill, self.pages)
-        pool.release(granted)
+            assert self.contents(decode, grant.pages) == self.contents(prefill, self.pages)
+        pool.release(grant.pages)
         prefill.drop_peer(decode.address)
         while (sent and not sent.done) or decode.connected(prefill.address):
             assert time.monotonic() < end, "the link did not go"

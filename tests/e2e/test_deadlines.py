@@ -14,7 +14,6 @@ from pdinfer.pairing.request import DEADLINE_GRACE_S
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     by_request,
     check_wakes_in,
     collect,
@@ -27,6 +26,7 @@ from tests.e2e.setups import (
     tokens_of,
     watch,
 )
+from tests.waiting import TIMEOUT_S
 
 
 def check_deadline(events: list[pd.TokenEvent], name: str = "a") -> None:

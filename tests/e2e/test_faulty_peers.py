@@ -3,7 +3,6 @@ said reaches no user."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,10 +18,8 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import Usage
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     Setup,
     by_request,
-    check_ends,
     collect,
     greedy,
     hang,
@@ -35,10 +32,10 @@ from tests.e2e.setups import (
     request,
     step_until,
     tokens_of,
-    wait_until,
     watch,
 )
 from tests.golden.samples import GRANT
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -335,26 +332,18 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
         ({"version": 8}, "it speaks version 8, this end speaks 7"),
         ({"required": ("colour", "taste")}, "it requires features this end does not have: colour, taste"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
+        (None, "another engine than the one it said it is"),
     ],
+    ids=["older", "newer", "features", "two ways", "a step instead"],
 )
 def test_an_engine_that_is_not_ready_for_this_client_is_refused(
-    setup: Setup, values: dict[str, Any], said: str
+    setup: Setup, values: dict[str, Any] | None, said: str
 ) -> None:
     made = Other(setup)
     made.client.close()
     ours, theirs = Pipe()
-    theirs.send_bytes(messages.encode(made.ready(**values)))
+    theirs.send_bytes(messages.encode(made.step() if values is None else made.ready(**values)))
     with pytest.raises(pd.TransferError, match=said):
-        pd.remote.DecodeClient(ours)
-    theirs.close()
-
-
-def test_a_step_before_ready_is_refused(setup: Setup) -> None:
-    made = Other(setup)
-    made.client.close()
-    ours, theirs = Pipe()
-    theirs.send_bytes(messages.encode(made.step()))
-    with pytest.raises(pd.TransferError, match="another engine than the one it said it is"):
         pd.remote.DecodeClient(ours)
     theirs.close()
 
@@ -378,8 +367,7 @@ def test_submits_count_on_top_of_a_load_until_it_includes_them(other: Other) -> 
 def test_a_served_engine_tells_how_many_submits_it_has_seen(setup: Setup, role: str) -> None:
     engine: Any = getattr(setup, f"{role}s")[0]
     ours, theirs = Pipe()
-    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), daemon=True)
-    thread.start()
+    thread = started(pd.remote.serve, engine, theirs)
     packed = messages.PackedRequest.of(request())
     for number in range(2):
         send(
@@ -416,8 +404,7 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
         assert command.peer == asked
         other.say(*(messages.Connected(peer, error) for peer, error in answers))
 
-    thread = threading.Thread(target=answer)
-    thread.start()
+    thread = started(answer)
     if refused:
         with pytest.raises(pd.TransferError, match="not this one"):
             other.client.connect(asked, timeout_s=TIMEOUT_S)
@@ -428,8 +415,7 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
 
 def test_a_hostile_command_stops_a_served_engine_by_name(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = Pipe()
-    thread = threading.Thread(target=pd.remote.serve, args=(setup.decodes[0], theirs), daemon=True)
-    thread.start()
+    thread = started(pd.remote.serve, setup.decodes[0], theirs)
     with caplog.at_level("INFO", "pdinfer"):
         send(ours, messages.ConnectMessage(setup.prefills[0].address, float("nan")))
         check_ends(thread)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import Pipe
@@ -18,22 +17,21 @@ from pdinfer.moe.balance.process import SolverProcess
 from pdinfer.process.forked import OfOneProcess
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     Setup,
     by_request,
-    check_ends,
     collect,
     join,
     local,
     model_of,
     pool_of,
     reference,
+    remote,
     request,
     tokens_of,
-    wait_until,
 )
 from tests.forks import check_ended, fork
 from tests.slices import one_in
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 RIGHT = list(reference("v3", PROMPT, 5).tokens)
 
@@ -112,9 +110,7 @@ def test_a_child_of_a_thread_ends_by_itself_and_ends_nothing() -> None:
     with served("tcp") as (pairing, things):
         check_serves(pairing, "before")
         children: list[int] = []
-        thread = threading.Thread(target=lambda: children.append(fork(lambda: refuses_all(things))))
-        thread.start()
-        thread.join()
+        check_ends(started(lambda: children.append(fork(lambda: refuses_all(things)))))
         check_ended(children[0])
         check_serves(pairing, "after")
 
@@ -172,21 +168,11 @@ def test_threads_that_would_never_come_are_not_waited_for() -> None:
 
 def test_clients_refuse_and_their_engines_stay() -> None:
     with local() as setup:
-        ends = [Pipe(), Pipe()]
-        threads = [
-            threading.Thread(target=pd.remote.serve, args=(engine, theirs), daemon=True)
-            for engine, (_, theirs) in zip(setup.engines, ends, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        prefill, decode = pd.remote.PrefillClient(ends[0][0]), pd.remote.DecodeClient(ends[1][0])
-        pairing = pd.Pairing(prefill, decode)
-        check_serves(pairing, "before")
-        check_ended(fork(lambda: refuses_all([pairing, prefill, decode])))
-        check_serves(pairing, "after")
-        pairing.close()
-        for thread in threads:
-            check_ends(thread)
+        clients = map(remote, setup.engines)
+        with next(clients) as prefill, next(clients) as decode, pd.Pairing(prefill, decode) as pairing:
+            check_serves(pairing, "before")
+            check_ended(fork(lambda: refuses_all([pairing, prefill, decode])))
+            check_serves(pairing, "after")
 
 
 def test_a_solver_stays_its_parents() -> None:

@@ -27,7 +27,6 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
-    check_ends,
     collect,
     join,
     local,
@@ -36,8 +35,8 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
-    wait_until,
 )
+from tests.waiting import check_ends, started, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -303,9 +302,7 @@ def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
                     setup.pairing.submit(request(f"hit/{at}"))
             except KeyboardInterrupt:
                 pass
-            other = threading.Thread(target=setup.pairing.submit, args=(request(f"other/{at}"),), daemon=True)
-            other.start()
-            check_ends(other)
+            check_ends(started(setup.pairing.submit, request(f"other/{at}")))
             streams = by_request(collect(setup.pairing))
             assert tokens_of(streams[f"other/{at}"]) == list(reference("v3", PROMPT, 5).tokens)
 

@@ -21,21 +21,8 @@ from pdinfer.pairing.broker import LOOK_S
 from pdinfer.pairing.joining import FIRST_TRY_S, link
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
-from tests.e2e.setups import (
-    PROMPT,
-    TIMEOUT_S,
-    Setup,
-    by_request,
-    check_ends,
-    collect,
-    hang,
-    model_of,
-    pool_of,
-    reference,
-    request,
-    tokens_of,
-    wait_until,
-)
+from tests.e2e.setups import PROMPT, Setup, by_request, collect, hang, model_of, pool_of, reference, request, tokens_of
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -79,11 +66,9 @@ def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, l
         except pd.PDInferError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=add)
-    thread.start()
+    thread = started(add)
     yield thread, errors
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    check_ends(thread)
 
 
 def unplug(prefill: pd.PrefillEngine, *addresses: pd.PeerAddress) -> Callable[[], None]:
@@ -388,8 +373,7 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
         decode = setup.decodes[0]
         held = Held(decode)
         ours, theirs = Pipe()
-        serving = threading.Thread(target=pd.remote.serve, args=(decode, theirs), daemon=True)
-        serving.start()
+        serving = started(pd.remote.serve, decode, theirs)
         client = pd.remote.DecodeClient(ours)
         take, takers = Inbox.take, set()
 
@@ -399,8 +383,7 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
 
         monkeypatch.setattr(Inbox, "take", taken)
         peer = other.prefills[0].address
-        asking = threading.Thread(target=client.connect, args=(peer,))
-        asking.start()
+        asking = started(client.connect, peer)
         assert held.asked.wait(TIMEOUT_S)
         client.submit(request(None), writers=[])
         events: list[pd.types.Event] = []
@@ -408,12 +391,11 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
             client.wait(0.1)
             events = client.step()
         held.go.set()
-        asking.join(TIMEOUT_S)
-        assert not asking.is_alive()
+        check_ends(asking)
         assert takers == {threading.current_thread(), serving}  # which takes what comes to the engine itself
         assert decode.channel.connected(peer)
         client.close()
-        serving.join(TIMEOUT_S)
+        check_ends(serving)
 
 
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
@@ -422,9 +404,7 @@ def test_a_port_that_joins_while_requests_are_dispatched_is_chosen_at_the_next_s
 
         def policy(*asked: Any) -> pd.policy.Choice | None:
             if third not in setup.pairing.ports:
-                thread = threading.Thread(target=setup.pairing.add, args=(third,))
-                thread.start()
-                check_ends(thread)
+                check_ends(started(setup.pairing.add, third))
             return pd.policy.least_tokens(*asked)
 
         setup.pairing._broker._chooser._policy = policy

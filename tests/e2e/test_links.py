@@ -26,10 +26,10 @@ from tests.e2e.setups import (
     request,
     step_until,
     tokens_of,
-    wait_until,
     watch,
 )
 from tests.unit.kv.channel.channels import link_to
+from tests.waiting import wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from typing import Any
@@ -21,7 +20,6 @@ from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     Setup,
     by_request,
     collect,
@@ -30,11 +28,12 @@ from tests.e2e.setups import (
     prompt_of,
     recover,
     reference,
+    remote,
     request,
     step_until,
     tokens_of,
-    wait_until,
 )
+from tests.waiting import started, wait_until
 
 POISON = prompt_of(7, seed=3)
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
@@ -288,29 +287,25 @@ def test_a_last_attempt_has_failed_once_the_writer_turns_out_to_live(comes: str)
 def test_a_client_knows_what_is_computed_before_the_step_that_may_end_its_process(role: str) -> None:
     with several(1, 1, "tcp") as setup:
         served: Any = setup.prefills[0] if role == "prefill" else setup.decodes[0]
-        ours, theirs = Pipe()
-        serving = threading.Thread(target=pd.remote.serve, args=(served, theirs), daemon=True)
-        serving.start()
-        client: Any = (pd.remote.PrefillClient if role == "prefill" else pd.remote.DecodeClient)(ours)
-        ports = ([client], setup.decodes) if role == "prefill" else (setup.prefills, [client])
-        setup.pairing.remove(served, drain_s=0.0)
-        seen: list[frozenset[str]] = []
-        compute = getattr(served._runner, role)
+        with remote(served) as client:
+            ports = ([client], setup.decodes) if role == "prefill" else (setup.prefills, [client])
+            setup.pairing.remove(served, drain_s=0.0)
+            seen: list[frozenset[str]] = []
+            compute = getattr(served._runner, role)
 
-        def watched(*arguments: Any, **named: Any) -> Any:
-            wait_until(lambda: client.computing)
-            seen.append(client.computing)
-            return compute(*arguments, **named)
+            def watched(*arguments: Any, **named: Any) -> Any:
+                wait_until(lambda: client.computing)
+                seen.append(client.computing)
+                return compute(*arguments, **named)
 
-        setattr(served._runner, role, watched)
-        for port in setup.engines:
-            if port is not served:
-                setup.pairing.remove(port, drain_s=0.0)
-        with pd.Pairing(*ports) as pairing:
-            pairing.submit(request("a"))
-            assert tokens_of(step_until(pairing, lambda events: not pairing.num_unfinished)) == EXPECTED
-        assert seen[0] == {"a"}
-        serving.join(TIMEOUT_S)
+            setattr(served._runner, role, watched)
+            for port in setup.engines:
+                if port is not served:
+                    setup.pairing.remove(port, drain_s=0.0)
+            with pd.Pairing(*ports) as pairing:
+                pairing.submit(request("a"))
+                assert tokens_of(step_until(pairing, lambda events: not pairing.num_unfinished)) == EXPECTED
+            assert seen[0] == {"a"}
 
 
 def test_requests_wait_for_a_process_that_is_lost_and_not_for_an_engine_that_is_here() -> None:
@@ -318,8 +313,7 @@ def test_requests_wait_for_a_process_that_is_lost_and_not_for_an_engine_that_is_
     with several(1, 1, "tcp", clock=clock) as setup:
         decode = setup.decodes[0]
         ours, theirs = Pipe()
-        serving = threading.Thread(target=pd.remote.serve, args=(decode, theirs), daemon=True)
-        serving.start()
+        started(pd.remote.serve, decode, theirs)
         setup.pairing.remove(decode, drain_s=0.0)
         client: Any = pd.remote.DecodeClient(ours)
         setup.pairing.add(client)

@@ -21,8 +21,8 @@ from tests.e2e.setups import (
     request,
     step_until,
     tokens_of,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 SAMPLED = pd.SamplingParams(temperature=1.3, top_p=0.95, frequency_penalty=0.4, max_new_tokens=12, seed=7)
 COUNT = 12

@@ -18,9 +18,7 @@ from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     by_request,
-    check_ends,
     collect,
     greedy,
     hang,
@@ -31,9 +29,9 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
-    wait_until,
     watch,
 )
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 
 def only(events: list[pd.TokenEvent]) -> pd.TokenEvent:
@@ -282,10 +280,10 @@ def test_wait_sleeps_when_idle_and_wakes_for_a_submit() -> None:
     with local() as setup:
         assert setup.pairing.wait(0.01) is False
         timer = threading.Timer(0.1, lambda: setup.pairing.submit(request()))
-        started = time.monotonic()
+        began = time.monotonic()
         timer.start()
         assert setup.pairing.wait(TIMEOUT_S) is True
-        assert time.monotonic() - started < TIMEOUT_S
+        assert time.monotonic() - began < TIMEOUT_S
         timer.join()
         assert len(tokens_of(collect(setup.pairing))) == 5
         assert setup.pairing.wait(0.01) is False
@@ -348,16 +346,13 @@ def test_close_comes_from_another_thread_in_any_phase(num_steps: int) -> None:
         for name in "ab":
             pairing.submit(request(name, 100))
         events = [event for _ in range(num_steps) for event in pairing.step()]
-        closers = [threading.Thread(target=pairing.close) for _ in range(3)]
-        for closer in closers:
-            closer.start()
-        started = time.monotonic()
+        closers = [started(pairing.close) for _ in range(3)]
+        began = time.monotonic()
         while pairing.num_unfinished:  # this thread goes on stepping and sleeping meanwhile
             events += pairing.step()
             pairing.wait(TIMEOUT_S)
-        assert time.monotonic() - started < TIMEOUT_S
-        for closer in closers:
-            check_ends(closer)
+        assert time.monotonic() - began < TIMEOUT_S
+        check_ends(*closers)
         streams = by_request(events + pairing.step())
         assert [stream[-1].finish_reason for stream in streams.values()] == [pd.FinishReason.CANCELLED] * 2
         assert setup.pools[0].num_available == setup.pools[0].num_pages
@@ -377,17 +372,14 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
 
         decode.step = long_step  # type: ignore[method-assign]
         setup.pairing.submit(request())
-        stepper = threading.Thread(target=setup.pairing.step)
-        stepper.start()
+        stepper = started(setup.pairing.step)
         assert inside.wait(TIMEOUT_S)
-        closer = threading.Thread(target=setup.pairing.close)
-        closer.start()
+        closer = started(setup.pairing.close)
         closer.join(0.2)
         assert closer.is_alive()
         assert setup.pairing.num_unfinished == 1
         go_on.set()
-        for thread in (stepper, closer):
-            check_ends(thread)
+        check_ends(stepper, closer)
         assert decode.closed
         assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
 
@@ -395,8 +387,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
 def test_close_ends_a_generate_in_another_thread() -> None:
     with local() as setup:
         events: list[pd.TokenEvent] = []
-        reader = threading.Thread(target=lambda: events.extend(setup.pairing.generate([request(count=200)])))
-        reader.start()
+        reader = started(lambda: events.extend(setup.pairing.generate([request(count=200)])))
         wait_until(lambda: setup.pairing.num_unfinished == 1)
         setup.pairing.close()
         check_ends(reader)

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -20,21 +21,11 @@ import pytest
 import pdinfer as pd
 from pdinfer.config.options import HUNG_S, hung_after_s
 from pdinfer.remote import messages
-from tests.e2e.setups import (
-    TIMEOUT_S,
-    by_request,
-    check_ends,
-    collect,
-    hang,
-    local,
-    recover,
-    request,
-    several,
-    wait_until,
-)
+from tests.e2e.setups import by_request, collect, hang, local, recover, remote, request, several
 from tests.e2e.test_processes import Fleet, check_greedy, check_streams, fleet
 from tests.e2e.worker import Order, Workers, work
 from tests.forks import context
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 LENGTH = 60
 QUICK = pd.remote.RemoteConfig(silent_s=1.0)
@@ -43,9 +34,8 @@ QUICK = pd.remote.RemoteConfig(silent_s=1.0)
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(2)
-    yield pool
-    pool.close()
+    with closing(Workers(2)) as pool:
+        yield pool
 
 
 def hold_the_interpreter(seconds: float) -> None:
@@ -108,14 +98,14 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
         events = processes.step_until(2)
         while {event.request_id for event in events} != {"a", "b"}:
             events += processes.step_until(1)
-        started = time.monotonic()
+        began = time.monotonic()
         with worker.frozen():
             events += step_until_lost(processes)
             (lost,) = processes.pairing.stats.ports_lost
             port = processes.ports[role == "decode"]
             assert (lost.address, lost.role, lost.is_back) == (port.address, role, False)
             assert "was silent for 1 s" in lost.reason
-            assert 0.0 <= lost.age_s < time.monotonic() - started
+            assert 0.0 <= lost.age_s < time.monotonic() - began
         events += step_until_back(processes)
         for name in ("after", "a2"):
             processes.pairing.submit(request(name))
@@ -135,8 +125,7 @@ def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
     with local() as setup:
         decode = setup.decodes[0]
         ours, theirs = Pipe()
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs), kwargs={"config": config})
-        thread.start()
+        thread = started(pd.remote.serve, decode, theirs, config=config)
         ours.send_bytes(messages.encode(messages.BeatMessage()))
         thread.join(2.0)
         ours.send_bytes(messages.encode(messages.CancelMessage("a")))
@@ -154,8 +143,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
     key = b"the same for all of them"
     with local() as setup, Listener(authkey=key) as listener:
         decode = setup.decodes[0]
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, listener))
-        thread.start()
+        thread = started(pd.remote.serve, decode, listener)
         with pytest.raises(AuthenticationError):
             Client(listener.address, authkey=b"another")
         connections: list[Connection] = []
@@ -197,10 +185,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
 def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
     config = pd.remote.RemoteConfig(return_s=0.5)
     with local() as setup, Listener() as listener:
-        thread = threading.Thread(
-            target=pd.remote.serve, args=(setup.decodes[0], listener), kwargs={"config": config}, daemon=True
-        )
-        thread.start()
+        thread = started(pd.remote.serve, setup.decodes[0], listener, config=config)
         connection = Client(listener.address)
         connections = [connection]
         client = pd.remote.DecodeClient(connections.pop, config=config)
@@ -223,14 +208,9 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
 def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
     """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
     free for it since decode closes its link to the one that hangs."""
-    with several(2, 1, "tcp") as setup:
-        threads, ports = [], []
-        for engine in setup.engines:
-            ours, theirs = Pipe()
-            limits = pd.remote.RemoteConfig(hung_s=2.0 if engine is setup.prefills[0] else 3600.0)
-            threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
-            threads[-1].start()
-            ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
+    with several(2, 1, "tcp") as setup, ExitStack() as stack:
+        limits = [pd.remote.RemoteConfig(hung_s=seconds) for seconds in (2.0, 3600.0, 3600.0)]
+        ports = [stack.enter_context(one) for one in map(remote, setup.engines, limits)]
         hung, decode = setup.prefills[0], setup.decodes[0]
         with pd.Pairing(ports[:2], ports[2], policy=pd.policy.round_robin) as pairing:
             goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
@@ -257,8 +237,6 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
                 if hung.load().num_tokens:
                     break
             assert hung.load().num_tokens > 0
-        for thread in threads:
-            check_ends(thread)
 
 
 def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
@@ -268,13 +246,8 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         longest_s = max(step.seconds for step in decode.warm_up().steps)
         assert decode.longest_warm_up_s == longest_s > 0
         decode.longest_warm_up_s = 4.0
-        ours, theirs = Pipe()
-        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
-        thread.start()
-        client = pd.remote.DecodeClient(ours)
-        assert client.hung_s == 80.0
-        client.close()
-        check_ends(thread)
+        with remote(decode) as client:
+            assert client.hung_s == 80.0
 
 
 @pytest.mark.parametrize("end", ["dies", "closes"])

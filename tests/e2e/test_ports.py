@@ -34,9 +34,9 @@ from tests.e2e.setups import (
     several,
     step_until,
     tokens_of,
-    wait_until,
     watch,
 )
+from tests.waiting import wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -60,7 +60,6 @@ def check_streams(events: Sequence[pd.TokenEvent], *names: str, count: int = 5) 
 
 
 def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
-    """Check that those requests ended FAILED with a TransferError."""
     streams = by_request(events)
     for name in names:
         last = streams[name][-1]

@@ -78,8 +78,6 @@ class Cost:
 
 
 def cost(setup: Setup, prompt: tuple[int, ...], count: int = NUM_NEW, **more: object) -> Cost:
-    """Runs one request alone."""
-
     def so_far() -> tuple[int, int]:
         sent = sum(prefill.channel.stats.bytes_sent for prefill in setup.prefills)
         return sent // setup.pools[0].layout.token_bytes, sum(prefill.load().num_tokens for prefill in setup.prefills)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from pdinfer.process.silence import SESSIONS
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,
-    TIMEOUT_S,
     Tally,
     by_request,
     collect,
@@ -33,9 +31,9 @@ from tests.e2e.setups import (
     request,
     step_until,
     tokens_of,
-    wait_until,
 )
 from tests.e2e.worker import Worker, Workers, left_of_five
+from tests.waiting import TIMEOUT_S, started, wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 PATIENT = pd.remote.RemoteConfig(silent_s=3600.0)
@@ -44,9 +42,8 @@ PATIENT = pd.remote.RemoteConfig(silent_s=3600.0)
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(4)
-    yield pool
-    pool.close()
+    with closing(Workers(4)) as pool:
+        yield pool
 
 
 @attrs.frozen
@@ -66,11 +63,9 @@ class Fleet:
                 assert worker.stopped() == (0, 0)
 
     def step_until(self, num_events: int) -> list[pd.TokenEvent]:
-        """Steps until there are that many events."""
         return step_until(self.pairing, lambda events: len(events) >= num_events)
 
     def step_until_ended(self, name: str) -> list[pd.TokenEvent]:
-        """Steps until that request has ended."""
         return step_until(
             self.pairing, lambda events: any(event.request_id == name and event.finish_reason for event in events)
         )
@@ -242,10 +237,10 @@ def test_pages_of_different_sizes_are_no_difference(workers: Workers) -> None:
 def test_a_deadline_is_kept_while_prefill_stands_still(workers: Workers) -> None:
     with fleet(workers, client_config=PATIENT) as processes:
         with processes.prefills[0].frozen():
-            started = time.monotonic()
+            began = time.monotonic()
             processes.pairing.submit(request(deadline_s=0.5))
             events = collect(processes.pairing)
-            assert time.monotonic() - started >= 0.49
+            assert time.monotonic() - began >= 0.49
         assert [event.finish_reason for event in events] == [pd.FinishReason.DEADLINE]
         processes.pairing.submit(request("after"))
         check_streams(collect(processes.pairing), "after")
@@ -292,9 +287,7 @@ def test_closing_from_another_thread_takes_no_longer_when_processes_are_frozen(
         for worker in everyone:
             if frozen:
                 worker.freeze()
-        closers = [threading.Thread(target=pairing.close) for _ in range(2)]
-        for closer in closers:
-            closer.start()
+        closers = [started(pairing.close) for _ in range(2)]
         wait_until(lambda: bool(events.extend(pairing.step()) or not any(closer.is_alive() for closer in closers)))
         streams = by_request(events + pairing.step())
         assert {stream[-1].finish_reason for stream in streams.values()} == {pd.FinishReason.CANCELLED}

@@ -11,7 +11,7 @@ import torch
 import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import Sizes, World, serving, size_of
-from tests.e2e.setups import Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
+from tests.e2e.setups import Tally, by_request, collect, greedy, prompt_of
 from tests.ranks import Ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (9, 1, 23, 40, 5)]
@@ -51,12 +51,8 @@ def serve_all(pairing: pd.Pairing, model: pd.Model, prompts: Sequence[tuple[int,
     ]
     for request in requests:
         pairing.submit(request)
-    streams = by_request(collect(pairing))
     tally = Tally()
-    for request in requests:
-        stream = streams[request.request_id or ""]
-        assert stream[-1].finish_reason is pd.FinishReason.LENGTH, stream[-1]
-        tally.compare(str(request.request_id), stream, plain_reference(model, request, tokens_of(stream)))
+    tally.compare_all(model, requests, by_request(collect(pairing)))
     tally.check()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,19 +13,9 @@ import torch
 import pdinfer as pd
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.view import KVView
-from tests.e2e.setups import (
-    by_request,
-    collect,
-    greedy,
-    model_of,
-    pool_of,
-    prompt_of,
-    reference,
-    step_until,
-    tokens_of,
-    wait_until,
-)
-from tests.unit.parallel.thread_groups import TIMEOUT_S, groups_of, on_ranks
+from tests.e2e.setups import by_request, collect, greedy, model_of, pool_of, prompt_of, reference, step_until, tokens_of
+from tests.unit.parallel.thread_groups import groups_of, on_ranks
+from tests.waiting import check_ends, started, wait_until
 
 PROMPT = prompt_of(9)
 
@@ -64,17 +53,13 @@ def sides(*, num_pages: int = 64, size: int = 2, **config: Any) -> Iterator[Side
         except pd.RankLost as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=follow, args=(engine,)) for at, engine in enumerate(engines) if at % size]
-    for thread in threads:
-        thread.start()
+    threads = [started(follow, engine) for at, engine in enumerate(engines) if at % size]
     pairing = pd.Pairing(engines[0], engines[size])
     try:
         yield Sides(pairing, engines[:size], engines[size:], failures)
     finally:
         pairing.close()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+        check_ends(*threads)
         assert all(engine.closed for engine in engines)
 
 

@@ -14,7 +14,7 @@ import pdinfer as pd
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import Sizes, serving
-from tests.e2e.setups import Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
+from tests.e2e.setups import Tally, by_request, collect, greedy, prompt_of
 from tests.ranks import Ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 7, 64, 257)]
@@ -110,9 +110,7 @@ def test_ranks_give_what_the_whole_model_gives(
         streams = by_request(collect(serves.pairing))
         drafted = sum(port.load().num_draft_tokens for port in serves.decodes)
     tally = Tally()
-    for request in asked:
-        stream = streams[request.request_id or ""]
-        tally.compare(str(request.request_id), stream, plain_reference(oracle.model, request, tokens_of(stream)))
+    tally.compare_all(oracle.model, asked, streams)
     assert len(tally.near_ties) <= 1, tally.near_ties
     assert tally.near_ties or tally.num_tokens == COUNT * len(PROMPTS)
     assert (drafted > 0) is kind.mtp

@@ -25,8 +25,6 @@ LOGITS, PREFILL = "tests.e2e.rank_jobs:logits", "tests.e2e.rank_jobs:prefill"
 
 @attrs.frozen
 class Shape:
-    """Sizes of a topology."""
-
     tp: int = 1
     cp: int = 1
     dp: int = 1
@@ -82,7 +80,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What one rank says."""
     told = rank_jobs.logits(list(folders.values()), {}, PROMPTS, mtp=True)
     return dict(zip(folders, told, strict=True))
 

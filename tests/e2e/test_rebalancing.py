@@ -14,8 +14,9 @@ import torch
 import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import serving
-from tests.e2e.setups import TIMEOUT_S, Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
+from tests.e2e.setups import Tally, by_request, collect, greedy, prompt_of
 from tests.ranks import Ranks
+from tests.waiting import TIMEOUT_S
 
 JOBS = "tests.e2e.rebalance_jobs:"
 
@@ -65,11 +66,8 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
         assert sum(value["killed"] for value in ended) == (role == "prefill")
         print(f"{role}: {epochs} placements in {len(requests)} requests")
     model = pd.load_model(checkpoint, dtype=torch.float32)
-    streams, tally = by_request(events), Tally()
-    for request in requests:
-        stream = streams[request.request_id or ""]
-        assert stream[-1].finish_reason is pd.FinishReason.LENGTH, stream[-1]
-        tally.compare(str(request.request_id), stream, plain_reference(model, request, tokens_of(stream)))
+    tally = Tally()
+    tally.compare_all(model, requests, by_request(events))
     tally.check()
 
 

@@ -20,7 +20,7 @@ from pdinfer.model.batch import Row
 from pdinfer.process.recording import Recording
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance.native_builds import BODIES, as_native, built_with
-from tests.e2e.setups import by_request, join, pool_of, prompt_of
+from tests.e2e.setups import arrive, by_request, join, pool_of, prompt_of
 from tests.forks import apart
 
 SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
@@ -62,13 +62,8 @@ def served(model: pd.Model, seed: int, *, max_running: int = 6, **config: Any) -
     """Return what comes of requests that arrive one after another, and what is said of recorded steps."""
     pools = [pool_of(model, page_size=4, num_pages=300) for _ in range(2)]
     engine = pd.EngineConfig(max_running_requests=max_running, **config)
-    chance, events, waiting = random.Random(seed), [], requests(seed)
     with join(model, "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
-        while waiting or setup.pairing.num_unfinished:
-            if waiting and chance.random() < 0.3:
-                setup.pairing.submit(waiting.pop(0))
-            events += setup.pairing.step()
-        setup.check_idle()
+        events = arrive(setup, requests(seed), random.Random(seed), 0.3)
         told = str(setup.decodes[0].graphs)
     streams = {
         name: [(event.token, event.logprob, event.top_logprobs) for event in stream]

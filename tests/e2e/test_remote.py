@@ -17,19 +17,8 @@ import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
 from pdinfer.remote.client import EngineClient
-from tests.e2e.setups import (
-    TIMEOUT_S,
-    check_ends,
-    check_returns,
-    hang,
-    local,
-    model_of,
-    pool_of,
-    recover,
-    request,
-    wait_until,
-    watch,
-)
+from tests.e2e.setups import hang, local, model_of, pool_of, recover, remote, request, watch
+from tests.waiting import TIMEOUT_S, check_ends, check_returns, started, wait_until
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
 
@@ -53,8 +42,7 @@ def ready_of(engine: Engine) -> messages.Ready:
 
 def serving(engine: Engine, config: pd.remote.RemoteConfig | None = None) -> tuple[Connection, threading.Thread]:
     ours, theirs = Pipe()
-    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": config}, daemon=True)
-    thread.start()
+    thread = started(pd.remote.serve, engine, theirs, config=config)
     return ours, thread
 
 
@@ -101,8 +89,8 @@ def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alo
     with local() as setup:
         for engine in setup.engines:
             setup.pairing.remove(engine, drain_s=0.0)
-        (to_prefill, prefill), (to_decode, decode) = map(serving, setup.engines)
-        with pd.Pairing(pd.remote.PrefillClient(to_prefill), pd.remote.DecodeClient(to_decode)) as pairing:
+        prefill, decode = map(remote, setup.engines)
+        with prefill as to_prefill, decode as to_decode, pd.Pairing(to_prefill, to_decode) as pairing:
             send = EngineClient._send_submit
 
             def newer(port: EngineClient, message: Any, num_tokens: int) -> None:
@@ -118,8 +106,6 @@ def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alo
             assert "the request sets colour, which this engine does not know" in str(event.error)
             assert len(list(pairing.generate([request()]))) == request().sampling.max_new_tokens
             assert pairing.stats.num_retries == 0
-        check_ends(prefill)
-        check_ends(decode)
         setup.check_pools()
 
 
@@ -127,9 +113,7 @@ def test_whatever_a_connection_raises_means_gone() -> None:
     with pytest.raises(pd.TransferError, match="is gone"):
         pd.remote.DecodeClient(Strange(), timeout_s=TIMEOUT_S)
     with local() as setup:
-        thread = threading.Thread(target=pd.remote.serve, args=(setup.prefills[0], Strange()), daemon=True)
-        thread.start()
-        check_ends(thread)
+        check_ends(started(pd.remote.serve, setup.prefills[0], Strange()))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80" * 100, b"\x81\xa4type\xa6cancel"])
@@ -155,10 +139,10 @@ def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return()
         ours, thread = serving(setup.prefills[0], pd.remote.RemoteConfig(silent_s=1.0, return_s=0.0))
         thread.join(1.5)
         assert thread.is_alive()
-        started = time.monotonic()
+        began = time.monotonic()
         ours.send_bytes(messages.encode(messages.BeatMessage()))
         check_ends(thread)
-        assert time.monotonic() - started > 0.99
+        assert time.monotonic() - began > 0.99
         ours.close()
 
 
@@ -166,28 +150,24 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
     model = model_of()
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         engine = pd.DecodeEngine(model, pd.KVChannel(pool_of(model), pd.kv.SocketTransport()))
-        ours, thread = serving(engine)
-        client = pd.remote.DecodeClient(ours)
-        endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        answers: list[pd.PDInferError] = []
+        with remote(engine) as client:
+            endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+            answers: list[pd.PDInferError] = []
 
-        def connect() -> None:
-            with pytest.raises(pd.TransferError) as caught:
-                client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=TIMEOUT_S)
-            answers.append(caught.value)
+            def connect() -> None:
+                with pytest.raises(pd.TransferError) as caught:
+                    client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=TIMEOUT_S)
+                answers.append(caught.value)
 
-        asking = threading.Thread(target=connect)
-        asking.start()
-        client.submit(request(None), writers=[])
-        events: list[pd.types.Event] = []
-        wait_until(lambda: bool(events.extend(client.step()) or events))
-        assert isinstance(events[0], pd.Refused)
-        assert answers == []
-        nobody.close()  # which refuses those that wait
-        check_ends(asking)
-        assert len(answers) == 1
-        client.close()
-        check_ends(thread)
+            asking = started(connect)
+            client.submit(request(None), writers=[])
+            events: list[pd.types.Event] = []
+            wait_until(lambda: bool(events.extend(client.step()) or events))
+            assert isinstance(events[0], pd.Refused)
+            assert answers == []
+            nobody.close()  # which refuses those that wait
+            check_ends(asking)
+            assert len(answers) == 1
 
 
 def test_of_loads_a_client_keeps_the_newest() -> None:
@@ -221,15 +201,12 @@ def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
             over.wait(TIMEOUT_S)
 
         decode.connect = never  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        closer = threading.Thread(target=lambda: (asked.wait(TIMEOUT_S), client.close()))
-        closer.start()
-        with pytest.raises(pd.TransferError, match="closed here"):
-            client.connect(setup.prefills[0].address, timeout_s=2 * TIMEOUT_S)
-        over.set()
-        check_ends(closer)
-        check_ends(thread)
+        with remote(decode) as client:
+            closer = started(lambda: (asked.wait(TIMEOUT_S), client.close()))
+            with pytest.raises(pd.TransferError, match="closed here"):
+                client.connect(setup.prefills[0].address, timeout_s=2 * TIMEOUT_S)
+            over.set()
+            check_ends(closer)
 
 
 def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order() -> None:
@@ -245,8 +222,7 @@ def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order(
 
         decode.connect = connect  # type: ignore[method-assign]
         decode.disconnect = lambda peer: done.append("disconnect")  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        with pd.remote.DecodeClient(ours) as client:
+        with remote(decode) as client:
             client.connect(peer, timeout_s=0)
             assert begun.wait(TIMEOUT_S)
             client.disconnect(peer)
@@ -255,7 +231,6 @@ def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order(
             go.set()
             wait_until(lambda: len(done) == 3)
             assert done[1:] == ["connect", "disconnect"]
-        check_ends(thread)
 
 
 def test_a_connect_that_breaks_is_answered() -> None:
@@ -266,12 +241,8 @@ def test_a_connect_that_breaks_is_answered() -> None:
             raise RuntimeError("a driver's secret")
 
         decode.connect = broken  # type: ignore[method-assign]
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        with pytest.raises(pd.TransferError, match="connecting failed: RuntimeError"):
+        with remote(decode) as client, pytest.raises(pd.TransferError, match="connecting failed: RuntimeError"):
             client.connect(setup.prefills[0].address, timeout_s=TIMEOUT_S)
-        client.close()
-        check_ends(thread)
 
 
 def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None:
@@ -283,17 +254,14 @@ def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None
             stuck.wait(TIMEOUT_S)
             return step()
 
-        ours, thread = serving(decode)
-        client = pd.remote.DecodeClient(ours)
-        assert client.load().step_age_s is not None
-        decode.step = slow  # type: ignore[method-assign]
-        wait_until(lambda: (client.load().step_age_s or 0.0) > SESSIONS.silent_s)
-        assert client.step() == []  # not lost
-        stuck.set()
-        wait_until(lambda: (client.load().step_age_s or 0.0) < SESSIONS.silent_s)
-        assert decode.load().step_age_s is None
-        client.close()
-        check_ends(thread)
+        with remote(decode) as client:
+            assert client.load().step_age_s is not None
+            decode.step = slow  # type: ignore[method-assign]
+            wait_until(lambda: (client.load().step_age_s or 0.0) > SESSIONS.silent_s)
+            assert client.step() == []  # not lost
+            stuck.set()
+            wait_until(lambda: (client.load().step_age_s or 0.0) < SESSIONS.silent_s)
+            assert decode.load().step_age_s is None
 
 
 @pytest.mark.parametrize("silent_s", [1.0, 3600.0])

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,17 +14,17 @@ import pytest
 import pdinfer as pd
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestShape
-from tests.e2e.setups import TIMEOUT_S, Setup, collect, greedy, join, model_of, pool_of, prompt_of, several, wait_until
+from tests.e2e.setups import Setup, collect, greedy, join, model_of, pool_of, prompt_of, several
 from tests.e2e.worker import Workers
+from tests.waiting import TIMEOUT_S, wait_until
 
 PAGE = 4
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(3)
-    yield pool
-    pool.close()
+    with closing(Workers(3)) as pool:
+        yield pool
 
 
 class Watching:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,9 +27,9 @@ import pytest
 import pdinfer as pd
 from pdinfer.pairing.health import Health, HealthState
 from tests.backends import ROOT, child_environment
-from tests.e2e.setups import TIMEOUT_S, wait_until
 from tests.e2e.test_spawn import is_there
 from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 EXAMPLE = ROOT / "examples" / "serve_openai"
 TINY = ROOT / "examples" / "tiny"
@@ -71,7 +70,7 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing, Any
     import openai
     import uvicorn
 
-    server, pairings, started = load("server"), [], []
+    server, pairings, engines_of = load("server"), [], []
     local = pd.Pairing.local(
         TINY, cache=pd.CacheConfig(page_size=16, num_pages=512), logits_processors=pd.text.schema_processors(TINY)
     )
@@ -80,7 +79,7 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing, Any
         local.remove(engine, drain_s=0.0)
 
     async def start(self: Any, role: str) -> Any:
-        started.append(self)
+        engines_of.append(self)
         engines[role].process = SimpleNamespace(pid=0)  # type: ignore[attr-defined]
         self.ports.append(engines[role])
         return engines[role]
@@ -93,16 +92,14 @@ def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing, Any
     server.pd = SimpleNamespace(**{name: getattr(pd, name) for name in dir(pd)} | {"Pairing": pair})
     app, port = server.make_app(TINY, 1, 1, config), free_port()
     running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none", http="h11", loop="asyncio"))
-    thread = threading.Thread(target=running.run)
-    thread.start()
+    thread = started(running.run)
     try:
         wait_until(lambda: running.started or not thread.is_alive())
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-            yield client, pairings[0], started[0]
+            yield client, pairings[0], engines_of[0]
     finally:
         running.should_exit = True
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
+        check_ends(thread)
 
 
 def refused(call: Callable[[], object]) -> Any:

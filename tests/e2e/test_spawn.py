@@ -19,7 +19,8 @@ import pytest
 
 import pdinfer as pd
 from tests.backends import ROOT, child_environment
-from tests.e2e.setups import TIMEOUT_S, by_request, tokens_of, wait_until
+from tests.e2e.setups import by_request, tokens_of
+from tests.waiting import TIMEOUT_S, wait_until
 
 TINY = ROOT / "examples" / "tiny"
 PAGES = pd.CacheConfig(page_size=16, num_pages=64)

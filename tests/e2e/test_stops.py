@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +19,13 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
-    check_ends,
     collect,
     hang,
     local,
     model_of,
     pool_of,
     reference,
+    remote,
     request,
     step_until,
     tokens_of,
@@ -77,17 +75,9 @@ def served() -> Iterator[pd.Pairing]:
     pools = [pool_of(model_of(), num_pages=64) for _ in range(2)]
     ends = pd.KVChannel.loopback(*pools)
     engines = pd.PrefillEngine(model_of(), ends[0]), pd.DecodeEngine(model_of(), ends[1])
-    pipes = [multiprocessing.Pipe() for _ in engines]
-    threads = [
-        threading.Thread(target=pd.remote.serve, args=(engine, theirs))
-        for engine, (_, theirs) in zip(engines, pipes, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    with pd.Pairing(pd.remote.PrefillClient(pipes[0][0]), pd.remote.DecodeClient(pipes[1][0])) as pairing:
+    prefill, decode = map(remote, engines)
+    with prefill as to_prefill, decode as to_decode, pd.Pairing(to_prefill, to_decode) as pairing:
         yield pairing
-    for thread in threads:
-        check_ends(thread)
 
 
 def check_stopped(stream: Sequence[pd.TokenEvent], count: int = 7) -> pd.types.Usage:

@@ -19,7 +19,7 @@ from pdinfer.kv.channel.book import MAX_GUESTS
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
-from tests.forks import FAR_S
+from tests.waiting import wait_until
 
 GROWTH = 64 * MIB
 KINDS = list(TRANSPORTS)
@@ -183,7 +183,7 @@ def test_identities_leave_little_behind(attacked: Callable[..., Victim], num_ide
     assert victim.ask("memory")[2] <= MAX_GUESTS + 100
     for sock in held:
         sock.close()
-    _until(lambda: victim.ask("peers") <= 64)
+    wait_until(lambda: victim.ask("peers") <= 64)
     assert victim.ask("memory")[2] < 100
 
 
@@ -231,10 +231,3 @@ def _rooms_per_s(victim: Victim, seconds: float = 2.0) -> float:
         victim.hand_over(count)
         count += 1
     return count / (time.monotonic() - began)
-
-
-def _until(condition: Callable[[], bool], timeout_s: float = FAR_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)

@@ -12,18 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import (
-    PROMPT,
-    TIMEOUT_S,
-    by_request,
-    join,
-    local,
-    model_of,
-    pool_of,
-    reference,
-    request,
-    tokens_of,
-)
+from tests.e2e.setups import PROMPT, by_request, join, local, model_of, pool_of, reference, request, tokens_of
+from tests.waiting import TIMEOUT_S, started
 
 NUM_THREADS = 4
 
@@ -50,9 +40,7 @@ def together(work: Callable[[int], None], meanwhile: Callable[[], object] = lamb
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
+    threads = [started(run, number) for number in range(NUM_THREADS)]
     end = time.monotonic() + TIMEOUT_S
     while any(thread.is_alive() for thread in threads):
         assert time.monotonic() < end, "a thread does not end"

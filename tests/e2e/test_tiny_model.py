@@ -25,8 +25,9 @@ sys.path.insert(0, str(CHECKPOINT.parent))
 from tiny_tasks import calc_prompt, copy_prompt, recall_everywhere, recall_prompt, text_prompt  # noqa: E402
 
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted  # noqa: E402
-from tests.e2e.setups import TIMEOUT_S, by_request, wait_until  # noqa: E402
+from tests.e2e.setups import by_request  # noqa: E402
 from tests.forks import context  # noqa: E402
+from tests.waiting import TIMEOUT_S, wait_until  # noqa: E402
 
 RECALL_FLOOR = 0.95
 NEAR_TIE = 1e-4

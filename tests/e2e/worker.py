@@ -217,7 +217,6 @@ class Worker:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """For a while."""
         self.freeze()
         try:
             yield

@@ -24,13 +24,21 @@ import pdinfer as pd
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
-from tests.conformance.op_suite import Attention, draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
-from tests.e2e.setups import Tally, by_request, join, plain_reference, pool_of, tokens_of
+from tests.conformance.op_suite import (
+    Attention,
+    assert_experts,
+    assert_product,
+    draw,
+    fp8_in_strips,
+    fp8_weight,
+    in_strips,
+    int8_weight,
+)
+from tests.e2e.setups import Tally, arrive, by_request, join, plain_reference, pool_of, tokens_of
 from tests.e2e.test_recorded_steps import SIZES
 from tests.rounding import (
     assert_within,
     difference_of_models,
-    error_of_mlp,
     error_of_norm,
     error_of_products,
     error_of_silu,
@@ -152,14 +160,8 @@ def served(
         if transport == "shared"
         else {"prefill_pools": pools[1:], "decode_pools": pools[:1]}
     )
-    waiting, events = list(requests), []
     with join(model, transport, engine=config, **some, **joined) as setup:
-        while waiting or setup.pairing.num_unfinished:
-            if waiting and chance.random() < 0.4:
-                setup.pairing.submit(waiting.pop(0))
-            events += setup.pairing.step()
-        setup.check_idle()
-    return by_request(events)
+        return by_request(arrive(setup, requests, chance, 0.4))
 
 
 def engines(chance: random.Random, host: Host) -> None:
@@ -225,8 +227,7 @@ def linear(chance: random.Random, host: Host) -> None:
     x, weight = draw(rows, width).to(DTYPE), draw(outs, width, seed=1).to(DTYPE)
     with host():
         got = native.products.linear(x, weight)
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), DTYPE)
+    assert_product(got, x, weight, DTYPE)
 
 
 def linear_strips(chance: random.Random, host: Host) -> None:
@@ -235,8 +236,7 @@ def linear_strips(chance: random.Random, host: Host) -> None:
     strips = in_strips(weight, parts)
     with host():
         got = native.products.linear_strips(x, strips)
-    x, weight = x.double(), weight.double()
-    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), DTYPE)
+    assert_product(got, x, weight, DTYPE)
 
 
 def heads(chance: random.Random, host: Host) -> None:
@@ -266,12 +266,8 @@ def experts(chance: random.Random, host: Host) -> None:
         got = [native.products.grouped_mlp(x, counts_E, gate_up, down)]
         if strips is not None:
             got.append(native.products.grouped_mlp_strips(x, counts_E, *strips))
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    parts = zip(x.split(counts), gate_up, down, strict=True)
-    error = torch.cat([error_of_mlp(*one, DTYPE) for one in parts])
-    exact = reference.grouped_mlp(x, counts_E, gate_up, down)
     for y in got:
-        assert_within(y, exact, error, DTYPE)
+        assert_experts(y, counts, x, gate_up, down, DTYPE)
 
 
 def stored(chance: random.Random, host: Host) -> None:
@@ -333,5 +329,4 @@ KINDS: dict[str, Case] = {each.__name__: each for each in (models, engines, ops,
 
 
 def run_case(kind: str, number: int, host: Host) -> None:
-    """Run the case of this number."""
     KINDS[kind](random.Random(f"{kind}/{number}"), host)

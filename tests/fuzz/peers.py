@@ -13,7 +13,8 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
 from pdinfer.testing import random_model
-from pdinfer.types import PageGrant, PeerAddress
+from pdinfer.types import PeerAddress
+from tests.unit.kv.channel.channels import granted
 
 MAX_FRAMES = 64
 
@@ -73,17 +74,7 @@ class Stranger:
         channel.arrivals.received(link, wire.encode(wire.Open((wire.MAJOR, wire.MINOR), nonce, keyed=False)))
         mac = FrameMac(nonce + bytes(NONCE_BYTES), from_dialler=True, key=None)
         channel.arrivals.received(link, mac.sign(wire.encode(wire.Hello(me, self.layout))))
-        grant = PageGrant(
-            room=b"r" * 16,
-            request_id="a",
-            writers=(me,),
-            destinations=(channel.address,),
-            tokens=range(16),
-            pages=self._pages,
-            generations=channel.pool.generations(self._pages),
-            layout_id=self.layout.layout_id,
-        )
-        channel.expect(grant)
+        granted(channel, me, tokens=range(16), room=b"r" * 16, pages=self._pages)
         error: TransferError | None = None
         try:
             self._say(link, mac, data)

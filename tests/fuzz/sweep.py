@@ -44,7 +44,6 @@ def run_cases(job: tuple[str, str, int, int]) -> tuple[str, str, int, list[str],
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", action="append", choices=HOSTS, help="by default all")
     parser.add_argument("--kind", action="append", choices=KINDS, help="by default all")

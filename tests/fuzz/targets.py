@@ -285,7 +285,6 @@ def _ring_seeds() -> tuple[bytes, ...]:
 
 @cache
 def targets() -> dict[str, Target]:
-    """Return all targets by name."""
     commands, reports = _message_seeds()
     frames = _wire_seeds()
     talk = b"".join(len(one).to_bytes(2, "little") + b"\0" + one for one in frames)

@@ -330,7 +330,6 @@ def _decode_session(data: bytes) -> messages.Command | messages.Report:
 
 
 def protocols() -> tuple[Protocol, ...]:
-    """Return all protocols."""
     version = f"{wire.MAJOR}.{wire.MINOR}"
     return (
         Protocol("channel", "kv.wire.MINOR (or MAJOR)", version, CHANNEL, wire.encode, wire.decode),

@@ -15,8 +15,7 @@ from pdinfer.kv.transports.budget import Message
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
-from pdinfer.types import PageGrant
-from tests.unit.kv.channel.channels import ABORTED, LAYERS, handoff, pool_of
+from tests.unit.kv.channel.channels import ABORTED, LAYERS, granted, handoff, pool_of
 
 TOKENS = range(4, 7)
 
@@ -79,7 +78,7 @@ def record(key: bytes | None) -> dict[str, list[str]]:
     for region, part in zip(prefill.pool.memory.buffer.chunk(len(LAYERS)), counted.chunk(len(LAYERS)), strict=True):
         region[: len(part)] = part
     for room in (b"room that lands.", b"room that aborts"):
-        grant = _expect(decode, prefill, room)
+        grant = granted(decode, prefill.address, tokens=TOKENS, room=room)
         prefill.accept(grant)
         if room == b"room that aborts":
             decode.abort(grant, TransferError("not wanted any more"))
@@ -94,19 +93,3 @@ def record(key: bytes | None) -> dict[str, list[str]]:
     decode.close()
     names = "from prefill", "from decode"
     return {name: [part.hex() for part in transport.sent] for name, transport in zip(names, transports, strict=True)}
-
-
-def _expect(decode: KVChannel, prefill: KVChannel, room: bytes) -> PageGrant:
-    pages = decode.pool.grant(1)
-    grant = PageGrant(
-        room=room,
-        request_id="r",
-        writers=(prefill.address,),
-        destinations=(decode.address,),
-        tokens=TOKENS,
-        pages=pages,
-        generations=decode.pool.generations(pages),
-        layout_id=decode.pool.layout.layout_id,
-    )
-    decode.expect(grant)
-    return grant

@@ -50,7 +50,6 @@ def serve(pairing: pd.Pairing, requests: Sequence[pd.Request], *, times: int = 2
 
 
 def requests(prompts: list[tuple[int, ...]]) -> list[pd.Request]:
-    """Greedy and drawn."""
     return [
         pd.Request(
             request_id=f"{number}/{temperature}",

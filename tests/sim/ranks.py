@@ -57,7 +57,6 @@ class Fiber:
         self.resume()
 
     def resume(self) -> None:
-        """Let the work go on."""
         if self._killed:
             return
         self._switch()
@@ -169,7 +168,6 @@ class Team:
                 self.simulation.later(rng.uniform(*FLIGHT_S), partial(heard, number), node=self.nodes[other])
 
     def end(self) -> None:
-        """End all threads."""
         for fiber in self.fibers:
             fiber.kill()
 

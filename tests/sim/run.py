@@ -64,7 +64,6 @@ class Summary:
     cpu_s: float = 0.0
 
     def add(self, other: Summary) -> None:
-        """Add the runs of another set."""
         self.runs += other.runs
         self.bad += other.bad
         self.happened += other.happened
@@ -108,7 +107,6 @@ class Summary:
 
 
 def run_engine_seeds(seeds: Iterable[int]) -> Summary:
-    """Run each seed with real engines."""
     brain = ModelBrain()
     summary = run_seeds(seeds, FOCUS, brain)
     summary.tokens, summary.excused = brain.num_tokens, brain.excused
@@ -150,7 +148,6 @@ def _run_chunk(chunk: tuple[str, int]) -> tuple[str, int, Summary]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the first seed of both kinds")
     parser.add_argument("--count", type=int, default=10_000, help="runs of the protocol")

@@ -312,7 +312,6 @@ class World:
 
     @property
     def _loops(self) -> dict[str, Loop]:
-        """Return the loops by node."""
         loops = {name: served.loop for name, served in self.served.items()}
         for name, following in self.following.items():
             loops.update(zip(self._nodes[name][1:], (one.loop for one in following), strict=True))

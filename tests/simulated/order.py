@@ -137,7 +137,6 @@ def using(stream: Stream) -> Iterator[None]:
 
 
 def synchronize(device: object = None) -> None:
-    """Wait for all streams."""
     with LOCK:
         note("syncs", "device")
         for stream in _STREAMS:

@@ -84,7 +84,6 @@ class Run:
         self.broken += [f"leaks: {name}: {leak}" for leak in leaks(series)]
 
     def add(self, part: str, book: Book, faults: Counter[str]) -> None:
-        """Add the result of a part."""
         self.counts += book.counts
         self.ends += book.ends
         self.failures += book.failures

@@ -45,7 +45,6 @@ pd.NoSuchName  # type: ignore[attr-defined]  # noqa: B018
 
 
 def load() -> pd.Model:
-    """Load a model."""
     pd.load_model(None)  # type: ignore[arg-type]
     pd.load_model("tiny", progress=True)
     pd.load_model("tiny", progress=1.0)  # type: ignore[arg-type]
@@ -54,7 +53,6 @@ def load() -> pd.Model:
 
 
 def build(model: pd.Model) -> pd.Pairing:
-    """Put a deployment together."""
     pool = pd.PagePool(model, pd.CacheConfig(num_pages=8))
     pd.PagePool("tiny")  # type: ignore[arg-type]
     channel = pd.KVChannel(pool, pd.kv.SocketTransport())
@@ -71,7 +69,6 @@ def build(model: pd.Model) -> pd.Pairing:
 
 
 def start(role: str) -> pd.Pairing:
-    """Start engines in processes of their own."""
     spawn = pd.remote.spawn_prefill if role == "prefill" else pd.remote.spawn_decode
     spawn("tiny", progress=False).process.terminate()
     prefill, decode = pd.remote.spawn_prefill("tiny"), pd.remote.spawn_decode("tiny")
@@ -81,7 +78,6 @@ def start(role: str) -> pd.Pairing:
 
 
 def use(pairing: pd.Pairing, request: pd.Request) -> None:
-    """Serve requests."""
     pairing.submit("text")  # type: ignore[arg-type]
     pairing.generate("text")  # type: ignore[arg-type]
     pairing.generate([PROMPT])  # type: ignore[list-item]
@@ -97,7 +93,6 @@ def use(pairing: pd.Pairing, request: pd.Request) -> None:
 def by_turns(
     shape: pd.policy.RequestShape, prefills: Sequence[pd.policy.PrefillLoad], decodes: Sequence[pd.policy.DecodeLoad]
 ) -> pd.policy.Choice | None:
-    """Choose ports."""
     return pd.policy.Choice(
         prefill=prefills[shape.ordinal % len(prefills)].address, decode=decodes[shape.ordinal % len(decodes)].address
     )
@@ -108,8 +103,6 @@ def one_argument(shape: pd.policy.RequestShape) -> None:
 
 
 def allow_even(argument: str) -> pd.LogitsProcessor:
-    """Make a logits processor."""
-
     def process(prompt: tuple[int, ...], output: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
         logits[1::2] = float("-inf")
         return logits
@@ -118,7 +111,6 @@ def allow_even(argument: str) -> pd.LogitsProcessor:
 
 
 def extend(prefill: pd.PrefillEngine, decode: pd.DecodeEngine, model: pd.Model) -> None:
-    """Use them."""
     pd.Pairing(prefill, decode, policy=by_turns)
     pd.Pairing(prefill, decode, policy=one_argument)  # type: ignore[arg-type]
     pd.Pairing.local(model, logits_processors={"even": allow_even})

@@ -64,7 +64,6 @@ def received(handoff: pd.Handoff) -> bool:
 
 
 def served(pairing: pd.Pairing, request: pd.Request) -> list[int]:
-    """Serve a request."""
     tokens: list[int] = []
     for event in pairing.generate(request):
         assert_type(event, pd.TokenEvent)
@@ -82,7 +81,6 @@ def served(pairing: pd.Pairing, request: pd.Request) -> list[int]:
 
 
 def stepped(pairing: pd.Pairing, prefill: pd.PrefillEngine, decode: pd.DecodeEngine) -> None:
-    """Step each of them."""
     assert_type(pairing.step(), list[pd.TokenEvent])
     assert_type(prefill.step(), list[pd.remote.Event])
     assert_type(decode.step(), list[pd.remote.Event])

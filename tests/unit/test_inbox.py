@@ -7,6 +7,7 @@ import time
 
 from pdinfer.inbox import Inbox
 from tests.forks import FAR_S
+from tests.waiting import check_ends, started
 
 TIMEOUT_S = FAR_S
 
@@ -73,15 +74,12 @@ def test_many_threads_lose_nothing() -> None:
         for item in range(num_items):
             inbox.put((number, item))
 
-    threads = [threading.Thread(target=fill, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
+    threads = [started(fill, number) for number in range(num_threads)]
     taken: list[tuple[int, int]] = []
     while len(taken) < num_threads * num_items:
         assert inbox.wait(TIMEOUT_S), f"a wake-up was missed after {len(taken)} items"
         taken += inbox.take()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
+    check_ends(*threads)
     for number in range(num_threads):
         assert [item for who, item in taken if who == number] == list(range(num_items))
 
@@ -98,11 +96,8 @@ def test_two_threads_hand_a_token_back_and_forth() -> None:
             for token in mine.take():
                 theirs.put(token + 1)
 
-    threads = [threading.Thread(target=play, args=boxes) for boxes in ((left, right), (right, left))]
-    for thread in threads:
-        thread.start()
+    threads = [started(play, *boxes) for boxes in ((left, right), (right, left))]
     left.put(0)
-    for thread in threads:
-        thread.join(TIMEOUT_S)
+    check_ends(*threads)
     assert not failures
     assert left.take() == [400]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
 from tests.forks import FAR_S
+from tests.waiting import wait_until
 
 
 def body(request: pd.Request) -> dict[str, Any]:
@@ -168,13 +168,6 @@ class Answers:
         return self.said[-1]
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + FAR_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("early", [True, False], ids=["before it answers", "while it computes"])
 def test_a_server_is_left_when_its_prompt_is_dropped(backend: Any, early: bool) -> None:
     backend.said = b""
@@ -183,23 +176,23 @@ def test_a_server_is_left_when_its_prompt_is_dropped(backend: Any, early: bool) 
     answers = Answers()
     prompts = Prompts(Server(backend.url), 2, answers)
     prompts.ask(b"a", {"prompt": [1]})
-    until(lambda: backend.asked)
+    wait_until(lambda: backend.asked)
     if not early:
-        until(lambda: prompts._calls[b"a"]._connection is not None)
+        wait_until(lambda: prompts._calls[b"a"]._connection is not None)
     prompts.drop(b"a")
     backend.may_answer.set()
     assert "cancelled" in str(answers.next().error)
-    until(lambda: backend.left == [True])
+    wait_until(lambda: backend.left == [True])
     assert not prompts._calls
     backend.said = b"data: [DONE]\n\n"
     prompts.ask(b"b", {"prompt": [1]})
     assert answers.next() == Answer(b"b", None)
     backend.said = b""
     prompts.ask(b"c", {"prompt": [1]})
-    until(lambda: b"c" in prompts._calls and prompts._calls[b"c"]._connection is not None)
+    wait_until(lambda: b"c" in prompts._calls and prompts._calls[b"c"]._connection is not None)
     prompts.close()
     assert answers.next().error is not None
-    until(lambda: backend.left == [True, True])
+    wait_until(lambda: backend.left == [True, True])
 
 
 @pytest.mark.parametrize(

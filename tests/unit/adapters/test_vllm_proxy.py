@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import urllib.error
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.backends import ROOT
+from tests.backends import ROOT, script
 from tests.forks import FAR_S
 
 
@@ -47,11 +46,7 @@ def url(server: Any) -> str:
 @pytest.fixture
 def proxy() -> Iterator[tuple[Any, Any, Any]]:
     """Return a proxy, and the prefill and decode behind it."""
-    spec = importlib.util.spec_from_file_location("vllm_proxy", ROOT / "examples" / "vllm_proxy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("examples/vllm_proxy.py")
     prefill, decode = served(Backend, b"prefill"), served(Backend, b"decode")
     kind = type("Quiet", (module.Proxy,), {"log_message": lambda *_: None})
     kind.prefill, kind.decode, kind.kv = url(prefill), url(decode), "tcp://127.0.0.1:7100"  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Handoff, HandoffStatus, NamedState
+from tests.unit.kv.channel.channels import granted
 
 MODEL = random_model()
 PROMPT = tuple(range(5, 25))
@@ -32,20 +33,7 @@ class Bench:
 
     def grant(self, num_tokens: int = len(PROMPT), room: bytes = b"r" * 16) -> pd.PageGrant:
         """Grant pages for that many tokens, which decode's end expects."""
-        pool = self.decode.pool
-        pages = pool.grant(pool.layout.num_pages(num_tokens))
-        grant = pd.PageGrant(
-            room=room,
-            request_id="a",
-            writers=(self.prefill.address,),
-            destinations=(self.decode.address,),
-            tokens=range(num_tokens),
-            pages=pages,
-            generations=pool.generations(pages),
-            layout_id=pool.layout.layout_id,
-        )
-        self.decode.expect(grant)
-        return grant
+        return granted(self.decode, self.prefill.address, tokens=range(num_tokens), room=room, request_id="a")
 
     def run(self, steps: int = 8) -> list[Handoff]:
         """Run some steps, and return what decode's end heard."""

@@ -10,7 +10,6 @@ import re
 import shutil
 import stat
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from pdinfer.process import compiler as process_compiler
 from pdinfer.process.compiler import INSTRUCTION_SETS
 from pdinfer.testing import random_model, tiny_config
 from tests.compilers import why_no_compiler
+from tests.waiting import check_ends, started
 
 Build = Callable[[], Kernels]
 
@@ -419,11 +419,7 @@ def test_many_may_build_at_once_and_one_of_them_does(build: Build, commands: lis
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 
-    threads = [threading.Thread(target=one) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    check_ends(*[started(one) for _ in range(3)])
     assert not failures
     assert all(path.suffix == ".so" for path in kept(tmp_path))
     assert commands.count("-c") == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PairingStats, Pe
 from pdinfer.testing import random_model
 from pdinfer.types import Usage
 from tests.e2e.setups import greedy
+from tests.waiting import check_ends, started
 
 parser = pytest.importorskip("prometheus_client.parser")
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -229,10 +229,9 @@ def test_a_scraper_in_another_thread_sees_whole_figures() -> None:
             text = recorder.render(Observed())
             seen.append(value(text, "pdinfer_output_tokens_total"))
 
-    scraper = threading.Thread(target=scrape)
-    scraper.start()
+    scraper = started(scrape)
     for number in range(2000):
         recorder.read([event(1, 0, 0.1, name=str(number)), event(2, 1, 0.2, reason="stop", name=str(number))])
-    scraper.join()
+    check_ends(scraper)
     assert seen == sorted(seen)
     assert all(count % 2 == 0 for count in seen)

@@ -17,8 +17,8 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Fit
 from pdinfer.kv.pool import PagePool
 from pdinfer.parallel.slices import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
-from pdinfer.types import HandoffStatus, PageGrant
-from tests.unit.kv.channel.channels import LAYERS, SmallModel, handoff
+from pdinfer.types import HandoffStatus
+from tests.unit.kv.channel.channels import LAYERS, SmallModel, granted, handoff
 
 spans = st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: range(pair[0], sum(pair)))
 sizes = st.integers(1, 9)
@@ -159,18 +159,7 @@ def test_every_writer_pushes_its_slice_and_the_bytes_are_those_of_a_gather(
     assert fit is (Fit.IDENTICAL if ours == theirs else Fit.REPAGE)
 
     tokens = range(min(num_cached_pages * theirs, (num_tokens - 1) // theirs * theirs), num_tokens)
-    pages = decode.pool.grant(decode.pool.layout.num_pages(len(tokens)))[::-1]
-    grant = PageGrant(
-        room=seed.to_bytes(16, "big"),
-        request_id="r",
-        writers=tuple(writer.address for writer in writers),
-        destinations=(decode.address,),
-        tokens=tokens,
-        pages=pages,
-        generations=decode.pool.generations(pages),
-        layout_id=decode.pool.layout.layout_id,
-    )
-    decode.expect(grant)
+    grant = granted(decode, *(writer.address for writer in writers), tokens=tokens)
     truth = torch.randint(0, 256, (len(LAYERS), num_tokens, 4), dtype=torch.uint8)
     plan = plan_writers(LAYERS, tokens, context_parallel_slices(range(num_tokens), cp_size))
     for index, writer in enumerate(writers):
@@ -191,7 +180,7 @@ def test_every_writer_pushes_its_slice_and_the_bytes_are_those_of_a_gather(
         writer.finish(grant, handoff(grant, writer))
     assert [settled.status for settled in decode.poll()] == [HandoffStatus.LANDED] * cp_size
     there = decode.pool.layout.spans(
-        decode.pool.memory_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=tokens.start
+        decode.pool.memory_pages, layers=LAYERS, tokens=tokens, pages=grant.pages, first_token=tokens.start
     )
     arrived = b"".join(decode.pool.memory.read(there))
     assert arrived == truth[:, tokens.start :].contiguous().numpy().tobytes()
@@ -204,18 +193,7 @@ def test_a_plan_with_a_hole_does_not_land() -> None:
     decode, *writers = KVChannel.loopback(*(pool_of(16) for _ in range(3)))
     for writer in writers:
         writer.connect(decode.address)
-    pages = decode.pool.grant(2)
-    grant = PageGrant(
-        room=b"r" * 16,
-        request_id="r",
-        writers=tuple(writer.address for writer in writers),
-        destinations=(decode.address,),
-        tokens=range(30),
-        pages=pages,
-        generations=decode.pool.generations(pages),
-        layout_id=decode.pool.layout.layout_id,
-    )
-    decode.expect(grant)
+    grant = granted(decode, *(writer.address for writer in writers), tokens=range(30))
     plan = plan_writers(LAYERS, grant.tokens, context_parallel_slices(grant.tokens, 2))
     short = attrs.evolve(plan.of(1)[-1], tokens=plan.of(1)[-1].tokens[:-1])
     for index, writer in enumerate(writers):

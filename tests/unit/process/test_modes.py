@@ -10,9 +10,9 @@ import torch
 import pdinfer as pd
 from pdinfer.process import modes
 from pdinfer.process.modes import own_modes
-from tests.e2e.setups import check_ends
 from tests.forks import FAR_S, check_ended, fork
 from tests.hosts import precision
+from tests.waiting import check_ends, started
 
 
 def test_the_end_of_python_waits_for_steps_and_lets_none_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,7 @@ def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
         with own_modes():
             assert torch.get_float32_matmul_precision() == "highest"
 
-    stepping = threading.Thread(target=step)
-    stepping.start()
+    stepping = started(step)
     inside.wait(FAR_S)
     check_ended(fork(compute))
     leaves.set()

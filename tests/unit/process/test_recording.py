@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pdinfer.errors import PDInferError
 from pdinfer.process.recording import RecordedLibrary, Recording, recording_here
+from tests.waiting import check_ends, started
 
 
 def in_place_by_a_sign(x: Tensor) -> Tensor:
@@ -134,9 +134,7 @@ def test_other_threads_are_not_recorded() -> None:
         x.add_(1)
 
     def step() -> None:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        check_ends(started(other))
 
     recording = Recording.of(step)
     recording.replay()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from pdinfer.remote import messages, session
 from pdinfer.remote.messages import BeatMessage, CancelMessage, Close, Command, Report
 from pdinfer.remote.session import Session
 from tests.forks import FAR_S
+from tests.waiting import check_ends, check_returns, started, wait_until
 
 BEAT = messages.encode(BeatMessage())
 
@@ -95,21 +96,6 @@ class Passing:
         self.settle()
 
 
-def check_returns(call: Callable[[], object]) -> None:
-    """Check that a call does not wait for the other end."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(FAR_S)
-    assert not thread.is_alive()
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + FAR_S
-    while not condition():
-        assert time.monotonic() < end, f"it did not happen in {FAR_S} s"
-        time.sleep(0.001)
-
-
 class OneEnd:
     """A session at one end of a pipe. The test holds the other end."""
 
@@ -124,7 +110,7 @@ class OneEnd:
         """Give a sign of life, and wait until it is heard."""
         count = len(self.delivered)
         self.ours.send_bytes(BEAT)
-        until(lambda: len(self.delivered) > count)
+        wait_until(lambda: len(self.delivered) > count)
 
     def _take(self, message: Report | None) -> None:
         time.sleep(self.delay_s)
@@ -153,7 +139,7 @@ def end(passing: Passing) -> Iterator[OneEnd]:
     made = OneEnd()
     yield made
     made.session.close()
-    until(lambda: not any(thread.name == "pdinfer-remote" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "pdinfer-remote" for thread in threading.enumerate()))
 
 
 def check_lost_within_three_seconds(end: OneEnd, passing: Passing) -> None:
@@ -163,7 +149,7 @@ def check_lost_within_three_seconds(end: OneEnd, passing: Passing) -> None:
     assert SESSIONS.silent_s <= passing.now_s - silent_since_s < 3.0
 
 
-def check_ends(connection: Connection) -> None:
+def check_is_closed(connection: Connection) -> None:
     """Check that the other process sees the end of the connection after what was sent."""
     messages_left = 1000
     try:
@@ -190,7 +176,7 @@ def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end
     check_lost_within_three_seconds(end, passing)
     assert end.delivered == [BeatMessage(), None]
     assert end.session.loss == "was silent for 2.4 s"
-    check_ends(end.ours)  # it finds itself given up when it wakes
+    check_is_closed(end.ours)  # it finds itself given up when it wakes
 
 
 def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd, passing: Passing) -> None:
@@ -296,13 +282,8 @@ def test_closing_does_not_wait_for_the_other_end(end: OneEnd, stuck: str) -> Non
         for _ in range(64):
             end.session.post(CancelMessage("x" * (1 << 16)))
         time.sleep(0.1)
-    closers = [threading.Thread(target=end.session.close, args=(Close(),), daemon=True) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(FAR_S)
-        assert not closer.is_alive()
-    check_ends(end.ours)
+    check_ends(*[started(end.session.close, Close()) for _ in range(2)])
+    check_is_closed(end.ours)
 
 
 def test_the_beat_tells_what_it_is_asked_to() -> None:
@@ -344,13 +325,11 @@ def test_what_is_told_has_left_when_the_call_returns(end: OneEnd, monkeypatch: p
     line = Slow(end.session.connection)  # type: ignore[arg-type]
     end.session.connection = line
     monkeypatch.setattr(session, "TOLD_S", FAR_S)
-    telling = threading.Thread(target=end.session.tell, args=(CancelMessage("a"),), daemon=True)
-    telling.start()
+    telling = started(end.session.tell, CancelMessage("a"))
     telling.join(0.1)
     assert telling.is_alive()
     line.may_leave.release(9)
-    telling.join(FAR_S)
-    assert not telling.is_alive()
+    check_ends(telling)
     assert end.hear() == CancelMessage("a")
     monkeypatch.setattr(session, "TOLD_S", 0.0)
     line.may_leave = threading.Semaphore(0)
@@ -368,15 +347,15 @@ def test_a_message_that_takes_longer_than_the_silence_is_none(passing: Passing) 
     sender = Session(line, messages.decode_report, lambda message: None)
     receiver = Session(theirs, messages.decode_command, heard.append)
     line.may_leave.release()
-    until(lambda: heard == [BeatMessage()])
+    wait_until(lambda: heard == [BeatMessage()])
     sender.post(messages.SubmitDecodeMessage(packed, ()))
     sender.post(CancelMessage("end"))
     while CancelMessage("end") not in heard:
         num_heard = sender._num_heard, receiver._num_heard
         line.may_leave.release()
-        until(lambda num_heard=num_heard: receiver._num_heard > num_heard[1])  # type: ignore[misc]
+        wait_until(lambda num_heard=num_heard: receiver._num_heard > num_heard[1])  # type: ignore[misc]
         passing.go_on(SESSIONS.silent_s / 2)
-        until(lambda num_heard=num_heard: sender._num_heard > num_heard[0])  # type: ignore[misc] # a beat
+        wait_until(lambda num_heard=num_heard: sender._num_heard > num_heard[0])  # type: ignore[misc] # a beat
         assert receiver.loss is sender.loss is None
     assert passing.now_s > 2 * SESSIONS.silent_s
     assert [type(message) for message in heard if not isinstance(message, BeatMessage)] == [

@@ -24,6 +24,7 @@ from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Warming
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.forks import FAR_S
 from tests.unit.remote.processors import allow_all
+from tests.waiting import check_ends, started
 
 CHILD = """
 import os, sys, time
@@ -42,7 +43,7 @@ def say(*messages: orders.Said) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Every process that was started."""
     processes = []
 
@@ -77,7 +78,7 @@ def _is_open(name: str) -> bool:
     ],
 )
 def test_a_child_that_dies_while_it_loads_leaves_its_last_lines(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]], ends: str, how: str
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]], ends: str, how: str
 ) -> None:
     before = descriptors()
     lines = "write('much\\n' * 3000)\nwrite('a shard is torn\\n')\n"
@@ -87,20 +88,20 @@ def test_a_child_that_dies_while_it_loads_leaves_its_last_lines(
     assert "much\na shard is torn" in text
     assert len(text) < spawning.LAST_BYTES + 200
     assert "no weights fit" in text or "Memory" not in ends
-    assert started[0].poll() is not None
+    assert children[0].poll() is not None
     assert descriptors() <= before
 
 
 def test_what_making_an_engine_raised_there_is_raised_here(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:
     with pytest.raises(pd.CheckpointError, match=r"^a folder without weights$"):
         spawn(monkeypatch, say(Failed("CHECKPOINT", "a folder without weights")) + "time.sleep(600)")
-    assert started[0].poll() is not None
+    assert children[0].poll() is not None
 
 
 def test_a_child_that_says_nothing_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:
     wait, heard = spawning.wait, []
 
@@ -115,21 +116,21 @@ def test_a_child_that_says_nothing_is_given_up(
         pd.TransferError, match=r"said nothing for 0\.3 s before it was ready; .*\nit waits for a lock$"
     ):
         spawn(monkeypatch, "write('it waits for a lock')\ntime.sleep(600)", timeout_s=0.3)
-    assert started[0].poll() is not None
+    assert children[0].poll() is not None
     with pytest.raises(pd.TransferError, match="sent something that cannot be read"):
         spawn(monkeypatch, "parent.send_bytes(b'hello')\ntime.sleep(600)")
-    assert started[1].poll() is not None
+    assert children[1].poll() is not None
 
 
 def test_an_interrupt_while_it_loads_leaves_no_process(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         spawn(monkeypatch, say(Loading(1, 2)) + "time.sleep(600)", progress=interrupt)
-    assert started[0].poll() is not None
+    assert children[0].poll() is not None
 
 
 def test_a_child_is_told_everything_over_the_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def _in_a_test() -> pd.kv.Transport:
 
 
 def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         (
@@ -198,11 +199,11 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
     monkeypatch.setattr(_in_a_test, "__module__", "__main__")
     with pytest.raises(pd.ConfigError, match="not in a script"):
         pd.remote.spawn_decode("a/folder", transport=_in_a_test)
-    assert not started
+    assert not children
 
 
 def test_progress_is_drawn_unless_it_is_not_wanted(
-    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:
     lines = "loading prefill: 100 % of 7.0 MB\nwarming up prefill: 100 % of 2 steps\n"
     told: list[tuple[int, int]] = []
@@ -217,7 +218,7 @@ def test_progress_is_drawn_unless_it_is_not_wanted(
         with pytest.raises(pd.TransferError, match="exited with status 0"):
             spawn(monkeypatch, said, progress=progress)
         assert sys.stderr.getvalue() == written
-    assert [process.args[-1 - len(sys.path)] for process in started] == ["pdinfer-prefill"] * 4
+    assert [process.args[-1 - len(sys.path)] for process in children] == ["pdinfer-prefill"] * 4
     assert told == [(1, 7_000_000), (7_000_000, 7_000_000)]
 
 
@@ -253,8 +254,7 @@ def start(order: bytes) -> tuple[Any, threading.Thread]:
         with contextlib.suppress(SystemExit):
             child.run(theirs)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread = started(run)
     return ours, thread
 
 
@@ -270,14 +270,13 @@ def test_a_child_loads_tells_how_far_it_is_and_serves_until_its_port_is_closed(t
     with pd.remote.PrefillClient(ours) as port:
         assert port.limits.logits_processors == ("all",)
         assert port.limits.max_tokens == 4 * 32
-    thread.join(FAR_S)
-    assert not thread.is_alive()
+    check_ends(thread)
 
 
 def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
     ours, thread = start(order_of(tmp_path / "none"))
     said = orders.decode_said(ours.recv_bytes())
-    thread.join(FAR_S)
+    check_ends(thread)
     assert isinstance(said, Failed)
     assert isinstance(said.error(), pd.CheckpointError)
     assert "none" in said.message
@@ -287,7 +286,7 @@ def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
         pass
     assert isinstance(said, Failed)
     assert isinstance(said.error(), pd.ConfigError)
-    thread.join(FAR_S)
+    check_ends(thread)
 
 
 def test_a_child_follows_links_where_the_host_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ def test_a_child_follows_links_where_the_host_says(monkeypatch: pytest.MonkeyPat
             pass
         assert isinstance(said, expected)
         ours.close()
-        thread.join(FAR_S)
+        check_ends(thread)
     told = "if b'a/disk' in order:\n    " + say(Failed("CHECKPOINT", "told of the disk"))
     with pytest.raises(pd.CheckpointError, match="told of the disk"):
         spawn(monkeypatch, told, trusted_roots=[Path("a/disk")])

@@ -6,25 +6,11 @@ import pytest
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.testing import SimChannel, SimNetwork, Simulation
-from pdinfer.types import HandoffStatus, PageGrant
+from pdinfer.types import HandoffStatus
 from tests.sim.fakes import FakeModel
-
-
-def grant_of(decode: KVChannel, writer: KVChannel) -> PageGrant:
-    pages = decode.pool.grant(2)
-    return PageGrant(
-        room=bytes(16),
-        request_id="r",
-        writers=(writer.address,),
-        destinations=(decode.address,),
-        tokens=range(8),
-        pages=pages,
-        generations=decode.pool.generations(pages),
-        layout_id=decode.pool.layout.layout_id,
-    )
+from tests.unit.kv.channel.channels import granted
 
 
 def test_a_request_that_comes_before_its_link_is_answered_when_the_link_is_there():
@@ -37,8 +23,7 @@ def test_a_request_that_comes_before_its_link_is_answered_when_the_link_is_there
     prefill.connect(decode.address, timeout_s=0)
     assert simulation.run(lambda: decode.connected(prefill.address), timeout_s=1)
     assert not prefill.connected(decode.address)
-    grant = grant_of(decode, prefill)
-    decode.expect(grant)
+    grant = granted(decode, prefill.address, tokens=range(8))
     with pytest.raises(TransferError, match="not connected"):
         prefill.accept(grant)
     assert simulation.run(lambda: decode.has_news, timeout_s=1)

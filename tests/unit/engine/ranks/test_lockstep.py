@@ -23,6 +23,7 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
 from tests.unit.parallel.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
+from tests.waiting import check_ends, started
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
@@ -118,12 +119,11 @@ def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pyt
         assert made[1].due_in_s() > 1000
         made[1]._wakeup._heard(77)  # whatever comes over the network
         assert not woken[1].is_set()
-        with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
-        with_work.start()
+        with_work = started(made[0].agree, num_rows=1)
         assert woken[1].wait(TIMEOUT_S)
         assert made[1].due_in_s() == 0
         agreement = made[1].agree()
-        with_work.join()
+        check_ends(with_work)
         assert agreement is not None
         assert agreement.runs
         assert [one.due_in_s() for one in made] == [0, 0]  # behind a step of the model all meet again
@@ -133,10 +133,9 @@ def test_a_ring_that_is_lost_costs_a_beat(monkeypatch: pytest.MonkeyPatch) -> No
     groups = groups_of(dp_size=2)
     with locksteps(groups) as (made, _):
         monkeypatch.setattr(made[0]._wakeup, "notify", lambda number: None)
-        with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
-        with_work.start()
+        with_work = started(made[0].agree, num_rows=1)
         agreement = meet(made[1])
-        with_work.join()
+        check_ends(with_work)
     assert agreement.runs
 
 

@@ -7,7 +7,6 @@ import errno
 import os
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from pdinfer.process.silence import RANKS
 from pdinfer.testing import VirtualClock
 from tests.forks import FAR_S
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
+from tests.waiting import check_ends, started
 
 TIMEOUT_S = FAR_S
 
@@ -187,7 +187,4 @@ def test_it_closes_where_the_datagram_that_says_so_is_lost(
 
     monkeypatch.setattr(socket, "socket", Lossy)
     with wakeups(groups_of(dp_size=2)) as (made, _):
-        closing = threading.Thread(target=made[0].close, daemon=True)
-        closing.start()
-        closing.join(TIMEOUT_S)
-        assert not closing.is_alive()
+        check_ends(started(made[0].close))

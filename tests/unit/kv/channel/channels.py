@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 
 import attrs
@@ -22,12 +21,11 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
-from tests.forks import FAR_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
 NUM_PAGES = 24
-TIMEOUT_S = FAR_S
 rooms = itertools.count(1)
 
 
@@ -56,13 +54,6 @@ def pool_of(page_size: int = 4, **model: object) -> PagePool:
     return PagePool(SmallModel(**model), CacheConfig(page_size=page_size))  # type: ignore[arg-type]
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
-
-
 def refusal(connect: Callable[..., object]) -> str:
     """Return why a connection is refused, again and again: the first answer may take its time."""
     for timeout_s in (0.2, 2.0, 20.0, TIMEOUT_S):
@@ -72,6 +63,31 @@ def refusal(connect: Callable[..., object]) -> str:
             if "did not answer" not in str(error):
                 return str(error)
     raise AssertionError("it is not refused")
+
+
+def granted(
+    decode: KVChannel,
+    *writers: PeerAddress,
+    tokens: range,
+    room: bytes | None = None,
+    pages: tuple[int, ...] | None = None,
+    request_id: str = "r",
+) -> PageGrant:
+    """Return a grant that decode expects, of new pages in no particular order or of `pages`."""
+    pool = decode.pool
+    pages = pages or pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
+    grant = PageGrant(
+        room=room or next(rooms).to_bytes(16, "big"),
+        request_id=request_id,
+        writers=writers,
+        destinations=(decode.address,),
+        tokens=tokens,
+        pages=pages,
+        generations=pool.generations(pages),
+        layout_id=pool.layout.layout_id,
+    )
+    decode.expect(grant)
+    return grant
 
 
 @attrs.define
@@ -100,21 +116,8 @@ class Case:
 
     def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
         """Make a grant that decode expects, with its pages in no particular order."""
-        pool = decode.pool
-        pool.release(pool.own(3))
-        pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
-        grant = PageGrant(
-            room=next(rooms).to_bytes(16, "big"),
-            request_id="r",
-            writers=tuple(writer.address for writer in writers),
-            destinations=(decode.address,),
-            tokens=tokens,
-            pages=pages,
-            generations=pool.generations(pages),
-            layout_id=pool.layout.layout_id,
-        )
-        decode.expect(grant)
-        return grant
+        decode.pool.release(decode.pool.own(3))
+        return granted(decode, *(writer.address for writer in writers), tokens=tokens)
 
     def room(
         self, prefill_pages: int = 4, decode_pages: int = 4, tokens: range = range(4, 14)
@@ -194,6 +197,6 @@ def say(end: KVChannel, peer: KVChannel, message: wire.Message, source: Spans | 
 
 def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
     handoffs: list[Handoff] = []
-    until(lambda: handoffs.extend(decode.poll()) or len(handoffs) >= count)
+    wait_until(lambda: handoffs.extend(decode.poll()) or len(handoffs) >= count)
     assert len(handoffs) == count
     return handoffs

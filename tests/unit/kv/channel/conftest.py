@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -13,21 +14,15 @@ from tests.unit.kv.channel.channels import Case
 @pytest.fixture(params=["shared", "loopback", "tcp"])
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     """Make ends in one process that share a pool, ends in one process that do not, and ends over TCP."""
-    made = Case(request.param)
-    try:
+    with closing(Case(request.param)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(params=["loopback", "tcp"])
 def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
     """Make ends that have a pool each."""
-    made = Case(request.param)
-    try:
+    with closing(Case(request.param)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

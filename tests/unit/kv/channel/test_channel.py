@@ -16,17 +16,8 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import PageGrant
-from tests.unit.kv.channel.channels import (
-    ABORTED,
-    LANDED,
-    LAYERS,
-    TIMEOUT_S,
-    Case,
-    handoff,
-    pool_of,
-    settled,
-    until,
-)
+from tests.unit.kv.channel.channels import ABORTED, LANDED, LAYERS, Case, handoff, pool_of, settled
+from tests.waiting import TIMEOUT_S, wait_until
 
 
 @pytest.mark.parametrize("tokens", [range(4), range(4, 14), range(16, 17)])
@@ -95,7 +86,7 @@ def test_a_lost_peer_settles_its_rooms(case: Case, who: str) -> None:
     handoffs = settled(decode, 2)
     assert {w.room for w in handoffs} == {grant.room for grant in grants}
     assert all(w.status is ABORTED and isinstance(w.error, TransferError) for w in handoffs)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     assert {room for room, _ in prefill.poll_stops()} == {grant.room for grant in grants}
     for grant in grants:
         prefill.finish(grant, handoff(grant, prefill, ABORTED))
@@ -108,7 +99,7 @@ def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -
     for _ in range(2):
         decode.close()
     assert settled(decode)[0].status is ABORTED
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     assert transfer.done
     assert transfer.error is not None
@@ -119,7 +110,7 @@ def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -
 def test_a_dropped_peer_may_come_back(case: Case) -> None:
     prefill, decode = case.pair()
     prefill.drop_peer(decode.address)
-    until(lambda: not decode.connected(prefill.address))
+    wait_until(lambda: not decode.connected(prefill.address))
     prefill.connect(decode.address)
     grant = case.grant(decode, prefill)
     pages = case.accept(prefill, grant)
@@ -206,7 +197,7 @@ def test_leaving_the_context_closes_and_ends_a_sleep(case: Case) -> None:
     prefill, decode = case.pair()
     with decode as entered:
         assert entered is decode
-    until(lambda: not prefill.connected(decode.address))
+    wait_until(lambda: not prefill.connected(decode.address))
     start = time.monotonic()
     decode.wait(TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S / 2

@@ -20,7 +20,8 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES
 from tests.unit.engine.by_hand import HandNet, HandTransport
 from tests.unit.kv.channel.by_hand import Stranger
-from tests.unit.kv.channel.channels import Case, SmallModel, until
+from tests.unit.kv.channel.channels import Case, SmallModel
+from tests.waiting import wait_until
 
 NAMES = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight" for layer in range(61) for expert in range(64)]
 WEIGHTS = {name: TensorDigest(name, "bfloat16 [7168, 2048]", str(place).encode()) for place, name in enumerate(NAMES)}
@@ -59,7 +60,7 @@ def refused(case: Case, ours: TensorDigests, theirs: TensorDigests, key: bytes |
     dialling, dialled = case.end(pool(ours), key=key), case.end(pool(theirs), key=key)
     with pytest.raises(LayoutMismatch) as caught:
         dialling.connect(dialled.address)
-    until(lambda: not dialling.snapshot().links and not dialled.snapshot().links)
+    wait_until(lambda: not dialling.snapshot().links and not dialled.snapshot().links)
     return caught.value
 
 

@@ -37,8 +37,8 @@ from tests.unit.kv.channel.channels import (
     refusal,
     say,
     settled,
-    until,
 )
+from tests.waiting import wait_until
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 FAR = PeerAddress(b"e" * 16, 2**63, 2**31 - 1, ("tcp://" + "a" * 200,) * 8)
@@ -81,7 +81,7 @@ def test_a_refused_link_is_closed_at_both_ends(two_pools: Case) -> None:
         ours.connect(theirs.address)
     with pytest.raises(TransferError, match="was restarted"):
         ours.connect(attrs.evolve(two_pools.end().address, epoch=1))
-    until(lambda: not any(end.snapshot().links for end in two_pools.open))
+    wait_until(lambda: not any(end.snapshot().links for end in two_pools.open))
 
 
 EARLY = (
@@ -107,7 +107,7 @@ def test_what_comes_before_the_handshake_closes_the_link(
         monkeypatch.setattr(links(stranger).handshake, "open", lambda peer: peer.open(wire.encode(message)))
     with pytest.raises(TransferError):
         stranger.connect(decode.address)
-    until(lambda: not decode.snapshot().links)
+    wait_until(lambda: not decode.snapshot().links)
     assert decode.stats.frames_dropped == 0
     assert not decode.has_news
 
@@ -138,7 +138,7 @@ def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Cas
     links(impostor).book.us = prefill.address
     assert "open link already" in refusal(partial(impostor.connect, decode.address))
     impostor.close()
-    until(lambda: len(decode.snapshot().links) == 1)
+    wait_until(lambda: len(decode.snapshot().links) == 1)
     assert prefill.connected(decode.address)
     assert decode.connected(prefill.address)
     assert decode.poll() == []
@@ -237,7 +237,7 @@ def test_ends_that_do_not_share_a_key_both_say_so(
     prefill, decode = two_pools.end(key=ours), two_pools.end(key=theirs)
     with caplog.at_level(logging.WARNING, "pdinfer"), pytest.raises(TransferError, match=at_ours):
         prefill.connect(decode.address)
-    until(lambda: not decode.snapshot().links)
+    wait_until(lambda: not decode.snapshot().links)
     there = next(iter(decode.address.endpoints))
     said = [text.getMessage() for text in caplog.records if there not in text.getMessage()]
     assert [text for text in said if at_theirs in text], said

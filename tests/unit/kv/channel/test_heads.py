@@ -18,8 +18,9 @@ from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PageGrant
 from tests.unit.kv.channel import channels
-from tests.unit.kv.channel.channels import ABORTED, LANDED, Case, handoff, say, settled, until
+from tests.unit.kv.channel.channels import ABORTED, LANDED, Case, handoff, say, settled
 from tests.unit.kv.channel.heads import LAYERS, NUM_HEADS, check_landed, compute, grant_to, pool_of
+from tests.waiting import wait_until
 
 KEY = b"k" * 32
 RANKS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)]
@@ -74,7 +75,7 @@ def test_every_byte_lands_between_ranks_with_other_heads(kind: str, key: bytes |
         for decode in decodes:
             assert {landed.status for landed in settled(decode, len(prefills))} == {LANDED}
             check_landed(decode, grant)
-        until(lambda: not any(prefill.sender.pushes.unsent_bytes for prefill in prefills))
+        wait_until(lambda: not any(prefill.sender.pushes.unsent_bytes for prefill in prefills))
         assert all(not peer.inflight_bytes for prefill in prefills for peer in prefill.stats.peers)
         landed = sum(decode.stats.bytes_received for decode in decodes)
         assert landed == decodes[0].pool.layout.payload_bytes(range(9), grant.tokens, range(NUM_HEADS))
@@ -209,7 +210,7 @@ def test_parts_of_packed_pages_are_neither_granted_nor_taken(two_pools: Case) ->
         say(prefill, decode, wire.Data(grant.room, range(1), tokens, heads), [(0, num_bytes)])
         (lost,) = settled(decode)
         assert "a payload cannot be placed" in str(lost.error)
-        until(lambda: not prefill.connected(decode.address))
+        wait_until(lambda: not prefill.connected(decode.address))
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,8 @@ from pdinfer.process.silence import LINKS
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import Stranger, are_linked, linked
-from tests.unit.kv.channel.channels import (
-    ABORTED,
-    LANDED,
-    LAYERS,
-    TIMEOUT_S,
-    Case,
-    handoff,
-    link_to,
-    record,
-    say,
-    settled,
-    until,
-)
+from tests.unit.kv.channel.channels import ABORTED, LANDED, LAYERS, Case, handoff, link_to, record, say, settled
+from tests.waiting import TIMEOUT_S, wait_until
 
 
 @attrs.frozen
@@ -87,11 +76,11 @@ def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
         head = Header(MessageKind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
         payload = b"\x55" * num_bytes
         first.sock.sendall(head + payload[: num_bytes // 2])
-        until(lambda: 0x55 in decode.pool.memory.buffer)
+        wait_until(lambda: 0x55 in decode.pool.memory.buffer)
         second = Hand.dial(decode, writer)
         assert isinstance(second.hears(), wire.Reject)
         second.sock.close()
-        until(lambda: len(decode.snapshot().links) == 1)
+        wait_until(lambda: len(decode.snapshot().links) == 1)
         first.sock.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
         first.say(wire.Finish(handoff(grant, writer)))
         assert settled(decode)[0].status is LANDED
@@ -171,7 +160,7 @@ def test_a_breach_closes_the_link_and_aborts_the_room(two_pools: Case, breach: B
     assert aborted.status is ABORTED
     assert re.search(reason, str(aborted.error))
     assert not decode.connected(prefill.address)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
 
 
@@ -258,7 +247,7 @@ def test_what_is_read_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_TEXT_CHARACTERS", 80_000)
     for number in range(40):
         say(decode, prefill, wire.Abort(number.to_bytes(16, "big"), big))
-        until(lambda: decode.stats.frames_dropped > number)  # noqa: B023 - asked at once; each answer is as long
+        wait_until(lambda: decode.stats.frames_dropped > number)  # noqa: B023 - asked at once; each answer is as long
     assert are_linked(prefill, decode)
     case.close()
 

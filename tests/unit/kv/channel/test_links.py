@@ -22,14 +22,8 @@ from pdinfer.process.silence import LINKS
 from pdinfer.types import HandoffStatus, peer_key
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import are_linked, linked
-from tests.unit.kv.channel.channels import (
-    TIMEOUT_S,
-    Case,
-    handoff,
-    links,
-    record,
-    until,
-)
+from tests.unit.kv.channel.channels import Case, handoff, links, record
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 
 @settings(max_examples=300)
@@ -111,13 +105,9 @@ def test_both_calls_end_well_when_two_ends_dial_each_other(two_pools: Case, monk
         except PDInferError as error:
             problems.append(error)
 
-    dialling = [threading.Thread(target=dial, args=pair) for pair in (ends, ends[::-1])]
-    for thread in dialling:
-        thread.start()
-    for thread in dialling:
-        thread.join(TIMEOUT_S)
+    check_ends(*[started(dial, *pair) for pair in (ends, ends[::-1])])
     assert not problems
-    until(lambda: all(len(end.snapshot().links) == 1 for end in ends))
+    wait_until(lambda: all(len(end.snapshot().links) == 1 for end in ends))
     assert are_linked(*ends)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 
 import attrs
@@ -16,17 +17,8 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PageGrant
-from tests.unit.kv.channel.channels import (
-    ABORTED,
-    Case,
-    handoff,
-    links,
-    pool_of,
-    refusal,
-    say,
-    settled,
-    until,
-)
+from tests.unit.kv.channel.channels import ABORTED, Case, handoff, links, pool_of, refusal, say, settled
+from tests.waiting import wait_until
 
 KEY = b"k" * 32
 
@@ -34,9 +26,8 @@ KEY = b"k" * 32
 @pytest.fixture
 def tcp() -> Iterator[Case]:
     """Make ends on sockets, whose hosts have several names."""
-    case = Case("tcp")
-    yield case
-    case.close()
+    with closing(Case("tcp")) as case:
+        yield case
 
 
 def other_name(end: KVChannel) -> str:
@@ -65,7 +56,7 @@ def offered(case: Case, key: bytes | None = None) -> tuple[KVChannel, KVChannel,
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
 def test_a_grant_travels_over_the_link_and_lands(two_pools: Case, key: bytes | None) -> None:
     prefill, decode, grant = offered(two_pools, key)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     assert prefill.poll_offers() == [grant]
     assert prefill.poll_offers() == []
     assert not prefill.has_news
@@ -85,7 +76,7 @@ def test_an_end_that_takes_no_offers_answers_aborted(two_pools: Case) -> None:
 
 def test_an_offer_that_decode_gives_up_is_never_heard_of(two_pools: Case) -> None:
     prefill, decode, grant = offered(two_pools)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     decode.abort(grant, TransferError("not wanted"))
     assert settled(decode)[0].status is ABORTED
     assert prefill.poll_offers() == []
@@ -94,10 +85,10 @@ def test_an_offer_that_decode_gives_up_is_never_heard_of(two_pools: Case) -> Non
 
 def test_an_offer_that_was_taken_is_stopped_as_any_other_room(two_pools: Case) -> None:
     prefill, decode, grant = offered(two_pools)
-    until(lambda: prefill.poll_offers() == [grant])
+    wait_until(lambda: prefill.poll_offers() == [grant])
     prefill.accept(grant)
     decode.abort(grant, TransferError("not wanted"))
-    until(lambda: [room for room, _ in prefill.poll_stops()] == [grant.room])
+    wait_until(lambda: [room for room, _ in prefill.poll_stops()] == [grant.room])
     prefill.finish(grant, handoff(grant, prefill, ABORTED))
     assert settled(decode)[0].status is ABORTED
 
@@ -105,7 +96,7 @@ def test_an_offer_that_was_taken_is_stopped_as_any_other_room(two_pools: Case) -
 @pytest.mark.parametrize("is_here", [True, False], ids=["its grant is here", "its grant comes later"])
 def test_a_declined_room_is_answered_without_a_step(two_pools: Case, is_here: bool) -> None:
     prefill, decode, grant = offered(two_pools)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     if not is_here:
         assert prefill.poll_offers() == [grant]
         grant = two_pools.grant(decode, prefill)
@@ -117,13 +108,13 @@ def test_a_declined_room_is_answered_without_a_step(two_pools: Case, is_here: bo
     assert "its request has ended" in str(answer.error)
     assert not prefill.has_news
     decode.receiver.offer(other := two_pools.grant(decode, prefill))  # other rooms are as welcome as before
-    until(lambda: prefill.poll_offers() == [other])
+    wait_until(lambda: prefill.poll_offers() == [other])
 
 
 def test_declined_rooms_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offers, "MAX_DECLINED", 2)
     prefill, decode, _ = offered(two_pools)
-    until(prefill.poll_offers)
+    wait_until(prefill.poll_offers)
     grants = [two_pools.grant(decode, prefill) for _ in range(3)]
     for grant in grants:
         prefill.sender.decline(grant.room)
@@ -135,34 +126,34 @@ def test_declined_rooms_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyP
 
 def test_offers_of_a_lost_peer_are_forgotten(two_pools: Case) -> None:
     prefill, decode, _ = offered(two_pools)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     decode.close()
-    until(lambda: not prefill.has_news)
+    wait_until(lambda: not prefill.has_news)
     assert prefill.poll_offers() == []
 
 
 def test_offers_that_nobody_takes_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offers, "MAX_OFFERS_BYTES", offers.OFFER_BYTES + 100)
     prefill, decode, first = offered(two_pools)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     decode.receiver.offer(second := two_pools.grant(decode, prefill))
     (answer,) = settled(decode)
     assert (answer.room, answer.status) == (second.room, ABORTED)
     assert prefill.poll_offers() == [first]
     decode.receiver.offer(third := two_pools.grant(decode, prefill))  # there is room again
-    until(lambda: prefill.poll_offers() == [third])
+    wait_until(lambda: prefill.poll_offers() == [third])
     decode.receiver.offer(fourth := two_pools.grant(decode, prefill))
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     decode.abort(fourth, TransferError("not wanted"))
     assert settled(decode)[0].room == fourth.room
     decode.receiver.offer(fifth := two_pools.grant(decode, prefill))  # what was withdrawn does not count
-    until(lambda: prefill.poll_offers() == [fifth])
+    wait_until(lambda: prefill.poll_offers() == [fifth])
 
 
 @pytest.mark.parametrize("what", ["a foreign destination", "a foreign writer", "twice", "after it was accepted"])
 def test_an_offer_that_is_not_the_peers_to_make_costs_its_link(two_pools: Case, what: str) -> None:
     prefill, decode, grant = offered(two_pools)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     if what == "after it was accepted":
         prefill.accept(*prefill.poll_offers())
     stranger = attrs.evolve(decode.address, engine_id=b"x" * 16)
@@ -171,7 +162,7 @@ def test_an_offer_that_is_not_the_peers_to_make_costs_its_link(two_pools: Case, 
     bad = attrs.evolve(grant, room=room, **more.get(what, {}))  # type: ignore[arg-type]
     say(decode, prefill, wire.Offer(wire.PackedGrant.of(bad)))
     assert settled(decode)[0].status is ABORTED
-    until(lambda: not prefill.connected(decode.address))
+    wait_until(lambda: not prefill.connected(decode.address))
 
 
 def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case: Case) -> None:
@@ -182,7 +173,7 @@ def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case
     assert decode.snapshot().wanted == (prefill.address,)  # it is dialled again when the link breaks
     links(decode).book.want(attrs.evolve(prefill.address, engine_id=b"before"), 1.0)
     decode.drop_peer(prefill.address)
-    until(lambda: not prefill.connected(decode.address))
+    wait_until(lambda: not prefill.connected(decode.address))
     assert decode.links.dial(endpoint) == prefill.address
     assert decode.snapshot().wanted == (prefill.address,)  # what listened there before is given up
 
@@ -195,8 +186,8 @@ def test_a_peer_is_found_under_another_name_too(tcp: Case, key: bytes | None) ->
     decode.receiver.offer(grant := tcp.grant(decode, prefill))
     assert decode.links.dial(other_name(prefill)) == prefill.address
     assert decode.snapshot().wanted == peers
-    until(lambda: (len(prefill.snapshot().links), len(decode.snapshot().links)) == (1, 2))
-    until(lambda: prefill.poll_offers() == [grant])
+    wait_until(lambda: (len(prefill.snapshot().links), len(decode.snapshot().links)) == (1, 2))
+    wait_until(lambda: prefill.poll_offers() == [grant])
     tcp.hand_over(prefill, decode, grant, tcp.accept(prefill, grant))  # the link is the one from before
 
 
@@ -205,7 +196,7 @@ def test_two_names_of_a_peer_that_are_dialled_at_once_make_one_link(tcp: Case) -
     names = [*prefill.address.endpoints, other_name(prefill)] * 3
     with ThreadPoolExecutor(len(names)) as pool:
         assert set(pool.map(decode.links.dial, names)) == {prefill.address}
-    until(lambda: len(prefill.snapshot().links) == len(decode.snapshot().links) == 1)
+    wait_until(lambda: len(prefill.snapshot().links) == len(decode.snapshot().links) == 1)
 
 
 def test_a_peer_that_does_not_say_who_it_is_is_not_found_under_another_name(

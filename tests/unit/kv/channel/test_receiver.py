@@ -19,19 +19,8 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import HandoffStatus
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import linked
-from tests.unit.kv.channel.channels import (
-    ABORTED,
-    LANDED,
-    LAYERS,
-    TIMEOUT_S,
-    Case,
-    handoff,
-    pool_of,
-    record,
-    say,
-    settled,
-    until,
-)
+from tests.unit.kv.channel.channels import ABORTED, LANDED, LAYERS, Case, handoff, pool_of, record, say, settled
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 
 @pytest.mark.parametrize("layers", [range(0), range(1), range(2)])
@@ -76,7 +65,7 @@ def test_one_writers_abort_stops_the_other(two_pools: Case) -> None:
     for writer in (prefill, second):
         writer.accept(grant)
     prefill.finish(grant, handoff(grant, prefill, ABORTED))
-    until(lambda: second.has_news)
+    wait_until(lambda: second.has_news)
     assert [room for room, _ in second.poll_stops()] == [grant.room]
     assert not decode.poll()
     second.finish(grant, handoff(grant, second, ABORTED))
@@ -115,7 +104,7 @@ def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
     prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
     for _ in range(2):
         decode.abort(grant, PDInferError("cancelled"))
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     ((room, error),) = prefill.poll_stops()
     assert (room, type(error), str(error)) == (grant.room, TransferError, "cancelled")
     assert not decode.poll(), "the writer has not stopped yet"
@@ -140,7 +129,7 @@ def test_a_foreign_write_and_handoff_are_dropped_and_counted(two_pools: Case) ->
     pages = two_pools.accept(thief, grant)
     thief.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     thief.finish(grant, handoff(grant, prefill))
-    until(lambda: decode.stats.frames_dropped == 2)
+    wait_until(lambda: decode.stats.frames_dropped == 2)
     assert not decode.poll()
     assert decode.stats.bytes_received == 0
     assert not any(two_pools.arrived(decode, grant))
@@ -157,7 +146,7 @@ def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
     prefill.pool.memory.buffer.zero_()
     say(prefill, decode, wire.Data(grant.room, LAYERS, grant.tokens), two_pools.at(prefill, grant.tokens, pages, 0))
     prefill.finish(grant, handoff(grant, prefill))
-    until(lambda: decode.stats.frames_dropped == 2)
+    wait_until(lambda: decode.stats.frames_dropped == 2)
     assert two_pools.arrived(decode, grant) == expected
     assert not decode.poll()
     assert decode.connected(prefill.address)
@@ -172,7 +161,7 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: 
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.accept(prefill, grant)
     two_pools.push_all(prefill, grant, pages)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
     prefill.finish(grant, handoff(grant, prefill))
     (aborted,) = settled(decode)
@@ -217,8 +206,7 @@ def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
             theirs.shutdown(socket.SHUT_RDWR)
         back.join(TIMEOUT_S)
 
-    serving = threading.Thread(target=serve)
-    serving.start()
+    serving = started(serve)
     return listener, serving
 
 
@@ -242,8 +230,7 @@ def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
         prefill.finish(empty, handoff(empty, prefill, ABORTED))
         (gave_up,) = settled(decode)
         assert (gave_up.room, str(gave_up.error)) == (empty.room, "gave up"), "the link goes on"
-    serving.join(TIMEOUT_S)
-    assert not serving.is_alive()
+    check_ends(serving)
 
 
 def test_a_writer_that_does_not_answer_an_abort_loses_its_link() -> None:

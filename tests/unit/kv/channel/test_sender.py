@@ -15,18 +15,8 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import linked
-from tests.unit.kv.channel.channels import (
-    ABORTED,
-    LANDED,
-    LAYERS,
-    TIMEOUT_S,
-    Case,
-    handoff,
-    record,
-    say,
-    settled,
-    until,
-)
+from tests.unit.kv.channel.channels import ABORTED, LANDED, LAYERS, Case, handoff, record, say, settled
+from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 
 def test_small_layers_travel_together(case: Case) -> None:
@@ -116,19 +106,18 @@ def test_a_transfer_is_done_when_the_last_destination_has_it(two_pools: Case, sl
         if next(calls) == slow:
             assert go.wait(TIMEOUT_S)
 
-    pushing = threading.Thread(
-        target=lambda: pushed.append(prefill.push(both, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait))
+    pushing = started(
+        lambda: pushed.append(prefill.push(both, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait))
     )
-    pushing.start()
-    until(lambda: prefill.sender.pushes.unsent_bytes)
+    wait_until(lambda: prefill.sender.pushes.unsent_bytes)
     if slow == 1:
-        until(lambda: decode.stats.writes_received)
+        wait_until(lambda: decode.stats.writes_received)
     assert prefill.sender.pushes.unsent_bytes == len(grant.tokens) * 4 * len(LAYERS)
     assert not prefill.drain(0.02)
     assert not any(transfer.done for transfer in pushed)
     go.set()
-    pushing.join(TIMEOUT_S)
-    until(lambda: pushed[0].done)
+    check_ends(pushing)
+    wait_until(lambda: pushed[0].done)
     assert prefill.sender.pushes.unsent_bytes == 0
 
 
@@ -139,7 +128,7 @@ def test_finish_sends_what_is_still_joined(case: Case) -> None:
     assert prefill.stats.writes_sent == 0
     assert prefill.sender.pushes.unsent_bytes == transfer.num_bytes > 0
     prefill.finish(grant, handoff(grant, prefill))
-    until(lambda: transfer.done)
+    wait_until(lambda: transfer.done)
     assert transfer.error is None
     assert prefill.sender.pushes.unsent_bytes == 0
     assert settled(decode)[0].status is ABORTED, "the third layer never came"
@@ -164,7 +153,7 @@ def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
 
     transfers = [prefill.push(grant, layers=range(2), tokens=grant.tokens, pages=pages, ready=fill)]
     transfers.append(prefill.push(grant, layers=range(2, 3), tokens=grant.tokens, pages=pages, ready=fill))
-    until(lambda: transfers[1].done)
+    wait_until(lambda: transfers[1].done)
     if case.kind != "shared":
         for offset, length in case.at(prefill, grant.tokens, pages, 0):
             prefill.pool.memory.buffer[offset : offset + length] = 0  # done: the pages may be used again
@@ -183,15 +172,12 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
         during.append(prefill.sender.pushes.unsent_bytes)
         assert go.wait(TIMEOUT_S)
 
-    pushing = threading.Thread(
-        target=lambda: prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait)
-    )
-    pushing.start()
-    until(lambda: during)
+    pushing = started(prefill.push, grant, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait)
+    wait_until(lambda: during)
     assert prefill.sender.pushes.unsent_bytes == during[0] == len(grant.tokens) * 4 * len(LAYERS)
     assert not prefill.drain(0.01)
     go.set()
-    pushing.join(TIMEOUT_S)
+    check_ends(pushing)
     assert prefill.drain(TIMEOUT_S)
     assert prefill.sender.pushes.unsent_bytes == 0
 
@@ -218,15 +204,14 @@ def test_finish_tells_when_nothing_reads_the_pages_any_more(
             prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages, ready=wait)
         finished.append(prefill.finish(grant, handoff(grant, prefill, status)))
 
-    writing = threading.Thread(target=write_all)
-    writing.start()
+    writing = started(write_all)
     assert reading.wait(TIMEOUT_S)
     if two_pools.kind == "tcp":
-        until(lambda: finished)
+        wait_until(lambda: finished)
     assert not any(transfer.done for transfer in finished)
     go.set()
-    writing.join(TIMEOUT_S)
-    until(lambda: finished[0].done)
+    check_ends(writing)
+    wait_until(lambda: finished[0].done)
     assert finished[0].error is None
     assert prefill.sender.pushes.unsent_bytes == 0
     prefill.pool.memory.buffer.zero_()
@@ -253,7 +238,7 @@ def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
         pages = two_pools.accept(prefill, grant)
         prefill.drop_peer(other.address)
         transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
-        until(lambda: transfer.done)  # noqa: B023  # asked at once
+        wait_until(lambda: transfer.done)  # noqa: B023  # asked at once
         assert "not connected" in str(transfer.error)
         prefill.finish(grant, handoff(grant, prefill, ABORTED))
         settled(decode)
@@ -323,7 +308,7 @@ def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case)
     packed = wire.encode(wire.Abort(grant.room, TransferError("R")))
     long = packed.replace(b"\xa1R", b"\xdb" + (1_048_500).to_bytes(4, "big") + b"R" * 1_048_500)
     record(decode, prefill).post(long)
-    until(lambda: prefill.has_news)
+    wait_until(lambda: prefill.has_news)
     ((_, error),) = prefill.poll_stops()
     prefill.finish(grant, Handoff(room=grant.room, writer=prefill.address, status=ABORTED, error=error))
     assert settled(decode)[0].status is ABORTED
@@ -332,7 +317,7 @@ def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case)
 def test_a_room_that_is_none_is_not_remembered(case: Case) -> None:
     prefill, decode = case.pair()
     say(decode, prefill, wire.Abort(b"r" * 100_000, TransferError("no")))
-    until(lambda: not prefill.connected(decode.address))
+    wait_until(lambda: not prefill.connected(decode.address))
     assert not prefill.snapshot().accepted
 
 
@@ -350,8 +335,7 @@ def test_a_link_that_breaks_while_a_grant_is_accepted_stops_it(net: HandNet, mon
     accept, breaking = SenderRooms.accept, list[threading.Thread]()
 
     def accept_late(accepted: SenderRooms, grant: PageGrant) -> None:
-        thread = threading.Thread(target=lambda: net.cut(net.side(prefill)))
-        thread.start()
+        thread = started(lambda: net.cut(net.side(prefill)))
         thread.join(0.2)
         breaking.append(thread)
         accept(accepted, grant)

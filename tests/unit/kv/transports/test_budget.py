@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.testing import VirtualClock
-from tests.unit.kv.channel.channels import Case, handoff, until
+from tests.unit.kv.channel.channels import Case, handoff
+from tests.waiting import wait_until
 
 
 def test_who_holds_little_or_moves_never_gives_way_first() -> None:
@@ -53,10 +54,10 @@ def test_a_link_that_is_read_holds_nothing_in_the_end() -> None:
     try:
         prefill, decode, grant, pages = case.room()
         for transfer in case.push_all(prefill, grant, pages):
-            until(lambda: transfer.done)  # noqa: B023 - asked at once
+            wait_until(lambda: transfer.done)  # noqa: B023 - asked at once
         prefill.finish(grant, handoff(grant, prefill))
-        until(decode.poll)
+        wait_until(decode.poll)
         waiting = prefill.transport.limits.waiting  # type: ignore[attr-defined]
-        until(lambda: not waiting.num_bytes)
+        wait_until(lambda: not waiting.num_bytes)
     finally:
         case.close()
