@@ -4,7 +4,6 @@ What a thread keeps from call to call it gives back when it ends."""
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,6 +18,7 @@ from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, HEADERS, Shared, as_native, built_with
 from tests.conformance.op_suite import draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
+from tests.waiting import check_ends, started
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])
@@ -61,9 +61,7 @@ def in_a_new_thread(run: Callable[[], Tensor], threads: int) -> Tensor | PDInfer
         except PDInferError as error:
             got.append(error)
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    check_ends(started(call))
     return got[0]
 
 
