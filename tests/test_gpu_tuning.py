@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from tests.backends import ROOT, child_environment
@@ -119,23 +118,18 @@ def test_a_choice_holds_while_it_is_made_and_no_longer() -> None:
     assert [constants["num_warps"] for _, _, constants in started] == [1, in_use.num_warps]
 
 
-def test_constants_and_values_with_a_config_are_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    @attrs.frozen
-    class Cut:
-        blocks: int
-        config: Config
-
+def test_constants_are_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "SOME", PRODUCT, raising=False)
-    monkeypatch.setattr(configs, "of_cut", lambda rows: Cut(rows, PRODUCT), raising=False)
+    monkeypatch.setattr(configs, "of_cut", lambda rows: PRODUCT if rows else None, raising=False)
     monkeypatch.setattr(configs.of_cut, "__name__", "of_cut")
     other = tuning.with_values(PRODUCT, {"ROWS": 32})
     choices = tuning.Choices({("SOME", ""): other, ("of_cut", "((3,), [])"): other})
     with tuning.chosen(choices):
         assert configs.SOME is other
-        assert configs.of_cut(3) == Cut(3, other)
-        assert configs.of_cut(4) == Cut(4, PRODUCT)
-    assert configs.SOME is PRODUCT
-    assert configs.of_cut(3) == Cut(3, PRODUCT)
+        assert configs.of_cut(3) is other
+        assert configs.of_cut(4) is PRODUCT
+        assert configs.of_cut(0) is None
+    assert configs.SOME is configs.of_cut(3) is PRODUCT
     assert list(choices.asked) == [("of_cut", "((3,), [])"), ("of_cut", "((4,), [])")]
 
 

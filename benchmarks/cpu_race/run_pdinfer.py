@@ -78,7 +78,7 @@ def watch_compute() -> None:
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
-    for provider in (reference, native.draws):
+    for provider in (reference, native.rows):
         provider.draw = STOPWATCH.computing(provider.draw)
     resident.read_drawn = STOPWATCH.computing(resident.read_drawn)  # type: ignore[attr-defined]
     Recording.replay = STOPWATCH.computing(Recording.replay)  # type: ignore[method-assign]

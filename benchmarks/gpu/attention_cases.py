@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdinfer.kernels import OpSpec
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.formats.cache_rows import index_rows, latent_rows
 
 NOPE, VALUE, INDEX_KEY = 128, 128, 128
@@ -120,7 +121,7 @@ class Decode(AttentionCase):
 
     def call(self, op: Callable[..., Any], inputs: Any) -> Any:
         q_latent, q_rope, pool = inputs
-        return op(q_latent, q_rope, pool.pages_PGW, pool.table_BM, pool.lens_B, scale=SCALE)
+        return op(q_latent, q_rope, DecodeCache(pool.pages_PGW, pool.table_BM, pool.lens_B), scale=SCALE)
 
 
 @attrs.frozen(kw_only=True)
@@ -150,11 +151,11 @@ class SparseDecode(AttentionCase):
         chance = torch.rand(self.batch, self.context, generator=generator(device, seed), device=device)
         selected_TS = chance.topk(self.chosen).indices.sort().values
         queries = [draw(device, seed + width, self.batch, self.heads, width) for width in self.widths]
-        return *queries, pool, torch.arange(self.batch, device=device), selected_TS
+        cache = TokenCache(pool.pages_PGW, pool.table_BM, torch.arange(self.batch, device=device))
+        return *queries, cache, selected_TS
 
     def call(self, op: Callable[..., Any], inputs: Any) -> Any:
-        q_latent, q_rope, pool, sequence_T, selected_TS = inputs
-        return op(q_latent, q_rope, pool.pages_PGW, pool.table_BM, sequence_T, selected_TS, scale=SCALE)
+        return op(*inputs, scale=SCALE)
 
 
 @attrs.frozen(kw_only=True)
@@ -199,7 +200,7 @@ class IndexTopK(AttentionCase):
         weights_BQX = draw(device, seed + 2, self.batch, 1, self.heads).float().abs()
         lens_B = torch.full((self.batch,), self.context, device=device)
         q_BQXY = draw(device, seed + 1, self.batch, 1, self.heads, width)
-        return q_BQXY, weights_BQX, pages_PGY, order.view(self.batch, columns), lens_B
+        return q_BQXY, weights_BQX, DecodeCache(pages_PGY, order.view(self.batch, columns), lens_B)
 
     def call(self, op: Callable[..., Any], inputs: Any) -> Any:
         return op(*inputs, top_k=self.chosen)
@@ -245,8 +246,8 @@ class Prefill(AttentionCase):
 
     def call(self, op: Callable[..., Any], inputs: Any) -> Any:
         q_THQ, pool, kv_b_OC = inputs
-        lens = self.contexts
-        return op(q_THQ, pool.pages_PGW, kv_b_OC, pool.table_BM, lens, lens, v_head_dim=VALUE, scale=SCALE)
+        cache = PrefillCache(pool.pages_PGW, pool.table_BM, self.contexts, self.contexts)
+        return op(q_THQ, kv_b_OC, cache, v_head_dim=VALUE, scale=SCALE)
 
     def torch_rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
         """Return SDPA by each of its kernels, which gets the latents in one piece and expands them too. Flash attention

@@ -42,18 +42,15 @@ class Choices:
     asked: dict[Key, Config] = attrs.field(factory=dict)
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with these choices. Where it returns a value that has a `config`, that is chosen."""
+        """Return the function with these choices."""
 
         @functools.wraps(function)
         def choose(*arguments: Any, **named: Any) -> Any:
             key, found = (function.__name__, repr((arguments, sorted(named.items())))), function(*arguments, **named)
-            config = getattr(found, "config", found)
-            if not isinstance(config, Config):
+            if not isinstance(found, Config):
                 return found
-            self.asked.setdefault(key, config)
-            if key not in self.instead:
-                return found
-            return self.instead[key] if found is config else attrs.evolve(found, config=self.instead[key])
+            self.asked.setdefault(key, found)
+            return self.instead.get(key, found)
 
         return choose
 

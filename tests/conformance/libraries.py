@@ -10,7 +10,7 @@ from types import ModuleType
 import attrs
 import pytest
 
-from pdinfer.kernels import resolve
+from pdinfer.kernels import hopper, resolve
 
 
 @contextmanager
@@ -22,8 +22,8 @@ def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]
     providers = [attrs.evolve(each, devices=()) for each in resolve.PROVIDERS if each.name in known]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, name, library)
-        monkeypatch.setattr(adapter, "why_not_on", lambda device: None)
+        monkeypatch.setattr(hopper, "why_not", lambda _device, *library: hopper._why_absent(*library))
         monkeypatch.setattr(resolve, "PROVIDERS", tuple(providers))
-        adapter.why_absent.cache_clear()
+        hopper._why_absent.cache_clear()
         yield
-    adapter.why_absent.cache_clear()
+    hopper._why_absent.cache_clear()

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 from pdinfer.kernels.formats.weights import assign, expert, map_tensors
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
@@ -179,11 +178,11 @@ def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "
 
 
 def for_tma(rows: FP8Rows) -> FP8Rows:
-    """Return the same rows with their scales in the layout "mn-major-tma"."""
+    """Return the same rows with their scales as a GPU's TMA loads them."""
     pitch = -(-len(rows) // 4) * 4
     scales_NT = rows.scales_TN.new_full((rows.scales_TN.shape[1], pitch), math.nan)
     scales_TN = scales_NT.T[: len(rows)].copy_(rows.scales_TN)
-    return attrs.evolve(rows, scales_TN=scales_TN, layout="mn-major-tma")
+    return attrs.evolve(rows, scales_TN=scales_TN)
 
 
 def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:
@@ -350,12 +349,14 @@ class Attention:
     def prefill(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q, kv_b = self.of_prefill
         table, v = self.table.to(pages.device), self.dims[3]
-        return op(to(q), pages, to(kv_b), table, self.query_lens, self.contexts, v_head_dim=v, scale=SCALE)
+        cache = PrefillCache(pages, table, self.query_lens, self.contexts)
+        return op(to(q), to(kv_b), cache, v_head_dim=v, scale=SCALE)
 
     def decode(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q_latent, q_rope = self.of_decode
         lens = torch.tensor(self.contexts, dtype=torch.int64, device=pages.device)
-        return op(to(q_latent), to(q_rope), pages, self.wide_table.to(pages.device), lens, scale=SCALE)
+        cache = DecodeCache(pages, self.wide_table.to(pages.device), lens)
+        return op(to(q_latent), to(q_rope), cache, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
         op = op_of(provider, name, device, self.dtype)

@@ -86,7 +86,7 @@ def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> No
 
 def scales_together(rows: FP8Rows) -> FP8Rows:
     """Return the same room with the scales of a group of channels side by side, as DeepEP delivers them."""
-    return attrs.evolve(rows, scales_TN=rows.scales_TN.mT.contiguous().mT, layout="mn-major-tma")
+    return attrs.evolve(rows, scales_TN=rows.scales_TN.mT.contiguous().mT)
 
 
 def test_shapes_follow_from_shapes_alone() -> None:

@@ -13,6 +13,7 @@ import torch
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels import flash_mla as adapter
+from pdinfer.kernels.arguments import TokenCache
 from pdinfer.kernels.torch import attention as torch_attention
 from tests.conformance import fake_flash_mla
 from tests.conformance.libraries import installed
@@ -76,7 +77,8 @@ def test_nothing_chosen_is_nan(device: str, tokens: int, chosen: int) -> None:
     pages = torch.zeros(1, 64, 656, dtype=torch.uint8, device=device)
     sequence = torch.zeros(tokens, dtype=torch.int64, device=device)
     op = resolve_ops(OpSpec(device=device), forced={"mla_sparse": "flash_mla"}).ops.mla_sparse
-    got = op(q_latent, q_rope, pages, sequence[:, None], sequence, sequence[:, None].expand(-1, chosen), scale=SCALE)
+    cache = TokenCache(pages, sequence[:, None], sequence)
+    got = op(q_latent, q_rope, cache, sequence[:, None].expand(-1, chosen), scale=SCALE)
     assert got.shape == (tokens, 64, 512)
     assert got.isnan().all()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -375,7 +374,7 @@ def test_a_composition_calls_the_op_that_was_swapped() -> None:
     def doubled(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return 2 * x_TD
 
-    ops = attrs.evolve(ops_of(torch.float32), rms_norm=doubled)
+    ops = ops_of(torch.float32).replace(rms_norm=doubled)
     x, weight = draw(2, 128), torch.ones(128)
     assert torch.equal(ops.add_rms_norm(x, x, weight, 0)[0], 4 * x)
     assert torch.equal(ops.add_rms_norm_fp8(x, x, weight, 0, ue8m0=False)[0].floats_TI, 4 * x)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels.arguments import DecodeCache
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
@@ -142,11 +143,11 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
 def test_a_head_that_is_not_finite_stays_alone(body: Kernels, bad: float) -> None:
     pages, table, lens = draw(10, 16, 96).bfloat16(), torch.arange(10).view(2, 5), torch.tensor([70, 66])
     latent, rope = draw(2, 3, 7, 64).bfloat16(), draw(2, 3, 7, 32).bfloat16()
-    good = native.attention.mla_decode(latent, rope, pages, table, lens, scale=0.25)
+    good = native.attention.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
     for spoilt in (latent, rope):
         before = spoilt[1, 2, 4, 31].item()
         spoilt[1, 2, 4, 31] = bad
-        got = native.attention.mla_decode(latent, rope, pages, table, lens, scale=0.25)
+        got = native.attention.mla_decode(latent, rope, DecodeCache(pages, table, lens), scale=0.25)
         spoilt[1, 2, 4, 31] = before
         lost = (~got.isfinite()).any(-1)
         assert lost.nonzero().tolist() == [[1, 2, 4]]
@@ -157,8 +158,9 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
     """The sixteenth token lies fifteen rows behind the first, but those between have changed places."""
     pages = draw(4, 5, 96).bfloat16()
     latent, rope, lens = draw(1, 1, 5, 64).bfloat16(), draw(1, 1, 5, 32).bfloat16(), torch.tensor([20])
-    expected = native.attention.mla_decode(latent, rope, pages, torch.tensor([[0, 1, 2, 3]]), lens, scale=0.25)
-    got = native.attention.mla_decode(latent, rope, pages[[0, 2, 1, 3]], torch.tensor([[0, 2, 1, 3]]), lens, scale=0.25)
+    in_order = DecodeCache(pages, torch.tensor([[0, 1, 2, 3]]), lens)
+    turned = DecodeCache(pages[[0, 2, 1, 3]], torch.tensor([[0, 2, 1, 3]]), lens)
+    expected, got = (native.attention.mla_decode(latent, rope, cache, scale=0.25) for cache in (in_order, turned))
     assert torch.equal(got, expected)
 
 
@@ -166,11 +168,11 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
 @pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
 def test_stored_weights(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
-    got = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
+    got = native.products.linear_w8a8_dynamic(x, int8), native.products.linear_fp8(x, fp8)
     with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
-        expected = native.products.linear_int8(x, int8), native.products.linear_fp8(x, fp8)
+        expected = native.products.linear_w8a8_dynamic(x, int8), native.products.linear_fp8(x, fp8)
     assert torch.equal(got[0], expected[0])
-    torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(got[0], reference.linear_w8a8_dynamic(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
 
 
@@ -275,7 +277,7 @@ def experts() -> Tensor:
 def decode() -> Tensor:
     pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
     latent, rope = draw(1, 2, 5, 64).bfloat16(), draw(1, 2, 5, 32).bfloat16()
-    return native.attention.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
 
 
 every_user_of_tiles = pytest.mark.parametrize("work", [experts, decode])

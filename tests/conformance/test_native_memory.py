@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
+from pdinfer.kernels.arguments import DecodeCache
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
@@ -30,7 +31,7 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
     latent, rope = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16)
     pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(PDInferError, match=rf"attention over \[{tokens}\] tokens lacks \d+ bytes"):
-        native.attention.mla_decode(latent, rope, pages, table, torch.tensor([tokens]), scale=1.0)
+        native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([tokens])), scale=1.0)
 
 
 class Allocations:
@@ -84,13 +85,14 @@ def experts_in_fp8_strips(*counts: int) -> Callable[[], Tensor]:
 
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
-    return native.products.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
+    gate_up, down = int8_weight(2, 48, 40), int8_weight(2, 40, 24)
+    return native.products.grouped_mlp_w8a8_dynamic(x, torch.tensor([2, 3]), gate_up, down)
 
 
 def decode() -> Tensor:
     pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
     latent, rope = draw(1, 1, 3, 64).bfloat16(), draw(1, 1, 3, 32).bfloat16()
-    return native.attention.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
 
 
 WORK: dict[str, Callable[[], Tensor]] = {
@@ -105,7 +107,7 @@ WORK: dict[str, Callable[[], Tensor]] = {
     "experts of few rows": experts(1, 3),
     "experts of many rows": experts(20, 3),
     "many experts of many rows": experts(*[17] * 9),
-    "INT8": lambda: native.products.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
+    "INT8": lambda: native.products.linear_w8a8_dynamic(draw(3, 40).bfloat16(), int8_weight(24, 40)),
     "experts of INT8": experts_of_int8,
     "FP8": lambda: native.products.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
     "FP8 in strips": lambda: native.products.linear_fp8_strips(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdinfer.errors import PDInferError
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import DecodeCache, RouterRule
 from pdinfer.kernels.ops import function_of
 from pdinfer.kernels.torch import provider as torch_provider
 from tests.conformance.op_suite import draw, in_strips, op_of
@@ -90,7 +91,7 @@ def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
 
 # ---- what takes several ops in one call gives the bits of its composition -----------------------------------------
 
-RULE = {"sigmoid": True, "normalize": True, "top_k": 3, "num_groups": 4, "top_k_groups": 2, "scaling_factor": 2.5}
+RULE = RouterRule(sigmoid=True, normalize=True, top_k=3, num_groups=4, top_k_groups=2, scaling_factor=2.5)
 
 
 def both_ways(name: str, *inputs: Any, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -108,11 +109,11 @@ def test_choose_experts(tokens: int, width: int) -> None:
     """The router stays float32 in a model whose products are bfloat16."""
     x, weight, bias = draw(tokens, width).bfloat16(), draw(16, width, seed=1) / 8, draw(16, seed=2)
     for given in (bias, None):
-        (ids, weights), (other_ids, other_weights) = both_ways("choose_experts", x, weight, given, **RULE)
+        (ids, weights), (other_ids, other_weights) = both_ways("choose_experts", x, weight, given, RULE)
         assert torch.equal(ids, other_ids)
         assert torch.allclose(weights, other_weights, rtol=1e-6)
         logits = reference.linear(x.double(), weight.double()).float()
-        expected_ids, expected = reference.route(logits, given, **RULE)
+        expected_ids, expected = reference.route(logits, given, RULE)
         assert torch.equal(ids, expected_ids)
         assert torch.allclose(weights, expected, rtol=1e-5)
 
@@ -152,6 +153,6 @@ def test_mla_absorbed(batch: int, queries: int, rank: int, apart: bool) -> None:
     angles = draw(batch * queries, rope // 2, seed=2), draw(batch * queries, rope // 2, seed=3)
     kv_b = (draw(heads, nope + outs, rank, seed=4) / 8).bfloat16()
     weights = kv_b[:, :nope], kv_b[:, nope:]
-    (got,), (one_by_one,) = both_ways("mla_absorbed", q, *angles, pages, table, lens, *weights, scale=0.2)
+    (got,), (one_by_one,) = both_ways("mla_absorbed", q, *angles, DecodeCache(pages, table, lens), *weights, scale=0.2)
     assert got.shape == (batch * queries, heads, outs)
     assert torch.equal(got, one_by_one)

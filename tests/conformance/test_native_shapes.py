@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips, fit
+from pdinfer.kernels.formats.strips import FP8Strips, Strips, fit
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
@@ -156,8 +156,8 @@ def test_decode(body: Kernels, threads: None, monkeypatch: pytest.MonkeyPatch) -
         contexts = (5, 16, 64, 65, 68, 130)
         case = Attention(torch.bfloat16, heads, page_size, contexts, (1,) * 6, dims, queries)
         latent, rope = map(laid, case.of_decode)
-        table, lens = laid(case.wide_table), laid(torch.tensor(contexts))
-        got = native.attention.mla_decode(latent, rope, laid(case.pages), table, lens, scale=SCALE)
+        cache = DecodeCache(*map(laid, (case.pages, case.wide_table, torch.tensor(contexts))))
+        got = native.attention.mla_decode(latent, rope, cache, scale=SCALE)
         assert_within(got, *case.expected("mla_decode"), torch.bfloat16)
 
 
@@ -167,11 +167,13 @@ PAGES, TABLE = draw(7, 16, 96).bfloat16(), torch.tensor([[5, 2, 0], [1, 6, 3]])
 
 
 def decode(latent: Tensor, rope: Tensor, pages: Tensor, table: Tensor) -> Tensor:
-    return native.attention.mla_decode(latent, rope, pages, table, torch.tensor([33, 48]), scale=0.25)
+    return native.attention.mla_decode(latent, rope, DecodeCache(pages, table, torch.tensor([33, 48])), scale=0.25)
 
 
 def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
-    return native.attention.mla_prefill(q, pages, kv_b, table, (7, 48), (33, 48), v_head_dim=64, scale=0.25)
+    return native.attention.mla_prefill(
+        q, kv_b, PrefillCache(pages, table, (7, 48), (33, 48)), v_head_dim=64, scale=0.25
+    )
 
 
 def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
@@ -183,12 +185,12 @@ def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots
 def drawn(logits: Tensor, changed: Tensor) -> Tensor:
     """The controls of greedy draws are not read."""
     nothing = {field.name: torch.empty(0) for field in attrs.fields(Controls)}
-    return native.draws.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
+    return native.rows.draw(logits, changed, Controls(**nothing), DrawKind.GREEDY)
 
 
 def chosen(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    rule = {"sigmoid": True, "normalize": True, "top_k": 3, "num_groups": 4, "top_k_groups": 2, "scaling_factor": 2.5}
-    return torch.cat([part.float() for part in native.rows.choose_experts(x, weight, bias, **rule)])
+    rule = RouterRule(sigmoid=True, normalize=True, top_k=3, num_groups=4, top_k_groups=2, scaling_factor=2.5)
+    return torch.cat([part.float() for part in native.rows.choose_experts(x, weight, bias, rule)])
 
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
@@ -219,7 +221,7 @@ CASES: dict[str, Case] = (
         "heads_out": (native.products.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
         "heads_out of many rows": (native.products.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
         "linear_int8": (
-            lambda x, numbers, scale: native.products.linear_int8(x, int8(numbers, scale)),
+            lambda x, numbers, scale: native.products.linear_w8a8_dynamic(x, int8(numbers, scale)),
             (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
         ),
         "linear_fp8": (
@@ -338,6 +340,6 @@ def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     assert native.products.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])
-    got = native.attention.mla_prefill(q, PAGES, kv_b, table, (0, 9, 0), (0, 33, 20), v_head_dim=64, scale=0.25)
-    alone = native.attention.mla_prefill(q, PAGES, kv_b, table[1:2], (9,), (33,), v_head_dim=64, scale=0.25)
+    every, one = PrefillCache(PAGES, table, (0, 9, 0), (0, 33, 20)), PrefillCache(PAGES, table[1:2], (9,), (33,))
+    got, alone = (native.attention.mla_prefill(q, kv_b, cache, v_head_dim=64, scale=0.25) for cache in (every, one))
     assert torch.equal(got, alone)

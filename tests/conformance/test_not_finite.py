@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks, e4m3_to_float
 from pdinfer.kernels.native import ops as native
@@ -214,8 +215,7 @@ def test_a_router_with_a_logit_that_is_not_finite_weighs_nothing(
     """This holds wherever the expert stands, chosen or not. The experts it names can still be counted."""
     op = op_of(provider, "route", "cpu", dtype)
     bias = draw(16, seed=3) * 0.1 if rule == "biased" else None
-    run = partial(
-        op,
+    sums = RouterRule(
         sigmoid=rule != "softmax",
         top_k=4,
         num_groups=groups,
@@ -223,6 +223,7 @@ def test_a_router_with_a_logit_that_is_not_finite_weighs_nothing(
         normalize=rule == "biased",
         scaling_factor=2.5,
     )
+    run = partial(op, rule=sums)
     logits = draw(3, 16)
     good_ids, good = run(logits, bias)
     assert good.isfinite().all()
@@ -286,14 +287,14 @@ class Cached:
     def decode(self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor]) -> Tensor:
         op, (q_latent, q_rope) = op_of(provider, "mla_decode", "cpu", self.dtype), queries
         lens = torch.tensor(self.contexts)
-        return op(q_latent[:, None], q_rope[:, None], pages, self.table, lens, scale=0.25)[:, 0]
+        return op(q_latent[:, None], q_rope[:, None], DecodeCache(pages, self.table, lens), scale=0.25)[:, 0]
 
     def sparse(self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor]) -> Tensor:
         """Attend with everything chosen."""
         at = torch.arange(40).expand(3, -1)
         selected = torch.where(at < torch.tensor(self.contexts)[:, None], at, -1)
         op = op_of(provider, "mla_sparse", "cpu", self.dtype)
-        return op(*queries, pages, self.table, torch.arange(3), selected, scale=0.25)
+        return op(*queries, TokenCache(pages, self.table, torch.arange(3)), selected, scale=0.25)
 
     def prefill(
         self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor], kv_b: Tensor | None = None
@@ -302,7 +303,7 @@ class Cached:
         op = op_of(provider, "mla_prefill", "cpu", self.dtype)
         kv_b = self.kv_b if kv_b is None else kv_b
         q = torch.cat((queries[0][..., :34], queries[1]), -1)
-        return op(q, pages, kv_b, self.table, (1, 1, 1), self.contexts, v_head_dim=64, scale=0.25)
+        return op(q, kv_b, PrefillCache(pages, self.table, (1, 1, 1), self.contexts), v_head_dim=64, scale=0.25)
 
     @property
     def kv_b(self) -> Tensor:
@@ -403,10 +404,12 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
     op = op_of(provider, "mla_decode", "cpu", dtype)
     for position in (0, 63, 64, 130, 199):
         spoilt = put(pages, (position // 16, position % 16, 159), bad)
-        assert (~op(q_latent, q_rope, spoilt, table, torch.tensor([200]), scale=0.25).isfinite()).any(-1).all()
+        got = op(q_latent, q_rope, DecodeCache(spoilt, table, torch.tensor([200])), scale=0.25)
+        assert (~got.isfinite()).any(-1).all()
     pages[:4, :, 159] = bad  # a block of 64, and nothing else in it
     q_rope[..., -1] = 1
-    assert (~op(q_latent, q_rope, pages, table, torch.tensor([200]), scale=0.25).isfinite()).any(-1).all()
+    got = op(q_latent, q_rope, DecodeCache(pages, table, torch.tensor([200])), scale=0.25)
+    assert (~got.isfinite()).any(-1).all()
 
 
 @on_a_cpu("mla_prefill")
@@ -425,16 +428,22 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
     case, pages = Cached(dtype), draw(14, 16, 160).to(dtype)
     table = torch.arange(14).view(2, 7)
     q = draw(130, 3, 66).to(dtype)
-    run = partial(op_of(provider, "mla_prefill", "cpu", dtype), v_head_dim=64, scale=0.1)
-    good = run(q, pages, case.kv_b, table, (30, 100), (30, 100))
+    op = op_of(provider, "mla_prefill", "cpu", dtype)
+
+    def run(pages: Tensor) -> Tensor:
+        cache = PrefillCache(pages, table, (30, 100), (30, 100))
+        got: Tensor = op(q, case.kv_b, cache, v_head_dim=64, scale=0.1)
+        return got
+
+    good = run(pages)
     for position, column in ((0, 0), (99, 159), (50, 130), (33, 128)):
         spoilt = put(pages, (7 + position // 16, position % 16, column), bad)
-        got = run(q, spoilt, case.kv_b, table, (30, 100), (30, 100))
+        got = run(spoilt)
         assert torch.equal(got[:30], good[:30])
         assert (~got[30 + position :].isfinite()).any(-1).all()
     q[..., -1] = 1
     pages[7:11, :, 159] = bad
-    assert (~run(q, pages, case.kv_b, table, (30, 100), (30, 100))[30:].isfinite()).any(-1).all()
+    assert (~run(pages)[30:].isfinite()).any(-1).all()
 
 
 # Choosing tokens, and the cache
@@ -453,7 +462,7 @@ def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
         pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
-        got: Tensor = index_topk(q, weights, pages, table, (5, 4), (20, 11), top_k=6)
+        got: Tensor = index_topk(q, weights, PrefillCache(pages, table, (5, 4), (20, 11)), top_k=6)
         return got
 
     good = choose()
@@ -483,7 +492,7 @@ def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
 
     def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
         pages, table = cache_rows.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
-        got: Tensor = index_topk(q, weights, pages, table, torch.tensor([20, 11]), top_k=12)
+        got: Tensor = index_topk(q, weights, DecodeCache(pages, table, torch.tensor([20, 11])), top_k=12)
         return got.flatten(0, 1)
 
     good = choose()
@@ -505,7 +514,8 @@ def test_attention_to_nothing_is_nan(provider: str, dtype: torch.dtype) -> None:
     op = op_of(provider, "mla_sparse", "cpu", dtype)
     q_latent, q_rope, pages = (draw(*shape).to(dtype) for shape in ((3, 2, 128), (3, 2, 8), (2, 4, 136)))
     selected = torch.tensor([[0, 2], [-1, -1], [1, -1]])
-    got = op(q_latent, q_rope, pages, torch.tensor([[0, 1]]), torch.zeros(3, dtype=torch.int64), selected, scale=1.0)
+    cache = TokenCache(pages, torch.tensor([[0, 1]]), torch.zeros(3, dtype=torch.int64))
+    got = op(q_latent, q_rope, cache, selected, scale=1.0)
     assert got.isnan().flatten(1).all(-1).tolist() == [False, True, False]
 
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.arguments import RouterRule
 from tests.conformance.op_suite import draw, every_place, op_of
 from tests.joined import for_each
 from tests.rounding import (
@@ -64,12 +65,14 @@ class Routing:
         ids, weights = op_of(provider, "route", device, torch.bfloat16)(
             logits.to(device),
             None if biases is None else biases.to(device),
-            sigmoid=self.sigmoid,
-            top_k=self.top_k,
-            num_groups=self.groups,
-            top_k_groups=self.top_k_groups,
-            normalize=self.normalize,
-            scaling_factor=self.scaling,
+            RouterRule(
+                sigmoid=self.sigmoid,
+                top_k=self.top_k,
+                num_groups=self.groups,
+                top_k_groups=self.top_k_groups,
+                normalize=self.normalize,
+                scaling_factor=self.scaling,
+            ),
         )
         assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
         assert ids.shape == weights.shape == (len(logits), self.top_k)

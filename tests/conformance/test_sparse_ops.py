@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import attrs
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.model.batch import Batch, Row
@@ -208,10 +208,7 @@ class Choice:
         return op_of(provider, "index_topk", device, self.dtype)(
             q.to(device, self.dtype),
             weights.to(device),
-            self.pages.to(device),
-            self.attention.table.to(device),
-            self.query_lens,
-            self.contexts,
+            PrefillCache(self.pages.to(device), self.attention.table.to(device), self.query_lens, self.contexts),
             top_k=self.top_k,
         ).cpu()
 
@@ -222,9 +219,11 @@ class Choice:
         got = op_of(provider, "index_topk_decode", device, self.dtype)(
             q.to(device, self.dtype).view(*rows, self.heads, self.width),
             weights.to(device).view(*rows, self.heads),
-            self.pages.to(device),
-            self.attention.wide_table.to(device),
-            torch.tensor(self.contexts, dtype=torch.int64, device=device),
+            DecodeCache(
+                self.pages.to(device),
+                self.attention.wide_table.to(device),
+                torch.tensor(self.contexts, dtype=torch.int64, device=device),
+            ),
             top_k=self.top_k,
         ).cpu()
         assert got.dtype == torch.int64
@@ -313,7 +312,7 @@ def test_tables_that_are_read_whole_change_nothing(
     packed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices, whose lengths no host knows: most columns hold nothing of most sequences."""
-    monkeypatch.setattr(torch_attention, "_columns_in_use", lambda table, *_: table)
+    monkeypatch.setattr(torch_attention, "_columns_in_use", lambda cache: cache.table_BM)
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", block_bytes)
     contexts = (20, 2, 33, 64)
@@ -325,15 +324,15 @@ def test_tables_that_are_read_whole_change_nothing(
 
 @every_place("index_topk", "index_topk_decode")
 def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: str) -> None:
-    pages = torch.ones(4, 4, 2)
-    q, weights = torch.ones(16, 1, 2), torch.zeros(16, 1)
-    table = torch.arange(4)[None]
+    pages, table = torch.ones(4, 4, 2, device=device), torch.arange(4, device=device)[None]
+    q, weights = torch.ones(16, 1, 2, device=device), torch.zeros(16, 1, device=device)
     op = op_of(provider, "index_topk", device)
-    got = op(*(x.to(device) for x in (q, weights, pages, table)), (16,), (16,), top_k=3).tolist()
+    got = op(q, weights, PrefillCache(pages, table, (16,), (16,)), top_k=3).tolist()
     assert got == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 14]
     op = op_of(provider, "index_topk_decode", device)
-    inputs = (q[None, :3], weights[None, :3], pages, table, torch.tensor([4]))
-    assert op(*(x.to(device) for x in inputs), top_k=3).tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
+    cache = DecodeCache(pages, table, torch.tensor([4], device=device))
+    got = op(q[None, :3], weights[None, :3], cache, top_k=3)
+    assert got.tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
 
 
 @every_place("index_topk", "index_topk_decode")
@@ -342,14 +341,13 @@ def test_equal_scores_of_a_long_context_are_counted_from_its_start(provider: str
     best = [2098, 700, 1400]
     pages = torch.ones(1, 2100, 2)
     pages[0, best] = 2
-    inputs = [
-        x.to(device) for x in (torch.ones(1, 1, 2), torch.ones(1, 1), pages, torch.zeros(1, 1, dtype=torch.int32))
-    ]
+    q, weights = torch.ones(1, 1, 2, device=device), torch.ones(1, 1, device=device)
+    pages, table = pages.to(device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     expected = sorted({*range(1497 + 2), 2098})
-    got = op_of(provider, "index_topk", device)(*inputs, (1,), (2100,), top_k=1500)
+    got = op_of(provider, "index_topk", device)(q, weights, PrefillCache(pages, table, (1,), (2100,)), top_k=1500)
     assert got.tolist() == [expected]
-    lens = torch.tensor([2100], device=device)
-    got = op_of(provider, "index_topk_decode", device)(*(x[None] for x in inputs[:2]), *inputs[2:], lens, top_k=1500)
+    cache = DecodeCache(pages, table, torch.tensor([2100], device=device))
+    got = op_of(provider, "index_topk_decode", device)(q[None], weights[None], cache, top_k=1500)
     assert got.tolist() == [[expected]]
 
 
@@ -364,10 +362,11 @@ def test_scores_that_differ_in_float32_alone_are_told_apart(
     keys = cache_rows.hadamard(torch.eye(16)[[2, 1, 0]]).to(dtype)
     pages = cache_rows.index_rows(keys, torch.uint8 if packed else dtype)[None]
     q, weights, pages, table = (x.to(device) for x in (q, weights, pages, table))
-    assert op_of(provider, "index_topk", device, dtype)(q, weights, pages, table, (1,), (3,), top_k=1).tolist() == [[2]]
-    lens = torch.tensor([3], device=device)
+    choose = op_of(provider, "index_topk", device, dtype)
+    assert choose(q, weights, PrefillCache(pages, table, (1,), (3,)), top_k=1).tolist() == [[2]]
+    cache = DecodeCache(pages, table, torch.tensor([3], device=device))
     choose = op_of(provider, "index_topk_decode", device, dtype)
-    assert choose(q[None], weights[None], pages, table, lens, top_k=1).tolist() == [[[2]]]
+    assert choose(q[None], weights[None], cache, top_k=1).tolist() == [[[2]]]
 
 
 # Attending to them
@@ -436,8 +435,10 @@ class Sparse:
             device=CPU,
             decode=True,
         ).page_table_BM
-        inputs = (*self.queries, pages, table, torch.tensor(self.sequences), self.selected)
-        return op_of(provider, "mla_sparse", device, self.dtype)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
+        q_latent, q_rope = (x.to(device) for x in self.queries)
+        cache = TokenCache(*(x.to(device) for x in (pages, table, torch.tensor(self.sequences))))
+        op = op_of(provider, "mla_sparse", device, self.dtype)
+        return op(q_latent, q_rope, cache, self.selected.to(device), scale=SCALE).cpu()
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return the softmax over the chosen rows, token by token, in float64, and how far from it a result may be."""
@@ -498,13 +499,12 @@ def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device:
 def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torch.dtype) -> None:
     case = Attention(dtype, 3, 4, (9, 6, 12), (1, 1, 1))
 
-    def decode(*inputs: Any, scale: float) -> Tensor:
-        q_latent, q_rope, pages, table, lens = inputs
-        at = torch.arange(12, device=lens.device).expand(3, -1)
-        selected = torch.where(at < lens[:, None], at, -1)
-        sequence = torch.arange(3, device=lens.device)
+    def decode(q_latent: Tensor, q_rope: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
+        at = torch.arange(12, device=device).expand(3, -1)
+        selected = torch.where(at < cache.lens_B[:, None], at, -1)
+        tokens = TokenCache(cache.pages_PGW, cache.table_BM, torch.arange(3, device=device))
         op = op_of(provider, "mla_sparse", device, dtype)
-        return op(q_latent[:, 0], q_rope[:, 0], pages, table, sequence, selected, scale=scale)[:, None]
+        return op(q_latent[:, 0], q_rope[:, 0], tokens, selected, scale=scale)[:, None]
 
     got = case.decode(decode, case.pages.to(device), lambda x: x.to(device))
     assert_within(got, *case.expected("mla_decode"), dtype)
@@ -516,4 +516,5 @@ def test_no_tokens_read_nothing(provider: str, device: str) -> None:
     q_latent, q_rope, pages = (torch.zeros(shape, device=device) for shape in shapes)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     op = op_of(provider, "mla_sparse", device)
-    assert op(q_latent, q_rope, pages, empty.view(0, 0), empty, empty.view(0, 0), scale=1.0).shape == (0, 2, 4)
+    cache = TokenCache(pages, empty.view(0, 0), empty)
+    assert op(q_latent, q_rope, cache, empty.view(0, 0), scale=1.0).shape == (0, 2, 4)

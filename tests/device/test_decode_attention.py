@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.kernels import reference
+from pdinfer.kernels.arguments import DecodeCache, TokenCache
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.view import KVView, PageMemory
@@ -44,10 +45,11 @@ def inputs(packed: bool, seed: int) -> list[Tensor]:
 def attend(ops: object, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the dense result, the choice, and the result over it."""
     q_latent, q_rope, latents, q_index, weights, keys, table, lens = given
-    dense = ops.mla_decode(q_latent, q_rope, latents, table, lens, scale=SCALE)  # type: ignore[attr-defined]
-    chosen = ops.index_topk_decode(q_index, weights, keys, table, lens, top_k=6)  # type: ignore[attr-defined]
+    cache = DecodeCache(latents, table, lens)
+    dense = ops.mla_decode(q_latent, q_rope, cache, scale=SCALE)  # type: ignore[attr-defined]
+    chosen = ops.index_topk_decode(q_index, weights, DecodeCache(keys, table, lens), top_k=6)  # type: ignore[attr-defined]
     sequence = torch.arange(3, device=lens.device).repeat_interleave(2, output_size=6)
-    tokens = q_latent.flatten(0, 1), q_rope.flatten(0, 1), latents, table, sequence, chosen.flatten(0, 1)
+    tokens = q_latent.flatten(0, 1), q_rope.flatten(0, 1), TokenCache(latents, table, sequence), chosen.flatten(0, 1)
     return dense, chosen, ops.mla_sparse(*tokens, scale=SCALE)  # type: ignore[attr-defined]
 
 

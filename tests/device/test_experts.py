@@ -72,7 +72,8 @@ def stacks(kind: str, dtype: torch.dtype) -> tuple[Weight, Weight]:
 def test_experts_wait_for_nothing_and_give_what_a_cpu_gives(
     device: torch.device, card: DeviceSpec, kind: str, dtype: torch.dtype, form: Rows
 ) -> None:
-    run: Any = getattr(torch_experts, kind if kind == "grouped_mlp" else f"grouped_mlp_{kind}")
+    of_format = {"fp8": torch_experts.grouped_mlp_fp8, "int8": torch_experts.grouped_mlp_w8a8_dynamic}
+    run: Any = of_format.get(kind, torch_experts.grouped_mlp)
     gate_up, down = stacks(kind, dtype)
     x_SD = draw(sum(COUNTS), SIZES[0]).to(dtype)
     expected = form.run(lambda x, counts_E: run(x, counts_E, gate_up, down), x_SD, COUNTS)
@@ -103,7 +104,7 @@ def test_many_rows_wait_once(device: torch.device, card: DeviceSpec, monkeypatch
     assert isinstance(down, Int8Dynamic)
     x_SD, counts_E = draw(sum(COUNTS), SIZES[0]).to(device), torch.tensor(COUNTS).to(device)
     with Watch() as watch:
-        torch_experts.grouped_mlp_int8(x_SD, counts_E, gate_up, down)
+        torch_experts.grouped_mlp_w8a8_dynamic(x_SD, counts_E, gate_up, down)
     assert watch.totals()["syncs"] == 1
 
 
@@ -116,7 +117,7 @@ def test_int8_products_are_padded_to_what_cuda_takes(
     matrix to float64."""
     x_TI = draw(rows, 48)
     weight: Any = static_weight(24, 48, 2) if static else int8_weight(24, 48)
-    op: Any = torch_products.linear_int8_static if static else torch_products.linear_int8
+    op: Any = torch_products.linear_w8a8 if static else torch_products.linear_w8a8_dynamic
     there = map_tensors(weight, lambda tensor: tensor.to(device))
     with Watch() as watch:
         got = op(x_TI.to(device), there)
@@ -130,7 +131,8 @@ def test_int8_products_of_odd_sizes_go_through_floats(device: torch.device, card
     there = map_tensors(weight, lambda tensor: tensor.to(device))
     assert isinstance(there, Int8Dynamic)
     torch.testing.assert_close(
-        torch_products.linear_int8(x_TI.to(device), there).cpu(), torch_products.linear_int8(x_TI, weight)
+        torch_products.linear_w8a8_dynamic(x_TI.to(device), there).cpu(),
+        torch_products.linear_w8a8_dynamic(x_TI, weight),
     )
 
 
@@ -150,7 +152,7 @@ def test_fp8_products_wait_for_nothing(device: torch.device, card: DeviceSpec, r
 def test_a_layer_with_padding_waits_for_nothing(device: torch.device, overlap: bool) -> None:
     on_cpu, there = (random_model(device=where).moe_layers()[0] for where in ("cpu", device))
     object.__setattr__(there, "two_batch_overlap", overlap)
-    x_TD = draw(5, on_cpu.router.config.hidden_size)
+    x_TD = draw(5, on_cpu.router.weight_ED.shape[1])
     live_T = torch.tensor([True, True, False, True, False])
     expected = on_cpu(x_TD, None, live_T)
     x_TD, live_T = x_TD.to(device), live_T.to(device)

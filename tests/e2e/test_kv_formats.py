@@ -43,7 +43,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = 
         plain.store_index_keys(pages, slots, rounded.to(keys.dtype))
 
     if rounds:
-        ops = attrs.evolve(plain, store_latent=store_latent, store_index_keys=store_index_keys)
+        ops = plain.replace(store_latent=store_latent, store_index_keys=store_index_keys)
         resolved = attrs.evolve(resolved, ops=ops)
     config = tiny_config(family, kv_lora_rank=RANK)
     return Model.build(

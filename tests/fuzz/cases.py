@@ -278,11 +278,11 @@ def stored(chance: random.Random, host: Host) -> None:
     strips, wide = fp8_in_strips(in_steps), draw(rows, in_steps.numbers.shape[1]).to(DTYPE)
     with host():
         got = (
-            native.products.linear_int8(x, int8),
+            native.products.linear_w8a8_dynamic(x, int8),
             native.products.linear_fp8(x, fp8),
             native.products.linear_fp8_strips(wide, strips),
         )
-    torch.testing.assert_close(got[0], reference.linear_int8(x, int8), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(got[0], reference.linear_w8a8_dynamic(x, int8), rtol=0.01, atol=0.01)
     torch.testing.assert_close(got[1], reference.linear_fp8(x, fp8), rtol=0.02, atol=0.02)
     torch.testing.assert_close(got[2], reference.linear_fp8(wide, in_steps), rtol=0.02, atol=0.02)
 

@@ -20,9 +20,9 @@ EXPERTS = "device/test_experts.py"
 
 MUTANTS = [
     Mutant(
-        "rows for a GPU's TMA keep that layout when they are gathered",
-        'numbers_TI=numbers, scales_TN=scales, layout="row")',
-        "numbers_TI=numbers, scales_TN=scales)",
+        "rows that are gathered keep the scales of the first rows",
+        "self.scales_TN.index_select(axis, index)",
+        "self.scales_TN[: len(index)].contiguous()",
         "test_activations.py::test_rows_are_gathered_with_their_scales",
     ),
     Mutant(
@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "a composition goes on calling the op that was swapped",
-        "Composed(op.func, self)",
-        "op if op.args else Composed(op.func, self)",
+        "ops.get(op, self.functions[name])",
+        "ops.get(op, self[name].__call__)",
         f"{FUSED}::test_a_composition_calls_the_op_that_was_swapped",
     ),
     Mutant(
@@ -94,10 +94,9 @@ MUTANTS = [
     ),
     Mutant(
         "every CUDA card multiplies FP8 blocks",
-        "device.capability is None or device.capability[0] != 9:",
-        "device.capability is None:",
+        "self.capability is not None and self.capability[0] == 9",
+        "self.capability is not None",
         f"{PRODUCTS}::test_a_card_is_slow_or_not_by_what_it_is",
-        where="torch/products.py",
     ),
     Mutant(
         "16 rows are enough for an INT8 product on CUDA",
@@ -167,9 +166,9 @@ MUTANTS = [
         "test_quantize.py::test_experts_in_fp8_are_sent_rounded_rows",
     ),
     Mutant(
-        "low-latency rows do not say where their scales lie",
-        '"mn-major-tma", dtype',
-        "dtype",
+        "low-latency rows do not say how their scales are rounded",
+        "FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0)",
+        "FP8Rows(numbers, scales, dtype=x_TD.dtype)",
         "test_deep_ep.py::test_rows_for_experts_in_fp8_are_rounded_by_the_kernel",
         where="deep_ep.py",
     ),
@@ -193,8 +192,8 @@ MUTANTS = [
     ),
     Mutant(
         "native mla_decode reads int64 pages as int32",
-        "page_table_BM = page_table_BM.to(torch.int32).contiguous()\n",
-        "page_table_BM = page_table_BM.contiguous()\n",
+        "table_BM, out = cache.table_BM.to(torch.int32).contiguous(),",
+        "table_BM, out = cache.table_BM.contiguous(),",
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
     ),
     Mutant(
@@ -217,20 +216,21 @@ MUTANTS = [
     ),
     Mutant(
         "torch index_topk_decode lets every query see the drafts behind it",
-        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(),",
-        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part, -1:].expand(-1, num_queries).flatten(),",
+        "pages_PGW, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(),",
+        "pages_PGW, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part, -1:].expand(-1, num_queries).flatten(),",
         f"{SPARSE}::test_index_topk_decode",
     ),
     Mutant(
         "torch index_topk_decode chooses as many as the longest context has",
-        "count = min(top_k, page_table_BM.shape[1] * page_size)",
-        "count = min(top_k, int(context_lens_B.max()) if batch else 0)",
+        "count = min(top_k, cache.table_BM.shape[1] * cache.page_size)",
+        "count = min(top_k, int(cache.lens_B.max()) if batch else 0)",
         f"{SPARSE}::test_index_topk_decode",
+        where="torch/attention.py",
     ),
     Mutant(
         "torch index_topk_decode scores all sequences with the keys of the first of a block",
-        "pages_PGY, table_BM[part])\n",
-        "pages_PGY, table_BM[part][:1].expand_as(table_BM[part]))\n",
+        "pages_PGW, table_BM[part])\n",
+        "pages_PGW, table_BM[part][:1].expand_as(table_BM[part]))\n",
         f"{SPARSE}::test_index_topk_decode",
     ),
     Mutant(
@@ -241,8 +241,8 @@ MUTANTS = [
     ),
     Mutant(
         "torch attention cuts the table to a length that it asks the device for",
-        'if context_lens_B.device.type != "cpu":',
-        'if context_lens_B.device.type == "none":',
+        'if cache.lens_B.device.type != "cpu":',
+        'if cache.lens_B.device.type == "none":',
         "test_decode_attention.py",
     ),
     Mutant(

@@ -61,8 +61,8 @@ MUTANTS = [
     ),
     Mutant(
         "pages of another sequence's queries are read",
-        "page_table_BM.to(torch.int32).repeat_interleave(num_queries, 0)",
-        "page_table_BM.to(torch.int32).repeat(num_queries, 1)",
+        "table_BM.to(torch.int32).repeat_interleave(num_queries, 0)",
+        "table_BM.to(torch.int32).repeat(num_queries, 1)",
         DECODE,
     ),
     Mutant(
@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call that the first provider declines fails",
-        'if op not in getattr(module, "DECLINES", {}):\n            break',
+        'if op not in getattr(module, "DECLINES", ()):\n            break',
         "break",
         "test_resolve.py::test_calls_that_a_provider_declines_go_to_the_next_one",
     ),

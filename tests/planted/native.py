@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     Mutant(
         "native prefill cuts a context inside a page",
-        "step = 0, KEYS // page_size * page_size",
-        "step = 0, KEYS",
+        "step = KEYS // page_size * page_size",
+        "step = KEYS",
         f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "native linear does not say what a kernel lacks",
-        '    if lacking:\n        raise lacks(lacking, f"a product of {rows} rows{form}")\n',
+        '    if lacking:\n        raise lacks(lacking, f"a product of {len(out)} rows{form}")\n',
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),

@@ -55,14 +55,14 @@ MUTANTS = [
     ),
     Mutant(
         "native absorbed attention takes drafts for sequences",
-        "rows // cache[2].shape[0], torch",
+        "rows // table_BM.shape[0], torch",
         "1, torch",
         f"{NATIVE_OPS}::test_mla_absorbed",
     ),
     Mutant(
         "native absorbed attention reads queries that lie apart",
-        "for each in (q_THQ, pages_PGW, cos_TF, sin_TF)",
-        "for each in (pages_PGW, cos_TF, sin_TF)",
+        "for each in (q_THQ, cache.pages_PGW, cos_TF, sin_TF)",
+        "for each in (cache.pages_PGW, cos_TF, sin_TF)",
         f"{NATIVE_OPS}::test_mla_absorbed",
     ),
     Mutant(
@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "native products read two matrices in strips as one",
-        "outs, width, weight.parts\n",
-        "outs, width, 1\n",
+        "outs, width, weight.parts)\n",
+        "outs, width, 1)\n",
         f"{SHAPES}::test_linear_with_strips",
     ),
     Mutant(

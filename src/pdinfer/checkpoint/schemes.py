@@ -23,8 +23,7 @@ from pdinfer.files import read_json
 from pdinfer.kernels.formats.floats import Plain, all_finite
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.formats.weights import columns_of
 
 MAX_DESCRIPTION_BYTES = 64 << 20

@@ -25,7 +25,6 @@ from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
-from pdinfer.kernels.ops import DrawTokens
 from pdinfer.types import SamplingParams
 
 _log = logging.getLogger("pdinfer")
@@ -144,7 +143,11 @@ def controls_of(draws: Sequence[Draw], device: torch.device) -> Controls:
     return Controls(position_B=position_B, **tensors)
 
 
-def sample(logits_BV: Tensor, draws: Sequence[Draw], draw: DrawTokens = reference.draw) -> list[Drawn]:
+def sample(
+    logits_BV: Tensor,
+    draws: Sequence[Draw],
+    draw: Callable[[Tensor, Tensor, Controls, DrawKind], Tensor] = reference.draw,
+) -> list[Drawn]:
     """Draw one token per row of float32 `logits_BV`, which is not changed, with the op `draw`.
 
     A row fails alone, with its error in `Drawn`. It is a PDInferError when any of its raw logits is NaN or +inf, even

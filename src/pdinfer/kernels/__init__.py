@@ -1,12 +1,13 @@
 """What computes: ops, their providers, and the choice between them. A new provider is a module here.
 
     ops.py              every op as a typed callable, in one frozen value
-    fused.py            ops that are a sequence of others, typed in the same way
-    compositions.py     these sequences, of whatever ops were chosen
+    compositions.py     ops that are sequences of others, of whatever ops were chosen
+    arguments.py        what several ops take, as values
     reference.py        every other op in plain torch: slow, and the specification
     torch/              fast eager torch
     native/             C for x86 CPUs
     triton/             Triton for GPUs from Hopper on
+    hopper.py           whether a library for Hopper cards can be used
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why

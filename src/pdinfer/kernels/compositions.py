@@ -1,35 +1,27 @@
-"""The ops of `fused.py`, each as the sequence of ops that it stands for. `ops` are those of the model.
+"""The ops of `FusedOps`, each as the sequence of ops that it stands for. `ops` are those of the model.
 
 Every step rounds to the dtype that its op returns, so a fused kernel has to round where these do.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from pdinfer.kernels.formats import IN_STRIPS
+from pdinfer.kernels.arguments import DecodeCache, RouterRule
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.format import Format, Rounding, Weight
-from pdinfer.kernels.ops import Ops, Products
-from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.ops import Ops
 
 
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: a composition runs where the ops it is made of do."""
-    return None
-
-
-def linear_in_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
+def linear_strips(ops: Ops, x_TI: Tensor | FP8Rows, weight: Format) -> Tensor:
     return ops.linear(x_TI, weight.ordered())
 
 
-def experts_in_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
+def grouped_mlp_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Format, down: Format) -> Tensor:
     return ops.grouped_mlp(x, counts_E, gate_up.ordered(), down.ordered())
 
 
-WEIGHTS = dict.fromkeys(IN_STRIPS.values(), Products(linear_in_strips, experts_in_strips))
+linear_fp8_strips, grouped_mlp_fp8_strips = linear_strips, grouped_mlp_strips
 
 
 def add_rms_norm(
@@ -74,26 +66,19 @@ def mla_absorbed(
     q_THQ: Tensor,
     cos_TF: Tensor,
     sin_TF: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
+    cache: DecodeCache,
     k_b_HNC: Tensor,
     v_b_HVC: Tensor,
     *,
     scale: float,
 ) -> Tensor:
-    (tokens, num_heads, _), batch, (_, nope, rank) = q_THQ.shape, len(page_table_BM), k_b_HNC.shape
+    (tokens, num_heads, _), batch, (_, nope, rank) = q_THQ.shape, len(cache.table_BM), k_b_HNC.shape
     q_nope_THN, q_rope_THR = q_THQ.tensor_split((nope,), -1)
     q_latent_THC, q_rope_THR = ops.heads_in(q_nope_THN, k_b_HNC), ops.rotate(q_rope_THR, cos_TF, sin_TF)
     by_sequence = batch, tokens // max(1, batch), num_heads
-    o_BQHC = ops.mla_decode(
-        q_latent_THC.view(*by_sequence, rank),
-        q_rope_THR.view(*by_sequence, q_rope_THR.shape[2]),
-        pages_PGW,
-        page_table_BM,
-        context_lens_B,
-        scale=scale,
-    )
+    q_latent_BQHC = q_latent_THC.view(*by_sequence, rank)
+    q_rope_BQHR = q_rope_THR.view(*by_sequence, q_rope_THR.shape[2])
+    o_BQHC = ops.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     return ops.heads_out(o_BQHC.flatten(0, 1), v_b_HVC)
 
 
@@ -102,9 +87,9 @@ def gated_mlp(ops: Ops, x_TD: Tensor, gate_up: Weight, down: Weight) -> Tensor:
 
 
 def choose_experts(
-    ops: Ops, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, **rule: Any
+    ops: Ops, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RouterRule
 ) -> tuple[Tensor, Tensor]:
-    return ops.route(ops.linear(x_TD.float(), weight_ED), bias_E, **rule)
+    return ops.route(ops.linear(x_TD.float(), weight_ED), bias_E, rule)
 
 
 def sort_rows(ops: Ops, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

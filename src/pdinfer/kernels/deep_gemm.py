@@ -10,7 +10,6 @@ are.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -18,10 +17,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels import hopper
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
-from pdinfer.kernels.ops import Composed, Ops, Products
-from pdinfer.kernels.spec import DeviceSpec, OpSpec
+from pdinfer.kernels.ops import Composed, Declined, Ops
+from pdinfer.kernels.spec import OpSpec
 
 DENSE = ("fp8_gemm_nt",)
 CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous",)
@@ -40,29 +40,9 @@ library chooses its tiles by the number of rows that is expected; results do not
 
 
 def unavailable(spec: OpSpec) -> str | None:
-    """Return why DeepGEMM cannot run on a device, or None where it can."""
-    return why_not_on(spec.device) or why_absent()
-
-
-def why_not_on(device: DeviceSpec) -> str | None:
-    """Return why DeepGEMM is not used on a device. Blackwell cards want scales in another form than ours."""
-    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
-        return f"is used on Hopper cards, not on {device}"
-    return None
-
-
-@functools.cache
-def why_absent() -> str | None:
-    """Return why the library cannot be used in this process, or None."""
-    try:
-        library = importlib.import_module("deep_gemm")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return f"cannot be imported ({reason})"
-    for names in (DENSE, CONTIGUOUS, MASKED, ALIGNMENT):
-        if not any(hasattr(library, name) for name in names):
-            return f"this deep_gemm has no {names[0]}"
-    return None
+    """Return why DeepGEMM cannot run on a device, or None where it can. Blackwell cards want scales in another form
+    than ours."""
+    return hopper.why_not(spec.device, "deep_gemm", (DENSE, CONTIGUOUS, MASKED, ALIGNMENT))
 
 
 def refuses(op: str, spec: OpSpec) -> str | None:
@@ -70,14 +50,22 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     return None if spec.dtype == torch.bfloat16 else f"writes bfloat16, the model runs in {spec.dtype}"
 
 
-def _linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+@Composed
+def linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    _check(x_TI, weight)
     rows = x_TI if isinstance(x_TI, FP8Rows) else ops.quantize_fp8(x_TI, ue8m0=weight.ue8m0)
     y_TO = rows.new_empty((len(rows), len(weight.numbers)))
     _call(DENSE)(_pair(rows), _pair(weight), y_TO)
     return y_TO
 
 
-def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+@Composed
+def grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    if x.ndim == 3 and x.shape[1] % ROOM_STEP:
+        raise Declined(
+            f"writes over the rows of the next expert, but in room for a multiple of {ROOM_STEP}, not {x.shape[1]}"
+        )
+    _check(x, gate_up, down)
     rows = x if isinstance(x, FP8Rows) else ops.quantize_fp8(x, ue8m0=gate_up.ue8m0)
     if rows.ndim == 3:
         return _in_room(ops, rows, counts_E, gate_up, down)
@@ -90,7 +78,7 @@ def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: F
 
 
 def _in_room(ops: Ops, rows: FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    """Do as `_grouped_mlp_fp8` with room for N rows per expert."""
+    """Do as `grouped_mlp_fp8` with room for N rows per expert."""
     num_experts, room = rows.shape[:2]
     counts_E, expected = counts_E.to(torch.int32), max(1, room // EXPECTED_SHARE)
 
@@ -148,7 +136,6 @@ class _Tiles:
 
 
 def _call(names: tuple[str, ...]) -> Any:
-    """Return the library's function of one of these names."""
     library = importlib.import_module("deep_gemm")
     return next(getattr(library, name) for name in names if hasattr(library, name))
 
@@ -158,33 +145,22 @@ def _pair(value: FP8Rows | FP8Blocks) -> tuple[Tensor, Tensor]:
     return (value.numbers_TI, value.scales_TN) if isinstance(value, FP8Rows) else (value.numbers, value.scale)
 
 
-def _declines_linear(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> str | None:
-    return _declines(x_TI, weight)
-
-
-def _declines_experts(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> str | None:
-    if x.ndim == 3 and x.shape[1] % ROOM_STEP:
-        return f"writes over the rows of the next expert, but in room for a multiple of {ROOM_STEP}, not {x.shape[1]}"
-    return _declines(x, gate_up, down)
-
-
-def _declines(x: Tensor | FP8Rows, *weights: FP8Blocks) -> str | None:
-    """Return why rows cannot be multiplied by these matrices, or None where they can."""
+def _check(x: Tensor | FP8Rows, *weights: FP8Blocks) -> None:
+    """Raise Declined where rows cannot be multiplied by these matrices."""
     if x.dtype != torch.bfloat16:
-        return f"writes bfloat16, these rows are of {x.dtype}"
+        raise Declined(f"writes bfloat16, these rows are of {x.dtype}")
     for weight in weights:
         outputs, inputs = weight.numbers.shape[-2:]
         if inputs % BLOCK or outputs % OUTPUTS_STEP:
-            return (
+            raise Declined(
                 f"multiplies matrices with rows in steps of {OUTPUTS_STEP} and columns in steps of {BLOCK}, "
                 f"this one is {outputs} x {inputs}"
             )
         if weight.parts > 1 and outputs // weight.parts % BLOCK:
-            return f"reads one scale for {BLOCK} rows, and a part of {outputs // weight.parts} rows ends within a block"
+            rows = outputs // weight.parts
+            raise Declined(f"reads one scale for {BLOCK} rows, and a part of {rows} rows ends within a block")
         if not (weight.numbers.is_contiguous() and weight.scale.is_contiguous()):
-            return "reads matrices that are dense in memory"
-    return None
+            raise Declined("reads matrices that are dense in memory")
 
 
-WEIGHTS = {FP8Blocks: Products(Composed(_linear_fp8), Composed(_grouped_mlp_fp8))}
-DECLINES = {"linear[fp8]": _declines_linear, "grouped_mlp[fp8]": _declines_experts}
+DECLINES = ("linear[fp8]", "grouped_mlp[fp8]")

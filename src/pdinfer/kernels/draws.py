@@ -52,7 +52,7 @@ class Controls:
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
-    """Draw one token per row, as `ops.DrawTokens` says."""
+    """Draw one token per row, as `Ops.draw` says."""
     tokens_B = drawn_tokens(changed_BV, changed_BV.argmax(-1), controls, kind)
     normalizers_B = logits_BV.logsumexp(-1)
     logprobs_B = logprobs(logits_BV, tokens_B, normalizers_B)

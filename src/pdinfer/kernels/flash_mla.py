@@ -10,7 +10,6 @@ key, or a product that overflows, may be lost where other ops return NaN.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 
@@ -18,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels.formats.cache_rows import PACKED
-from pdinfer.kernels.spec import DeviceSpec, OpSpec
+from pdinfer.kernels import hopper
+from pdinfer.kernels.arguments import DecodeCache, PagedCache, TokenCache
+from pdinfer.kernels.ops import Declined
+from pdinfer.kernels.spec import OpSpec
 
 PAGE_SIZE = 64
 LATENT, ROPE = 512, 64
@@ -29,29 +30,9 @@ SPARSE_STEP = 64
 
 
 def unavailable(spec: OpSpec) -> str | None:
-    """Return why FlashMLA cannot run on a device, or None where it can."""
-    return why_not_on(spec.device) or why_absent()
-
-
-def why_not_on(device: DeviceSpec) -> str | None:
-    """Return why FlashMLA is not used on a device. It decodes over plain latents on Hopper cards alone."""
-    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
-        return f"is used on Hopper cards, not on {device}"
-    return None
-
-
-@functools.cache
-def why_absent() -> str | None:
-    """Return why the library cannot be used in this process, or None."""
-    try:
-        library = importlib.import_module("flash_mla")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return f"cannot be imported ({reason})"
-    for name in ("get_mla_metadata", "flash_mla_with_kvcache"):
-        if not hasattr(library, name):
-            return f"this flash_mla has no {name}"
-    return None
+    """Return why FlashMLA cannot run on a device, or None where it can. It decodes over plain latents on Hopper cards
+    alone."""
+    return hopper.why_not(spec.device, "flash_mla", (("get_mla_metadata",), ("flash_mla_with_kvcache",)))
 
 
 def refuses(op: str, spec: OpSpec) -> str | None:
@@ -88,28 +69,21 @@ def _why_not(
     return None
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     """Queries of one sequence are sequences of their own here. The library's causal mask multiplies what it hides by 0,
     and a latent that was not written may be NaN."""
+    _check("mla_decode", q_latent_BQHC, q_rope_BQHR, cache)
     num_queries, num_heads = q_latent_BQHC.shape[1:3]
     if not len(q_latent_BQHC):
         return torch.empty_like(q_latent_BQHC)
-    before_Q = torch.arange(1 - num_queries, 1, device=context_lens_B.device, dtype=torch.int64)
-    seen_BQ = context_lens_B[:, None] + before_Q
+    before_Q = torch.arange(1 - num_queries, 1, device=cache.lens_B.device, dtype=torch.int64)
+    seen_BQ = cache.lens_B[:, None] + before_Q
     lens_T = seen_BQ.flatten().to(torch.int32)
-    table_TM = page_table_BM.to(torch.int32).repeat_interleave(num_queries, 0)
+    table_TM = cache.table_BM.to(torch.int32).repeat_interleave(num_queries, 0)
     library = importlib.import_module("flash_mla")
     out_T1HC, lse_TH1 = library.flash_mla_with_kvcache(
         torch.cat((q_latent_BQHC, q_rope_BQHR), -1).flatten(0, 1)[:, None],
-        pages_PGW[:, :, None],
+        cache.pages_PGW[:, :, None],
         table_TM,
         lens_T,
         LATENT,
@@ -120,21 +94,15 @@ def mla_decode(
 
 
 def mla_sparse(
-    q_latent_THC: Tensor,
-    q_rope_THR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    sequence_T: Tensor,
-    selected_TS: Tensor,
-    *,
-    scale: float,
+    q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
 ) -> Tensor:
     """Positions become slots of the pool, and their number is filled up to whole steps with slots that are none."""
+    _check("mla_sparse", q_latent_THC, q_rope_THR, cache)
     num_tokens, num_chosen = selected_TS.shape
     if not num_tokens or not num_chosen:
         return torch.full_like(q_latent_THC, torch.nan)
     positions_TS = selected_TS.clamp_min(0)
-    pages_TS = page_table_BM[sequence_T[:, None], positions_TS // PAGE_SIZE].long()
+    pages_TS = cache.table_BM[cache.sequence_T[:, None], positions_TS // PAGE_SIZE].long()
     slots_TS = (pages_TS * PAGE_SIZE + positions_TS % PAGE_SIZE).where(selected_TS >= 0, -1).to(torch.int32)
     slots_TS = F.pad(slots_TS, (0, -num_chosen % SPARSE_STEP), value=-1)
     # of a sparse call the lengths and the table are not read, but older versions look at their shapes
@@ -145,7 +113,7 @@ def mla_sparse(
     )
     out_T1HC, lse_TH1 = library.flash_mla_with_kvcache(
         torch.cat((q_latent_THC, q_rope_THR), -1)[:, None],
-        pages_PGW[:, :, None],
+        cache.pages_PGW[:, :, None],
         slots_TS[:, :1],
         lens_T,
         LATENT,
@@ -163,37 +131,13 @@ def _nan_where_lost(out_T1HC: Tensor, lse_TH1: Tensor) -> Tensor:
     return out_T1HC + (0 * lse_TH1).mT[..., None].to(out_T1HC.dtype)
 
 
-def _declines_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> str | None:
-    return _declines("mla_decode", q_latent_BQHC, q_rope_BQHR, pages_PGW)
-
-
-def _declines_sparse(
-    q_latent_THC: Tensor,
-    q_rope_THR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    sequence_T: Tensor,
-    selected_TS: Tensor,
-    *,
-    scale: float,
-) -> str | None:
-    return _declines("mla_sparse", q_latent_THC, q_rope_THR, pages_PGW)
-
-
-def _declines(op: str, q_latent: Tensor, q_rope: Tensor, pages_PGW: Tensor) -> str | None:
-    """Return why an op cannot read these pages with these queries, or None where it can."""
+def _check(op: str, q_latent: Tensor, q_rope: Tensor, cache: PagedCache) -> None:
+    """Raise Declined where an op cannot read these pages with these queries."""
     if q_latent.dtype != torch.bfloat16:
-        return f"computes in bfloat16, these queries are of {q_latent.dtype}"
+        raise Declined(f"computes in bfloat16, these queries are of {q_latent.dtype}")
     sizes = (q_latent.shape[-2], q_latent.shape[-1], q_rope.shape[-1])
-    return _why_not(op, *sizes, page_size=pages_PGW.shape[1], packed=pages_PGW.dtype == PACKED)
+    if reason := _why_not(op, *sizes, page_size=cache.page_size, packed=cache.packed):
+        raise Declined(reason)
 
 
-DECLINES = {"mla_decode": _declines_decode, "mla_sparse": _declines_sparse}
+DECLINES = ("mla_decode", "mla_sparse")

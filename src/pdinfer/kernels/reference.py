@@ -8,34 +8,28 @@ arithmetic is float32 (float64 stays float64).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdinfer.kernels import draws
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
-from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation, int8_sums
-from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation, int8_sums
 from pdinfer.kernels.formats.weights import as_format, expert
-from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
 
 draw = draws.draw
-
-
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: plain torch runs everywhere."""
-    return None
 
 
 def slow(op: str, spec: OpSpec) -> str | None:
@@ -97,13 +91,13 @@ def round_int8(x_TI: Tensor) -> Tensor:
     return (numbers * scale).to(x_TI.dtype)
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
     y = int8_sums(numbers, weight.numbers).to(exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
     return y.to(x_TI.dtype)
 
 
-def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
     sums = [
         int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
@@ -115,14 +109,10 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     x = exact(x_THR)
-    half = x.shape[-1] // 2
-    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
-    left, right = x[..., first], x[..., second]
+    left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
-    out = torch.empty_like(x)
-    out[..., first] = left * cos - right * sin
-    out[..., second] = left * sin + right * cos
-    return out.to(x_THR.dtype)
+    turned = left * cos - right * sin, left * sin + right * cos
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x_THR.dtype)
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
@@ -139,47 +129,29 @@ def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
         pages_PGW[slot // page_size, slot % page_size] = row
 
 
-def index_topk(
-    q_TXY: Tensor,
-    weights_TX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    top_k: int,
-) -> Tensor:
-    q_TXY = cache_rows.index_queries(exact(q_TXY), pages_PGY.dtype)
+def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:
+    q_TXY = cache_rows.index_queries(exact(q_TXY), cache.pages_PGW.dtype)
     q_TXY = q_TXY + not_finite(q_TXY)
-    selected = q_TXY.new_full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, dtype=torch.int64)
-    token = 0
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        keys = exact(cache_rows.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+    selected = q_TXY.new_full((len(q_TXY), min(top_k, max(cache.context_lens, default=0))), -1, dtype=torch.int64)
+    for queries, pages_M, context in cache.sequences():
+        keys = exact(cache_rows.index_keys(cache.pages_PGW[pages_M].flatten(0, 1)[:context]))
         keys = keys + not_finite(keys)
-        for visible in range(context - num_queries + 1, context + 1):
+        for token in range(queries.start, queries.stop):
+            visible = context - queries.stop + token + 1
             scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
             if scores.isfinite().all():
                 best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
                 selected[token, : len(best)] = best
-            token += 1
     return selected
 
 
-def index_topk_decode(
-    q_BQXY: Tensor,
-    weights_BQX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
+def index_topk_decode(q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
     batch, num_queries = q_BQXY.shape[:2]
-    count = min(top_k, page_table_BM.shape[1] * pages_PGY.shape[1])
+    count = min(top_k, cache.table_BM.shape[1] * cache.page_size)
     selected = q_BQXY.new_full((batch, num_queries, count), -1, dtype=torch.int64)
-    for row, context in enumerate(context_lens_B.tolist()):
-        table, lens = page_table_BM[row : row + 1], ((num_queries,), (context,))
-        chosen = index_topk(q_BQXY[row], weights_BQX[row], pages_PGY, table, *lens, top_k=top_k)
+    for row, context in enumerate(cache.lens_B.tolist()):
+        alone = PrefillCache(cache.pages_PGW, cache.table_BM[row : row + 1], (num_queries,), (context,))
+        chosen = index_topk(q_BQXY[row], weights_BQX[row], alone, top_k=top_k)
         selected[row, :, : chosen.shape[1]] = chosen
     return selected
 
@@ -192,47 +164,27 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     return torch.einsum("thc,hvc->thv", exact(x_THC), exact(weight_HVC)).to(x_THC.dtype)
 
 
-def mla_prefill(
-    q_THQ: Tensor,
-    pages_PGW: Tensor,
-    kv_b_OC: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    v_head_dim: int,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:
     num_heads, latent_rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
-    outputs, first = [], 0
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        q = exact(q_THQ[first : first + num_queries])
-        first += num_queries
-        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
-        c, k_rope = _unpacked(cached, latent_rank)
+    outputs = []
+    for queries, pages_M, context in cache.sequences():
+        q = exact(q_THQ[queries])
+        c, k_rope = _unpacked(cache.pages_PGW[pages_M].flatten(0, 1)[:context], latent_rank)
         kv = (c @ exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
-        future = torch.ones(num_queries, context, dtype=torch.bool, device=q.device).triu(1 + context - num_queries)
+        future = torch.ones(len(q), context, dtype=torch.bool, device=q.device).triu(1 + context - len(q))
         scores = scores + not_finite(scores.masked_fill(future, 0))
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khv->qhv", weights, kv[..., nope:]))
     return torch.cat(outputs).to(q_THQ.dtype) if outputs else q_THQ[..., :v_head_dim]
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     out, num_queries = torch.empty_like(q_latent_BQHC), q_latent_BQHC.shape[1]
-    for row, context in enumerate(context_lens_B.tolist()):
-        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)
+    for row, context in enumerate(cache.lens_B.tolist()):
+        cached = cache.pages_PGW[cache.table_BM[row]].flatten(0, 1)
         for query in range(num_queries):
             seen = cached[: context - num_queries + 1 + query]
             out[row, query] = _absorbed(q_latent_BQHC[row, query], q_rope_BQHR[row, query], seen, scale)
@@ -240,27 +192,19 @@ def mla_decode(
 
 
 def mla_sparse(
-    q_latent_THC: Tensor,
-    q_rope_THR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    sequence_T: Tensor,
-    selected_TS: Tensor,
-    *,
-    scale: float,
+    q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
 ) -> Tensor:
-    page_size = pages_PGW.shape[1]
     out = torch.full_like(q_latent_THC, torch.nan)
-    for token, (row, positions_S) in enumerate(zip(sequence_T.tolist(), selected_TS, strict=True)):
+    for token, (row, positions_S) in enumerate(zip(cache.sequence_T.tolist(), selected_TS, strict=True)):
         positions_S = positions_S[positions_S >= 0]
         if len(positions_S):
-            cached = pages_PGW[page_table_BM[row, positions_S // page_size], positions_S % page_size]
+            pages_S = cache.table_BM[row, positions_S // cache.page_size]
+            cached = cache.pages_PGW[pages_S, positions_S % cache.page_size]
             out[token] = _absorbed(q_latent_THC[token], q_rope_THR[token], cached, scale)
     return out
 
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
-    """Return (c, k_rope) of cached rows."""
     return exact(cache_rows.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 
@@ -271,36 +215,26 @@ def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: 
     return ((scores + not_finite(scores)).softmax(-1) @ c).to(q_latent_HC.dtype)
 
 
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    *,
-    sigmoid: bool,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    normalize: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
     # torch's float32 functions round one logit differently in different places of a tensor
     exact = logits_TE.double()
-    scores = (exact.sigmoid() if sigmoid else exact.softmax(-1)).float()
+    scores = (exact.sigmoid() if rule.sigmoid else exact.softmax(-1)).float()
     choice, lost = scores, not_finite(logits_TE)
     if bias_E is not None:
         choice, lost = scores + bias_E, lost + not_finite(bias_E)
     num_experts = choice.shape[1]
-    if num_groups > 1:
-        grouped = choice.view(-1, num_groups, num_experts // num_groups)
+    if rule.num_groups > 1:
+        grouped = choice.view(-1, rule.num_groups, num_experts // rule.num_groups)
         best_of_group = 1 if bias_E is None else min(2, grouped.shape[-1])
         worth = grouped.topk(best_of_group, -1).values.sum(-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _best(worth, top_k_groups), True)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _best(worth, rule.top_k_groups), True)
         # -inf, not 0: a correction bias can push every score of a kept group below zero
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).view(-1, num_experts)
-    ids = _best(choice, top_k)
+    ids = _best(choice, rule.top_k)
     weights = scores.gather(1, ids)
-    if normalize:
+    if rule.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling_factor + lost
+    return ids, weights * rule.scaling_factor + lost
 
 
 def _best(values: Tensor, count: int) -> Tensor:
@@ -338,7 +272,7 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    multiply = WEIGHTS[type(as_format(down))].linear
+    multiply = _LINEARS[type(as_format(down))]
     out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
@@ -348,13 +282,9 @@ def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: We
     return out
 
 
-WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
-    {
-        Plain: Products(linear, grouped_mlp),
-        FP8Blocks: Products(linear_fp8, grouped_mlp),
-        Int8Dynamic: Products(linear_int8, grouped_mlp),
-        Int8Static: Products(linear_int8_static),
-    }
+grouped_mlp_fp8 = grouped_mlp_w8a8_dynamic = grouped_mlp
+_LINEARS: MappingProxyType[type[Format], Any] = MappingProxyType(
+    {Plain: linear, FP8Blocks: linear_fp8, Int8Dynamic: linear_w8a8_dynamic}
 )
 
 

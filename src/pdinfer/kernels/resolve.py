@@ -14,7 +14,7 @@ import torch
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import Value
 
@@ -44,14 +44,12 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("torch", "pdinfer.kernels.torch.provider"),
     Provider("reference", "pdinfer.kernels.reference"),
 )
-"""The providers in order of preference. What the module of one offers is found by `ops.function_of`: functions with the
-names of ops, in it or in its `MODULES`, and products with weights in its table `WEIGHTS`. One that imports functions
-only when they are taken has `PLACES`, whose keys are their names, and `function(op)` instead. Its other functions take
-an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of it can run. It may have
-`refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and `slow(op, spec)`, which
-says why an op on quantized weights is slower than floats made of them at load.
-A spec does not know everything. `DECLINES` may hold functions by the name of an op: they take the arguments of one call
-and return None, or why the provider leaves that call to the next one.
+"""The providers in order of preference. What the module of one offers is found by `ops.function_of`. One that imports
+functions only when they are taken has `PLACES`, whose keys are ops, and `function(op)` instead. It may have functions
+of an `OpSpec` that return None or a sentence: `unavailable(spec)` says why nothing of it can run, `refuses(op, spec)`
+why it does not serve an op for these sizes and formats, and `slow(op, spec)` why an op on quantized weights is slower
+than floats made of them at load.
+A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`.
 The functions of "composition" take the chosen ops as their first argument."""
 
 
@@ -93,7 +91,7 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         function, choice = _choose(op, spec, _wanted(op, spec.device, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(spec, Ops.of(functions), tuple(choices))
+    return ResolvedOps(spec, ops_of(functions), tuple(choices))
 
 
 def _wanted(op: str, device: DeviceSpec, forced: str | Mapping[str, str] | None) -> list[str]:
@@ -119,27 +117,30 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
             continue
         module = importlib.import_module(provider.module)
         offered = _offers(module, op)
-        reason = module.unavailable(spec)
-        if reason is None and not offered:
-            reason = f"has no {op}"
-        if reason is None and hasattr(module, "refuses"):
-            reason = module.refuses(op, spec)
+        reason = _answer(module, "unavailable", spec)
+        if reason is None:
+            reason = _answer(module, "refuses", op, spec) if offered else f"has no {op}"
         if reason is not None:
             (refusals if offered else without).append(f"{name}: {reason}")
             continue
         takers.append((name, module))
-        if op not in getattr(module, "DECLINES", {}):
+        if op not in getattr(module, "DECLINES", ()):
             break
     if not takers:
         raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
     (taken, first), *others = takers
-    slow = first.slow(op, spec) if hasattr(first, "slow") else None
+    slow = _answer(first, "slow", op, spec)
     choice = OpChoice(op, taken, tuple(refusals), slow, tuple(name for name, _ in others))
     functions = [_function(op, name, module) for name, module in takers]
-    if len(takers) == 1 and op not in getattr(first, "DECLINES", {}):
+    if op not in getattr(first, "DECLINES", ()):
         return functions[0], choice
-    declines = [getattr(module, "DECLINES", {}).get(op) for _, module in takers]
-    return Composed(_InTurn(op, tuple(zip(functions, declines, strict=True)))), choice
+    return Composed(_InTurn(op, functions)), choice
+
+
+def _answer(module: ModuleType, question: str, *about: object) -> str | None:
+    """Return the sentence of a provider, or None where it has none."""
+    answer: str | None = getattr(module, question)(*about) if hasattr(module, question) else None
+    return answer
 
 
 def _offers(module: ModuleType, op: str) -> bool:
@@ -157,15 +158,16 @@ class _InTurn:
     first argument, for those of them that call other ops."""
 
     op: str
-    takers: tuple[tuple[Callable[..., Any], Callable[..., str | None] | None], ...]
+    takers: Sequence[Callable[..., Any]]
 
     def __call__(self, ops: Ops, *arguments: Any, **options: Any) -> Any:
         reason = None
-        for function, declines in self.takers:
-            reason = None if declines is None else declines(*arguments, **options)
-            if reason is None:
-                ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
+        for function in self.takers:
+            ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
+            try:
                 return ours(*arguments, **options)
+            except Declined as declined:
+                reason = declined
         raise BackendUnavailable(f"op {self.op}: {reason}")
 
 

@@ -54,6 +54,11 @@ class DeviceSpec:
             return cls("cuda", torch.cuda.get_device_name(found), torch.cuda.get_device_capability(found))
         return cls(found.type)
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a card of compute capability 9."""
+        return self.type == "cuda" and self.capability is not None and self.capability[0] == 9
+
     def __str__(self) -> str:
         return self.name or self.type
 

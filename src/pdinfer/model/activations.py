@@ -49,7 +49,7 @@ class _NotingRouter(Router):
 
     @classmethod
     def of(cls, router: Router) -> _NotingRouter:
-        return cls(router.weight_ED, router.bias_E, router.config, router.ops)
+        return cls(router.weight_ED, router.bias_E, router.rule, router.ops)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         self.seen.append(super().__call__(x_TD))

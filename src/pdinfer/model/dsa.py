@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.layout import KVComponent
@@ -88,7 +89,7 @@ class Indexer(Value):
         angles: tuple[Tensor, Tensor],
         pages_PGY: Tensor,
     ) -> Tensor | None:
-        """Store this step's keys in `pages_PGY` and choose: positions as `kernels.ops.IndexTopK` returns them, or None
+        """Store this step's keys in `pages_PGY` and choose: positions as `Ops.index_topk` returns them, or None
         when every position of every context is read. `query_TL` is the query latent of attention."""
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         # decode on a device always chooses, because what it launches may not depend on a length that the host reads;
@@ -100,13 +101,10 @@ class Indexer(Value):
         q_TXY, weights_TX, table_BM = self.queries(query_TL, angles), self.head_weights(x_TD), batch.page_table_BM
         if batch.decode:
             q_BQXY, weights_BQX = batch.by_sequence(q_TXY), batch.by_sequence(weights_TX)
-            lens_B = batch.context_lens_B
-            return self.ops.index_topk_decode(
-                q_BQXY, weights_BQX, pages_PGY, table_BM, lens_B, top_k=self.top_k
-            ).flatten(0, 1)
-        return self.ops.index_topk(
-            q_TXY, weights_TX, pages_PGY, table_BM, batch.query_lens, batch.context_lens, top_k=self.top_k
-        )
+            cache = DecodeCache(pages_PGY, table_BM, batch.context_lens_B)
+            return self.ops.index_topk_decode(q_BQXY, weights_BQX, cache, top_k=self.top_k).flatten(0, 1)
+        prompts = PrefillCache(pages_PGY, table_BM, batch.query_lens, batch.context_lens)
+        return self.ops.index_topk(q_TXY, weights_TX, prompts, top_k=self.top_k)
 
     def keys(self, x_TD: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return the keys [T, Y]: normed, then the first elements rotated."""

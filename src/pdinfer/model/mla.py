@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Rounding, Shard, Weight
 from pdinfer.kernels.ops import Ops
@@ -151,9 +152,7 @@ class MLA(Value):
             out_THV = self.ops.mla_absorbed(
                 q_THQ,
                 *angles,
-                pages_PGW,
-                batch.page_table_BM,
-                batch.context_lens_B,
+                DecodeCache(pages_PGW, batch.page_table_BM, batch.context_lens_B),
                 *self.by_head,
                 scale=self.scale,
             )
@@ -194,22 +193,15 @@ class MLA(Value):
     ) -> Tensor:
         """Attend over the latents at selected positions -> [T, H, V]."""
         ops, (q_nope_THN, q_rope_THR), (k_b_HNC, v_b_HVC) = self.ops, self._rotated(q_THQ, angles), self.by_head
-        q_THC, table_BM = ops.heads_in(q_nope_THN, k_b_HNC), batch.page_table_BM
-        o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=self.scale)
+        cache = TokenCache(pages_PGW, batch.page_table_BM, batch.sequence_T)
+        o_THC = ops.mla_sparse(ops.heads_in(q_nope_THN, k_b_HNC), q_rope_THR, cache, selected_TS, scale=self.scale)
         return ops.heads_out(o_THC, v_b_HVC)
 
     def _attend_expanded(self, q_THQ: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> Tensor:
         """Attend over keys and values expanded from the latents -> [T, H, V]."""
-        return self.ops.mla_prefill(
-            torch.cat(self._rotated(q_THQ, angles), -1),
-            pages_PGW,
-            self.kv_b_OC,
-            batch.page_table_BM,
-            batch.query_lens,
-            batch.context_lens,
-            v_head_dim=self.config.v_head_dim,
-            scale=self.scale,
-        )
+        q_THQ = torch.cat(self._rotated(q_THQ, angles), -1)
+        cache = PrefillCache(pages_PGW, batch.page_table_BM, batch.query_lens, batch.context_lens)
+        return self.ops.mla_prefill(q_THQ, self.kv_b_OC, cache, v_head_dim=self.config.v_head_dim, scale=self.scale)
 
     def _rotated(self, q_THQ: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the part of each query without positions, and the other one rotated."""

@@ -26,6 +26,6 @@ class Step:
     """Which tokens are more than padding: bool, None where all are. The others go to no routed expert, and what is
     computed of them means nothing."""
     selected_TS: Tensor | None = None
-    """The positions that the last indexer of this step chose, in the form that `kernels.ops.IndexTopK` returns. They
+    """The positions that the last indexer of this step chose, in the form that `Ops.index_topk` returns. They
     hold for its own layer and for the layers that share its choice. None before the first indexer, and where every
     position is read."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
 from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.formats.weights import expert, from_bytes, num_bytes, tensors_of, to_bytes
@@ -26,11 +27,11 @@ from pdinfer.values import Value
 
 @attrs.frozen
 class Router(Value):
-    """The router of a layer: it scores every expert in float32 and keeps the best, as `kernels.ops.Route` says."""
+    """The router of a layer: it scores every expert in float32 and keeps the best, as `Ops.choose_experts` says."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
-    config: ModelConfig
+    rule: RouterRule
     ops: Ops
 
     @classmethod
@@ -44,15 +45,7 @@ class Router(Value):
                 bias_E = weight_ED.new_zeros(num_experts)
         elif config.topk_method is TopkMethod.NOAUX_TC:
             bias_E = source.take(bias, num_experts, dtype=torch.float32)
-        return cls(weight_ED, bias_E, config, ops)
-
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen logical experts and their weights: ids_TK int64, weights_TK float32."""
-        config = self.config
-        return self.ops.choose_experts(
-            x_TD,
-            self.weight_ED,
-            self.bias_E,
+        rule = RouterRule(
             sigmoid=config.scoring_func is ScoringFunc.SIGMOID,
             top_k=config.num_experts_per_tok,
             num_groups=1 if config.topk_method is TopkMethod.GREEDY else config.n_group,
@@ -60,6 +53,11 @@ class Router(Value):
             normalize=config.norm_topk_prob,
             scaling_factor=config.routed_scaling_factor,
         )
+        return cls(weight_ED, bias_E, rule, ops)
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen logical experts and their weights: ids_TK int64, weights_TK float32."""
+        return self.ops.choose_experts(x_TD, self.weight_ED, self.bias_E, self.rule)
 
 
 @attrs.frozen

@@ -22,10 +22,8 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Rounding
-from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import build
-from pdinfer.kernels.ops import Products, function_of
-from pdinfer.kernels.torch import experts as torch_experts
+from pdinfer.kernels.ops import function_of
 from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
@@ -161,11 +159,8 @@ def test_products_behind_a_norm_share_one_rounding(
 
         return note
 
-    watched = SimpleNamespace(quantize_fp8=noted("quantize_fp8"))
+    watched = SimpleNamespace(quantize_fp8=noted("quantize_fp8"), linear_fp8=noted("linear[fp8]"))
     monkeypatch.setattr(torch_provider, "MODULES", (watched, *torch_provider.MODULES))
-    monkeypatch.setitem(
-        torch_provider.WEIGHTS, FP8Blocks, Products(noted("linear[fp8]"), torch_experts.grouped_mlp_fp8)
-    )
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers="torch")
     model.logits(TOKENS)
     rounding, product = ("quantize_fp8", "Tensor"), ("linear[fp8]", "FP8Rows")

@@ -15,8 +15,7 @@ from torch import Tensor
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.errors import CheckpointError
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.rounding import error_of_products, gamma

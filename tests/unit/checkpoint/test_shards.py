@@ -17,8 +17,7 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.formats.format import WHOLE, Shard
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.formats.weights import dequantize, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdinfer.kernels.arguments import DecodeCache
 from tests.unit.kernels import aot
 
 triton = pytest.importorskip("triton")
@@ -152,16 +153,16 @@ def narrow_decode(dtype: torch.dtype, latent: int, *, packed: bool = False) -> N
 
     row = latent + latent // 128 * 4 + 16 if packed else latent + 8
     pages = empty(9, 16, row, dtype=torch.uint8 if packed else dtype)
-    table, lens = empty(2, 4, dtype=torch.int32), empty(2, dtype=torch.int64)
-    mla_decode(empty(2, 1, 4, latent, dtype=dtype), empty(2, 1, 4, 8, dtype=dtype), pages, table, lens, scale=0.1)
+    cache = DecodeCache(pages, empty(2, 4, dtype=torch.int32), empty(2, dtype=torch.int64))
+    mla_decode(empty(2, 1, 4, latent, dtype=dtype), empty(2, 1, 4, 8, dtype=dtype), cache, scale=0.1)
 
 
 def one_row_chosen() -> None:
     """An argument of 1 is a constant of the kernel."""
     from pdinfer.kernels.triton.index_topk import index_topk_decode
 
-    pages, table = empty(1, 3, 20, dtype=torch.uint8), empty(1, 1, dtype=torch.int32)
-    index_topk_decode(empty(1, 1, 1, 16), empty(1, 1, 1, dtype=torch.float32), pages, table, empty(1), top_k=1)
+    cache = DecodeCache(empty(1, 3, 20, dtype=torch.uint8), empty(1, 1, dtype=torch.int32), empty(1))
+    index_topk_decode(empty(1, 1, 1, 16), empty(1, 1, 1, dtype=torch.float32), cache, top_k=1)
 
 
 def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, compositions, fused, reference, resolve, resolve_ops
-from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels import DeviceSpec, OpSpec, compositions, reference, resolve, resolve_ops
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES, Composed, Ops, Products, function_of
+from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, FusedOps, function_of
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 from pdinfer.kernels.torch import provider as torch_provider
@@ -57,9 +56,7 @@ def test_one_name_forces_all_ops() -> None:
 
 
 def test_every_fused_op_has_a_composition() -> None:
-    assert {name for name in vars(fused) if getattr(vars(fused)[name], "_is_protocol", False)} - {"Protocol"} == {
-        Ops.__annotations__[op] for op in FUSED if not op.endswith("]")
-    }
+    assert {op for op in vars(FusedOps) if not op.startswith("_")} == {op for op in FUSED if not op.endswith("]")}
 
 
 @pytest.mark.parametrize("op", PLAIN)
@@ -87,12 +84,11 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size. Nothing
     else comes before torch."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    for op in ("route", "add_rms_norm", "mla_decode"):
+    for op in ("linear", "route", "add_rms_norm", "mla_decode"):
         setattr(absent, op, print)
-    absent.WEIGHTS = {Plain: Products(print)}  # type: ignore[attr-defined]
     absent.unavailable = lambda spec: f"needs a quantum device, got {spec.device}"  # type: ignore[attr-defined]
     partial.unavailable = lambda spec: None  # type: ignore[attr-defined]
-    partial.WEIGHTS = {Plain: Products(reference.linear)}  # type: ignore[attr-defined]
+    partial.linear = reference.linear  # type: ignore[attr-defined]
     partial.mla_decode = reference.mla_decode  # type: ignore[attr-defined]
     partial.refuses = only_pages_of_64  # type: ignore[attr-defined]
     for module in (absent, partial):
@@ -230,12 +226,16 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
     calls: list[Any] = []
     first, second = sys.modules["tests_absent_ops"], sys.modules["tests_partial_ops"]
     monkeypatch.setattr(first, "unavailable", lambda spec: None)
-    monkeypatch.setattr(first, "WEIGHTS", {Plain: Products(lambda *arguments: calls.append(("first", arguments)))})
-    monkeypatch.setattr(
-        first, "DECLINES", {"linear": lambda x, w: None if x == "small" else "is for small ones"}, raising=False
-    )
+
+    def only_small(*arguments: Any) -> None:
+        if arguments[0] != "small":
+            raise Declined("is for small ones")
+        calls.append(("first", arguments))
+
+    monkeypatch.setattr(first, "linear", only_small)
+    monkeypatch.setattr(first, "DECLINES", ("linear",), raising=False)
     later = Composed(lambda ops, *arguments: calls.append((ops, arguments)))
-    monkeypatch.setattr(second, "WEIGHTS", {Plain: Products(later)})
+    monkeypatch.setattr(second, "linear", later)
     resolved = resolve_ops(FLOAT32)
     resolved.ops.linear("small", "w")
     resolved.ops.linear("large", "w")
@@ -243,9 +243,11 @@ def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.M
     (choice,) = (choice for choice in resolved.choices if choice.op == "linear")
     assert (choice.provider, choice.others) == ("absent", ("partial",))
     assert f"{'linear':<{max(map(len, OP_NAMES))}}  absent, else partial\n" in explain_backends(FLOAT32)
-    other = attrs.evolve(resolved.ops, route=print)
+    other = resolved.ops.replace(route=print)
     other.linear("large", "w")
     assert calls[-1][0] is other
+    with pytest.raises(TypeError, match="no op is called rout"):
+        resolved.ops.replace(rout=print)
     with pytest.raises(BackendUnavailable, match=r"^op linear: is for small ones$"):
         resolve_ops(FLOAT32, forced={"linear": "absent"}).ops.linear("large", "w")
 

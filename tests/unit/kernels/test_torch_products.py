@@ -18,6 +18,7 @@ from torch import Tensor
 from pdinfer.kernels import OpSpec, reference
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kernels.torch import products as torch_products
+from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.model import load
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import draw, fp8_weight
@@ -133,7 +134,7 @@ def test_a_matrix_that_is_a_view_with_gaps_goes_through_floats(products: Blockwi
     ids=str,
 )
 def test_a_card_is_slow_or_not_by_what_it_is(card: DeviceSpec, op: str, told: str | None) -> None:
-    slow = torch_products.slow(op, OpSpec(device=card))
+    slow = torch_provider.slow(op, OpSpec(device=card))
     assert slow is None if told is None else slow is not None and told in slow
 
 

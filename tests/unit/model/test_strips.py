@@ -15,8 +15,7 @@ from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.strips import Strips, fit
+from pdinfer.kernels.formats.strips import FP8Strips, Strips, fit
 from pdinfer.kernels.formats.weights import assign, dequantize, expert, from_bytes, num_bytes, part, to_bytes
 from pdinfer.kernels.native import build
 from pdinfer.kernels.resolve import explain_backends

@@ -7,10 +7,8 @@ is a file and a name in `WEIGHT_FORMATS`.
     format.py       what a format of weights is
     floats.py       plain tensors, and floats with a bias
     fp8.py          e4m3 with a scale per block of 128 x 128, and its arithmetic
-    int8.py         int8 with a scale per row
-    int8_static.py  the same with scales of activations that were found beforehand
-    strips.py       bfloat16 in the order in which CPU kernels multiply it
-    fp8_strips.py   FP8 blocks in that order
+    int8.py         int8 with a scale per row, also with scales of activations that were found beforehand
+    strips.py       bfloat16 and FP8 blocks in the order in which CPU kernels multiply them
     activations.py  activations that were rounded to FP8, as a value
     cache_rows.py   what a row of a cache page holds
 
@@ -24,10 +22,8 @@ from types import MappingProxyType
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 
 WEIGHT_FORMATS: tuple[type[Format], ...] = (Plain, FP8Blocks, Int8Dynamic, Int8Static, Strips, FP8Strips)
 """The formats that products read."""

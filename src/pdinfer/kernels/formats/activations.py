@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -11,22 +11,18 @@ from torch import Tensor
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.values import Value
 
-ScaleLayout = Literal["row", "mn-major-tma"]
-"""Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
-of channels together, from a 16-byte border on, at a pitch of a multiple of 16 bytes: what the TMA of a GPU loads."""
-
 
 @attrs.frozen(eq=False)
 class FP8Rows(Value):
     """Rows [..., I] that were rounded to e4m3, with a scale per row and 128 channels. `numbers * scale` is their value.
 
-    `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. `dtype` is that of the floats which were
+    `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. They are in memory row by row, or group by
+    group at a pitch of a multiple of 16 bytes, which the TMA of a GPU loads. `dtype` is that of the floats which were
     rounded, and so of what is computed from them. Axes before the last are those of the floats.
     """
 
     numbers_TI: Tensor
     scales_TN: Tensor
-    layout: ScaleLayout = "row"
     dtype: torch.dtype = attrs.field(kw_only=True)
     ue8m0: bool = attrs.field(default=False, kw_only=True)
 
@@ -47,16 +43,13 @@ class FP8Rows(Value):
         return len(self.numbers_TI)
 
     def __getitem__(self, rows: Any) -> FP8Rows:
-        """Return some rows, by any index of a tensor that leaves the last axis alone, with scales in the "row"
-        layout."""
-        return attrs.evolve(
-            self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous(), layout="row"
-        )
+        """Return some rows, by any index of a tensor that leaves the last axis alone, with their scales row by row."""
+        return attrs.evolve(self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous())
 
     def index_select(self, axis: int, index: Tensor) -> FP8Rows:
         """Do as that method of a tensor, along an axis before the last."""
         numbers, scales = self.numbers_TI.index_select(axis, index), self.scales_TN.index_select(axis, index)
-        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales, layout="row")
+        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales)
 
     def new_empty(self, size: torch.Size | tuple[int, ...]) -> Tensor:
         """Return uninitialised floats of `dtype`."""

@@ -3,9 +3,8 @@
     ops.py        the provider: what it serves; what C cannot take goes to torch
     attention.py  attention over latents, in both forms
     products.py   products with weights in every format, and experts
-    rows.py       what lies between products
+    rows.py       what lies between products, and draws of tokens as far as all of them go the same way
     fused.py      several of these in one call
-    draws.py      draws of tokens, as far as all of them go the same way
     calls.py      what all calls look at before and behind
     build.py      families of sources: a library of each is compiled for this machine on first use, or says why not
     products.c    linear maps
@@ -33,6 +32,6 @@ tests/c_order.py has the order in which sources in C use each other.
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
-May import: kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.reference, kernels.spec,
-kernels.torch, process, the ground.
+May import: kernels.arguments, kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.reference,
+kernels.spec, kernels.torch, process, the ground.
 """

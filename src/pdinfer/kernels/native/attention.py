@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import compositions
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.native import build, products
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import rotate
@@ -24,41 +24,29 @@ ABSORBED = ("heads_in", "rotate", "mla_decode", "heads_out")
 """The kernels of `mla_absorbed`."""
 
 
-def mla_prefill(
-    q_THQ: Tensor,
-    pages_PGW: Tensor,
-    kv_b_OC: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    v_head_dim: int,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:
     num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
-    if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
-        return torch_attention.mla_prefill(
-            q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
-        )
-    page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
+    if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, cache.pages_PGW, kv_b_OC):
+        return torch_attention.mla_prefill(q_THQ, kv_b_OC, cache, v_head_dim=v_head_dim, scale=scale)
+    page_size, q_THQ = cache.page_size, q_THQ.contiguous()
     sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim, dtype=torch.float32, device="cpu")
     largest_TH, total_TH = (
         torch.full(q_THQ.shape[:2], -math.inf, dtype=torch.float32, device="cpu"),
         torch.zeros(q_THQ.shape[:2], dtype=torch.float32, device="cpu"),
     )
-    most = min(KEYS, max(context_lens, default=0))
+    most = min(KEYS, max(cache.context_lens, default=0))
     scratch = torch.empty(
         build.library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32, device="cpu"
     )
-    first, step = 0, KEYS // page_size * page_size
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        at = slice(first, first + num_queries)
+    step = KEYS // page_size * page_size
+    for at, pages_M, context in cache.sequences():
+        num_queries = at.stop - at.start
         for start in range(0, context if num_queries else 0, step):
             stop = min(start + step, context)
-            table = page_table_BM[row, start // page_size : -(-stop // page_size)]
-            cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
+            part_M = pages_M[start // page_size : -(-stop // page_size)]
+            cached = cache.pages_PGW.index_select(0, part_M).flatten(0, 1)[: stop - start]
             kv_SHX = products.linear_or_torch(cached[:, :rank], kv_b_OC)
             build.library().mla_prefill(
                 q_THQ[at].data_ptr(),
@@ -79,33 +67,21 @@ def mla_prefill(
                 total_TH[at].data_ptr(),
                 torch.get_num_threads(),
             )
-        first += num_queries
     return sums_THV.div_(total_TH[..., None]).to(q_THQ.dtype)
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     batch, num_queries, num_heads, rank = q_latent_BQHC.shape
-    width = pages_PGW.shape[-1]
-    readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and are(torch.int64, context_lens_B)
+    width = cache.pages_PGW.shape[-1]
+    readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, cache.pages_PGW) and are(torch.int64, cache.lens_B)
     if not batch or rank % 32 or width % 32 or not readable:
-        return torch_attention.mla_decode(
-            q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
-        )
+        return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
-    page_table_BM = page_table_BM.to(torch.int32).contiguous()
-    out = torch.empty_like(q_latent_BQHC)
+    table_BM, out = cache.table_BM.to(torch.int32).contiguous(), torch.empty_like(q_latent_BQHC)
     lacking = build.library().mla_decode(
         q_latent_BQHC.data_ptr(),
         q_rope_BQHR.data_ptr(),
-        *_told(pages_PGW, page_table_BM, context_lens_B),
+        *_paged(cache, table_BM),
         num_queries,
         num_heads,
         width,
@@ -116,14 +92,14 @@ def mla_decode(
         torch.get_num_threads(),
     )
     if lacking:
-        raise lacks(lacking, f"attention over {context_lens_B.tolist()[:8]} tokens")
+        raise lacks(lacking, f"attention over {cache.lens_B.tolist()[:8]} tokens")
     return out
 
 
-def _told(pages_PGW: Tensor, page_table_BM: Tensor, context_lens_B: Tensor) -> tuple[int, ...]:
-    """Return what the kernel of decode learns of the cache."""
-    batch, width = page_table_BM.shape
-    return (pages_PGW.data_ptr(), page_table_BM.data_ptr(), width, pages_PGW.shape[1], context_lens_B.data_ptr(), batch)
+def _paged(cache: DecodeCache, table_BM: Tensor) -> tuple[int, ...]:
+    """Return what the kernel of decode takes of a cache, whose table is dense int32 here."""
+    batch, width = table_BM.shape
+    return cache.pages_PGW.data_ptr(), table_BM.data_ptr(), width, cache.page_size, cache.lens_B.data_ptr(), batch
 
 
 _APART: Any = SimpleNamespace(
@@ -136,9 +112,7 @@ def mla_absorbed(
     q_THQ: Tensor,
     cos_TF: Tensor,
     sin_TF: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
+    cache: DecodeCache,
     k_b_HNC: Tensor,
     v_b_HVC: Tensor,
     *,
@@ -146,29 +120,27 @@ def mla_absorbed(
 ) -> Tensor:
     rows, (_, nope, rank), width = q_THQ.shape[0], k_b_HNC.shape, q_THQ.shape[2]
     dense = k_b_HNC.stride()[1:] == v_b_HVC.stride()[1:] == (rank, 1) and all(
-        each.is_contiguous() for each in (q_THQ, pages_PGW, cos_TF, sin_TF)
+        each.is_contiguous() for each in (q_THQ, cache.pages_PGW, cos_TF, sin_TF)
     )
-    floats = are(torch.bfloat16, q_THQ, pages_PGW, k_b_HNC, v_b_HVC) and are(torch.float32, cos_TF, sin_TF)
-    few = 0 < rows <= products.FEW_HEAD_ROWS and are(torch.int64, context_lens_B)
+    floats = are(torch.bfloat16, q_THQ, cache.pages_PGW, k_b_HNC, v_b_HVC) and are(torch.float32, cos_TF, sin_TF)
+    few = 0 < rows <= products.FEW_HEAD_ROWS and are(torch.int64, cache.lens_B)
     sizes = nope % 2 == rank % 128 == (width - nope) % 32 == v_b_HVC.shape[1] % 8 == 0
     if not (dense and floats and few and sizes):
-        return compositions.mla_absorbed(
-            _APART, q_THQ, cos_TF, sin_TF, pages_PGW, page_table_BM, context_lens_B, k_b_HNC, v_b_HVC, scale=scale
-        )
-    cache = pages_PGW, page_table_BM.to(torch.int32).contiguous(), context_lens_B
+        return compositions.mla_absorbed(_APART, q_THQ, cos_TF, sin_TF, cache, k_b_HNC, v_b_HVC, scale=scale)
     return _absorbed(q_THQ, (cos_TF.data_ptr(), sin_TF.data_ptr()), cache, k_b_HNC, v_b_HVC, scale)
 
 
 def _absorbed(
     q_THQ: Tensor,
     angles: tuple[int, int],
-    cache: tuple[Tensor, Tensor, Tensor],
+    cache: DecodeCache,
     k_b_HNC: Tensor,
     v_b_HVC: Tensor,
     scale: float,
 ) -> Tensor:
+    table_BM = cache.table_BM.to(torch.int32).contiguous()
     (rows, heads, width), (_, nope, rank), outs = q_THQ.shape, k_b_HNC.shape, v_b_HVC.shape[1]
-    rope, per_sequence, threads = width - nope, rows // cache[2].shape[0], torch.get_num_threads()
+    rope, per_sequence, threads = width - nope, rows // table_BM.shape[0], torch.get_num_threads()
     out_THV, between = q_THQ.new_empty(rows, heads, outs), q_THQ.new_empty(rows, heads, 2 * rank + rope)
     size, q = q_THQ.itemsize, q_THQ.data_ptr()
     latent = between.data_ptr()
@@ -180,7 +152,7 @@ def _absorbed(
     )
     library.rotate(q + size * nope, heads * width, width, rows, heads, rope // 2, *angles, rotated, threads)
     lacking = lacking or library.mla_decode(
-        *(latent, rotated, *_told(*cache), per_sequence, heads, rank + rope, rank),
+        *(latent, rotated, *_paged(cache, table_BM), per_sequence, heads, rank + rope, rank),
         *(scale, PART_TOKENS, attended, threads),
     )
     lacking = lacking or library.heads_out(

@@ -9,29 +9,14 @@ from __future__ import annotations
 import torch
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels.formats.floats import Plain
-from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips
-from pdinfer.kernels.native import attention, build, draws, fused, products, rows
-from pdinfer.kernels.ops import Products
+from pdinfer.kernels.native import attention, build, fused, products, rows
+from pdinfer.kernels.ops import name_of
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.process.compiled import cpu_flags
 
-MODULES = (attention, products, rows, draws, fused)
-WEIGHTS = {
-    Plain: Products(products.linear, products.grouped_mlp),
-    FP8Blocks: Products(products.linear_fp8, products.grouped_mlp_fp8),
-    Int8Dynamic: Products(products.linear_int8, products.grouped_mlp_int8),
-    Strips: Products(products.linear_strips, products.grouped_mlp_strips),
-    FP8Strips: Products(products.linear_fp8_strips, products.grouped_mlp_fp8_strips),
-}
+MODULES = (attention, products, rows, fused)
 KERNELS = {
-    "linear[fp8]": "linear_fp8",
     "linear[w8a8_dynamic]": "linear_int8",
-    "linear[strips]": "linear_strips",
-    "linear[fp8_strips]": "linear_fp8_strips",
     "grouped_mlp": "experts",
     "grouped_mlp[fp8]": "linear_fp8",
     "grouped_mlp[w8a8_dynamic]": "experts_int8",
@@ -40,12 +25,12 @@ KERNELS = {
     "draw": "draw_greedy",
     "gated_mlp": "experts",
 }
-"""The function of an op in C, where it has another name."""
+"""The function of an op in C, where it has another name than in Python."""
 
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """Return the functions in C that an op calls."""
-    return attention.ABSORBED if op == "mla_absorbed" else (KERNELS.get(op, op),)
+    return attention.ABSORBED if op == "mla_absorbed" else (KERNELS.get(op, name_of(op)),)
 
 
 def unavailable(spec: OpSpec) -> str | None:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
-from pdinfer.kernels.formats.fp8_strips import FP8Strips
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import Strips
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
@@ -43,7 +42,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     dense = x_TI.stride(-1) == 1 and weight_OI.is_contiguous() and are(torch.bfloat16, x_TI, weight_OI)
     if not dense or not rows or not library.is_served(rows, outs):
         return F.linear(x_TI, weight_OI)
-    return _multiply(library.linear, x_TI, outs, weight_OI.data_ptr(), outs, width)
+    kernel, out = library.linear, x_TI.new_empty(rows, outs)
+    return _run(kernel, out, x_TI.data_ptr(), x_TI.stride(0), rows, weight_OI.data_ptr(), outs, width)
 
 
 @functools.cache  # for good: recorded calls have the address
@@ -56,34 +56,32 @@ def linear_or_torch(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return linear(x_TI, weight_OI) if build.serves("linear") else F.linear(x_TI, weight_OI)
 
 
-def _multiply(kernel: Callable[..., int | None], x_TI: Tensor, outs: int, *matrix: int, form: str = "") -> Tensor:
-    """Run a kernel on rows and a matrix of so many outs, of which `matrix` is what it is told -> [T, outs]."""
-    rows = x_TI.shape[0]
-    out = x_TI.new_empty(rows, outs)
-    lacking = kernel(x_TI.data_ptr(), x_TI.stride(0), rows, *matrix, out.data_ptr(), torch.get_num_threads())
+def _run(kernel: Callable[..., int], out: Tensor, *arguments: int, form: str = "") -> Tensor:
+    """Run a kernel that writes products of rows to `out`, and return that."""
+    lacking = kernel(*arguments, out.data_ptr(), torch.get_num_threads())
     if lacking:
-        raise lacks(lacking, f"a product of {rows} rows{form}")
+        raise lacks(lacking, f"a product of {len(out)} rows{form}")
     return out
 
 
 def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
-    rows, width = x_TI.shape
-    outs = weight.shape[0]
-    if not rows or not _reads_strips(x_TI, weight):
+    rows, (outs, width) = x_TI.shape[0], weight.shape
+    if not rows or x_TI.stride(-1) != 1 or not _reads(x_TI, weight.numbers) or not are(x_TI.dtype, weight.numbers):
         return F.linear(x_TI, weight.ordered())
-    matrix = weight.numbers.data_ptr(), outs, width, weight.parts
-    return _multiply(build.library().linear_strips, x_TI, outs, *matrix)
+    kernel, matrix = build.library().linear_strips, (weight.numbers.data_ptr(), outs, width, weight.parts)
+    return _run(kernel, x_TI.new_empty(rows, outs), x_TI.data_ptr(), x_TI.stride(0), rows, *matrix)
 
 
-def _reads_strips(x: Tensor, *weights: Strips) -> bool:
-    """Return whether the kernels take these rows and weights."""
-    dense = all(weight.numbers.is_contiguous() for weight in weights)
-    return dense and x.stride(-1) == 1 and are(torch.bfloat16, x, *(weight.numbers for weight in weights))
+def _reads(x: Tensor | FP8Rows, *weights: Tensor) -> bool:
+    """Return whether the kernels take rows of that dtype, and tensors of weights that are so in memory."""
+    for tensor in weights:
+        if not tensor.is_contiguous():
+            return False
+    return x.dtype == torch.bfloat16
 
 
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    _, width, inner = down_EDI.shape
-    counts_E = counts_E.to(torch.int64)
+    width, inner = down_EDI.shape[1:]
     fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
     few = 1 if x.shape[0] <= FEW_IN_ALL else x.shape[0]
     if not fits or not _serves(few, counts_E, build.library().experts_are_served, width, inner):
@@ -92,23 +90,20 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
 
 
 def _experts(x: Tensor, counts_E: Tensor, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
-    (rows, width), num_experts = x.shape, counts_E.shape[0]
+    (rows, width), x_ptr = x.shape, (x.data_ptr(),)
     out, hidden = x.new_empty(rows, width), x.new_empty(rows, 3 * inner)
-    lacking = build.library().experts(
-        x.data_ptr(),
-        counts_E.data_ptr(),
-        num_experts,
-        gate_up.data_ptr(),
-        down.data_ptr(),
-        width,
-        inner,
-        hidden.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if lacking:
-        raise lacks(lacking, f"a product of {rows} rows with {num_experts} experts")
-    return out
+    stacks = gate_up.data_ptr(), down.data_ptr(), width, inner, hidden.data_ptr()
+    return _run_experts(build.library().experts, out, x_ptr, counts_E, *stacks)
+
+
+def _run_experts(
+    kernel: Callable[..., int], out: Tensor, rows: tuple[int, ...], counts_E: Tensor, *stacks: int, form: str = ""
+) -> Tensor:
+    """Do as `_run` with rows that are sorted by expert. `rows` and `stacks` are what the kernel takes of these."""
+    counts_E = counts_E.to(torch.int64)
+    num_experts = counts_E.shape[0]
+    form = f" with {num_experts} experts{form}"
+    return _run(kernel, out, *rows, counts_E.data_ptr(), num_experts, *stacks, form=form)
 
 
 def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
@@ -127,72 +122,39 @@ def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
-    if x.ndim != 2 or not x.shape[0] or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
+    stacks = gate_up.numbers, down.numbers
+    if x.ndim != 2 or not x.shape[0] or not _reads(x, x, *stacks) or not are(x.dtype, *stacks):
         return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
-    counts_E, (width, inner), out = counts_E.to(torch.int64), down.shape, torch.empty_like(x)
-    lacking = build.library().experts_strips(
-        x.data_ptr(),
-        counts_E.data_ptr(),
-        counts_E.shape[0],
-        gate_up.numbers.data_ptr(),
-        down.numbers.data_ptr(),
-        width,
-        inner,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if lacking:
-        raise lacks(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts")
-    return out
+    taken = *(stack.data_ptr() for stack in stacks), *down.shape
+    return _run_experts(build.library().experts_strips, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken)
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-    rows, width = x_TI.shape
-    outs = weight.numbers.shape[0]
-    if not rows or not _reads_int8(x_TI, weight) or not build.library().is_served_int8(rows):
-        return torch_products.linear_int8(x_TI, weight)
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    rows, (outs, width) = x_TI.shape[0], weight.numbers.shape
+    reads = rows and x_TI.stride(-1) == 1 and _reads(x_TI, weight.numbers, weight.scale)
+    if not reads or not build.library().is_served_int8(rows):
+        return torch_products.linear_w8a8_dynamic(x_TI, weight)
+    kernel, out = build.library().linear_int8, x_TI.new_empty(rows, outs)
     matrix = weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, width
-    return _multiply(build.library().linear_int8, x_TI, outs, *matrix, form=" in INT8")
+    return _run(kernel, out, x_TI.data_ptr(), x_TI.stride(0), rows, *matrix, form=" in INT8")
 
 
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    num_experts, width, inner = down.numbers.shape
-    counts_E = counts_E.long()
-    fits = x.ndim == 2 and x.shape[0] and x.is_contiguous() and _reads_int8(x, gate_up, down)
+def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    width, inner = down.numbers.shape[1:]
+    stacks = gate_up.numbers, gate_up.scale, down.numbers, down.scale
+    fits = x.ndim == 2 and x.shape[0] and _reads(x, x, *stacks)
     if not fits or not _serves(len(x), counts_E, build.library().is_served_int8):
-        return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
-    out, hidden = torch.empty_like(x), x.new_empty(x.shape[0], 3 * inner)
-    lacking = build.library().experts_int8(
-        x.data_ptr(),
-        counts_E.data_ptr(),
-        num_experts,
-        gate_up.numbers.data_ptr(),
-        gate_up.scale.data_ptr(),
-        down.numbers.data_ptr(),
-        down.scale.data_ptr(),
-        width,
-        inner,
-        hidden.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if lacking:
-        raise lacks(lacking, f"a product of {len(x)} rows with {num_experts} experts in INT8")
-    return out
+        return torch_experts.by_expert(linear_w8a8_dynamic, gated_silu, x, counts_E, gate_up, down)
+    hidden = x.new_empty(x.shape[0], 3 * inner)
+    taken = *(stack.data_ptr() for stack in stacks), width, inner, hidden.data_ptr()
+    kernel = build.library().experts_int8
+    return _run_experts(kernel, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken, form=" in INT8")
 
 
 def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int) -> bool:
     """Return whether kernels serve the expert with most rows. Where they serve one with `most` of them, no count is
     looked at."""
     return bool(serves(most, *sizes) or serves(int(counts_E.max()), *sizes))
-
-
-def _reads_int8(x: Tensor, *weights: Int8Dynamic) -> bool:
-    """Return whether the kernels take these rows and numbers."""
-    for weight in weights:
-        if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous():
-            return False
-    return x.stride(-1) == 1 and are(torch.bfloat16, x)
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
@@ -215,7 +177,7 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
 
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
-    if not _reads_fp8(x_TI, weight):
+    if x_TI.ndim != 2 or not _reads(x_TI, weight.numbers, weight.scale):
         return torch_products.linear_fp8(x_TI, weight)
     x, (outs, width) = _rounded(x_TI, weight), weight.numbers.shape
     rows = len(x)
@@ -229,52 +191,26 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
             build.library().dequantize_fp8(*matrix, first, count, block_OI.data_ptr(), torch.get_num_threads())
             out[:, first : first + count] = linear_or_torch(floats_TI, block_OI[:count])
     elif rows:
-        lacking = build.library().linear_fp8(*_told(x), rows, *matrix, out.data_ptr(), torch.get_num_threads())
-        if lacking:
-            raise lacks(lacking, f"a product of {rows} rows in FP8")
+        _run(build.library().linear_fp8, out, *_rows(x), rows, *matrix, form=" in FP8")
     return out
 
 
 def linear_fp8_strips(x_TI: Tensor | FP8Rows, weight: FP8Strips) -> Tensor:
-    if not len(x_TI) or not _reads_fp8(x_TI, weight):
+    if x_TI.ndim != 2 or not len(x_TI) or not _reads(x_TI, weight.numbers, weight.scale):
         return linear_fp8(x_TI, weight.ordered())
     x, (outs, width) = _rounded(x_TI, weight), weight.shape
-    out = x.new_empty((len(x), outs))
+    kernel, out = build.library().linear_fp8_strips, x.new_empty((len(x), outs))
     matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
-    lacking = build.library().linear_fp8_strips(*_told(x), len(x), *matrix, out.data_ptr(), torch.get_num_threads())
-    if lacking:
-        raise lacks(lacking, f"a product of {len(x)} rows in FP8")
-    return out
+    return _run(kernel, out, *_rows(x), len(x), *matrix, form=" in FP8")
 
 
 def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Strips, down: FP8Strips) -> Tensor:
-    if x.ndim != 2 or not len(x) or not _reads_fp8(x, gate_up, down):
+    stacks = gate_up.numbers, gate_up.scale, down.numbers, down.scale
+    if x.ndim != 2 or not len(x) or not _reads(x, *stacks):
         return grouped_mlp_fp8(x, counts_E, gate_up.ordered(), down.ordered())
-    rows, counts_E, (width, inner) = _rounded(x, gate_up), counts_E.to(torch.int64), down.shape
-    out = rows.new_empty(rows.shape)
-    lacking = build.library().experts_fp8_strips(
-        *_told(rows),
-        counts_E.data_ptr(),
-        counts_E.shape[0],
-        gate_up.numbers.data_ptr(),
-        gate_up.scale.data_ptr(),
-        down.numbers.data_ptr(),
-        down.scale.data_ptr(),
-        width,
-        inner,
-        down.ue8m0,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if lacking:
-        raise lacks(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts in FP8")
-    return out
-
-
-def _reads_fp8(x: Tensor | FP8Rows, *weights: FP8Blocks | FP8Strips) -> bool:
-    """Return whether the kernels take these rows and weights."""
-    dense = all(weight.numbers.is_contiguous() and weight.scale.is_contiguous() for weight in weights)
-    return dense and x.dtype == torch.bfloat16 and x.ndim == 2
+    rows, kernel = _rounded(x, gate_up), build.library().experts_fp8_strips
+    taken = *(stack.data_ptr() for stack in stacks), *down.shape, down.ue8m0
+    return _run_experts(kernel, rows.new_empty(rows.shape), _rows(rows), counts_E, *taken, form=" in FP8")
 
 
 def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Blocks | FP8Strips) -> FP8Rows:
@@ -284,8 +220,8 @@ def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Blocks | FP8Strips) -> FP8Rows:
     return rows if numbers_TI.is_contiguous() else attrs.evolve(rows, numbers_TI=numbers_TI.contiguous())
 
 
-def _told(rows: FP8Rows) -> tuple[int, ...]:
-    """Return what kernels are told of rounded rows: their numbers, and their scales with both strides."""
+def _rows(rows: FP8Rows) -> tuple[int, ...]:
+    """Return what kernels take of rounded rows: their numbers, and their scales with both strides."""
     return (rows.numbers_TI.data_ptr(), rows.scales_TN.data_ptr(), *rows.scales_TN.stride())
 
 
@@ -319,20 +255,6 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
 def _by_heads(kernel: Callable[..., int], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
     """Run a product head by head -> [T, H, outs]. `weight_H` is [H, ...]."""
     rows, num_heads, width = x_THI.shape
-    out = x_THI.new_empty(rows, num_heads, outs)
-    lacking = kernel(
-        x_THI.data_ptr(),
-        x_THI.stride(0),
-        x_THI.stride(1),
-        rows,
-        num_heads,
-        width,
-        weight_H.data_ptr(),
-        weight_H.stride(0),
-        outs,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if lacking:
-        raise lacks(lacking, f"a product of {rows} rows with {num_heads} heads")
-    return out
+    out, form = x_THI.new_empty(rows, num_heads, outs), f" with {num_heads} heads"
+    x = x_THI.data_ptr(), x_THI.stride(0), x_THI.stride(1), rows, num_heads, width
+    return _run(kernel, out, *x, weight_H.data_ptr(), weight_H.stride(0), outs, form=form)

@@ -33,7 +33,7 @@ static void score(const bf16 *x, i64 ldx, i64 rows, const float *w, i64 experts,
         }
 }
 
-/* Chooses k of `experts` per token, as `kernels.ops.Route` says. bias may be NULL. What is compared is never NaN in a
+/* Chooses k of `experts` per token, as `Ops.route` says. bias may be NULL. What is compared is never NaN in a
  * token whose weights are not: `lost` is 0, or NaN when a logit or a bias is not finite. */
 EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
                   i64 top_groups, int normalize, float factor, i64 *ids, float *weights, int threads) {

@@ -1,4 +1,5 @@
-"""What lies between products: routing, sorting rows by expert, norms, rotations, activations (`rows.c`)."""
+"""What lies between products: routing, sorting rows by expert, norms, rotations, activations (`rows.c`); and draws of
+tokens (`draws.c`): the largest logit and the normalizer, which every draw needs. Torch draws the others."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import reference
+from pdinfer.kernels import draws, reference
+from pdinfer.kernels.arguments import RouterRule
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
-from pdinfer.kernels.torch import rows as torch_rows
 
 FEW_TOKENS = 16
 """Up to this many tokens a router waits for its weights. For more of them torch's GEMM is faster."""
@@ -31,7 +33,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     readable = are(torch.bfloat16, x_THR) and are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
     if not interleaved or not readable:
-        return torch_rows.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+        return reference.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
     rows, num_heads, width = x_THR.shape
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
     out = x_THR.new_empty(rows, num_heads, width)
@@ -50,45 +52,26 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
     return out
 
 
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    *,
-    sigmoid: bool,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    normalize: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
     if not are(torch.float32, logits_TE, bias_E):
-        return reference.route(
-            logits_TE,
-            bias_E,
-            sigmoid=sigmoid,
-            top_k=top_k,
-            num_groups=num_groups,
-            top_k_groups=top_k_groups,
-            normalize=normalize,
-            scaling_factor=scaling_factor,
-        )
+        return reference.route(logits_TE, bias_E, rule)
     tokens, num_experts = logits_TE.shape
     logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
     ids, weights = (
-        torch.empty(tokens, top_k, dtype=torch.int64, device="cpu"),
-        torch.empty(tokens, top_k, dtype=torch.float32, device="cpu"),
+        torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu"),
+        torch.empty(tokens, rule.top_k, dtype=torch.float32, device="cpu"),
     )
     build.library().route(
         logits_TE.data_ptr(),
         None if bias_E is None else bias_E.data_ptr(),
         tokens,
         num_experts,
-        sigmoid,
-        top_k,
-        num_groups,
-        top_k_groups,
-        normalize,
-        scaling_factor,
+        rule.sigmoid,
+        rule.top_k,
+        rule.num_groups,
+        rule.top_k_groups,
+        rule.normalize,
+        rule.scaling_factor,
         ids.data_ptr(),
         weights.data_ptr(),
         torch.get_num_threads(),
@@ -100,29 +83,14 @@ def choose_experts(
     x_TD: Tensor,
     weight_ED: Tensor,
     bias_E: Tensor | None,
-    *,
-    sigmoid: bool,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    normalize: bool,
-    scaling_factor: float,
+    rule: RouterRule,
 ) -> tuple[Tensor, Tensor]:
     (tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     dense = x_TD.stride(-1) == 1 and weight_ED.is_contiguous() and (bias_E is None or bias_E.is_contiguous())
     if not dense or not are(torch.bfloat16, x_TD) or not are(torch.float32, weight_ED, bias_E) or tokens > FEW_TOKENS:
-        return route(
-            F.linear(x_TD.float(), weight_ED),
-            bias_E,
-            sigmoid=sigmoid,
-            top_k=top_k,
-            num_groups=num_groups,
-            top_k_groups=top_k_groups,
-            normalize=normalize,
-            scaling_factor=scaling_factor,
-        )
-    logits_TE, weights_TK = weight_ED.new_empty(tokens, num_experts), weight_ED.new_empty(tokens, top_k)
-    ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device="cpu")
+        return route(F.linear(x_TD.float(), weight_ED), bias_E, rule)
+    logits_TE, weights_TK = weight_ED.new_empty(tokens, num_experts), weight_ED.new_empty(tokens, rule.top_k)
+    ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu")
     build.library().choose_experts(
         x_TD.data_ptr(),
         x_TD.stride(0),
@@ -131,12 +99,12 @@ def choose_experts(
         None if bias_E is None else bias_E.data_ptr(),
         tokens,
         num_experts,
-        sigmoid,
-        top_k,
-        num_groups,
-        top_k_groups,
-        normalize,
-        scaling_factor,
+        rule.sigmoid,
+        rule.top_k,
+        rule.num_groups,
+        rule.top_k_groups,
+        rule.normalize,
+        rule.scaling_factor,
         logits_TE.data_ptr(),
         ids_TK.data_ptr(),
         weights_TK.data_ptr(),
@@ -216,9 +184,24 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
     if not are(torch.bfloat16, x_TJ) or not build.serves("gated_silu"):  # experts ask, another family
-        return torch_experts.gated_silu(x_TJ)
+        return reference.gated_silu(x_TJ)
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
     out = x_TJ.new_empty(rows, width // 2)
     build.library().gated_silu(x_TJ.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
+    if not logits_BV.shape[1] or not dense or not are(torch.float32, logits_BV, changed_BV):
+        return draws.draw(logits_BV, changed_BV, controls, kind)
+    words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
+    build.library().draw_greedy(
+        logits_BV.data_ptr(), changed_BV.data_ptr(), *logits_BV.shape, words_3B.data_ptr(), torch.get_num_threads()
+    )
+    if kind is not DrawKind.GREEDY:
+        tokens_B = draws.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
+        words_3B[0] = tokens_B
+        words_3B[1] = draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
+    return words_3B

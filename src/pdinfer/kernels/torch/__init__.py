@@ -5,9 +5,9 @@
     attention.py   attention, and the choice of what it reads
     flash.py       attention of many queries by torch's fused kernel for CPUs
     experts.py     experts, and the rows that go to them
-    rows.py        rotations, and rows of pages
+    rows.py        rows of pages
 
 Tested by tests/conformance/test_ops.py and the suites beside it.
 
-May import: kernels.exact, kernels.formats, kernels.ops, kernels.reference, kernels.spec, the ground.
+May import: kernels.arguments, kernels.exact, kernels.formats, kernels.reference, kernels.spec, the ground.
 """

@@ -6,13 +6,14 @@ long context: attention goes through blocks of queries, and through blocks of co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache, TokenCache
 from pdinfer.kernels.exact import not_finite
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.torch import flash
@@ -26,70 +27,35 @@ CONTEXT_BLOCK_BYTES = 64 << 20
 token."""
 
 
-def mla_prefill(
-    q_THQ: Tensor,
-    pages_PGW: Tensor,
-    kv_b_OC: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    v_head_dim: int,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:
     num_heads, latent_rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
-    page_size = pages_PGW.shape[1]
+    page_size = cache.page_size
     block_pages = max(1, CONTEXT_BLOCK_BYTES // (page_size * num_heads * (2 * q_THQ.shape[-1] + v_head_dim) * 4))
 
     def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
         """Return (k_HSQ, v_HSV) of the first `context` slots of these pages."""
-        cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
+        cached = cache.pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
         cached = cache_rows.latents(cached, latent_rank, q_THQ.dtype)
         kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
         k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
         return torch.cat((kv[..., :nope], k_rope), -1).transpose(0, 1), kv[..., nope:].transpose(0, 1)
 
     out = q_THQ.new_empty(q_THQ.shape[0], num_heads, v_head_dim)
-    first = 0
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        table = page_table_BM[row, : -(-context // page_size)]
-        at = slice(first, first + num_queries)
-        first += num_queries
-        q_HTQ, out_THV, offset = q_THQ[at].transpose(0, 1), out[at], context - num_queries
+    for queries, pages_M, context in cache.sequences():
+        q_HTQ, out_THV = q_THQ[queries].transpose(0, 1), out[queries]
+        offset = context - len(out_THV)
 
-        def blocks(table: Tensor = table, context: int = context) -> Iterator[flash.Block]:
-            for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True):
+        def blocks(pages_M: Tensor = pages_M, context: int = context) -> Iterator[flash.Block]:
+            for start, part in zip(range(0, len(pages_M), block_pages), torch.split(pages_M, block_pages), strict=True):
                 position = start * page_size
-                yield position, *keys_values(pages, min(len(pages) * page_size, context - position))
+                yield position, *keys_values(part, min(len(part) * page_size, context - position))
 
-        fused = num_queries and out.is_cpu and out.dtype in flash.DTYPES
+        fused = len(out_THV) and out.is_cpu and out.dtype in flash.DTYPES
         if fused and flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
             continue
-        if len(table) <= block_pages:
-            _attend_causal(q_HTQ, *keys_values(table, context), scale, out_THV)
-        else:
-            _attend_in_blocks(q_HTQ, offset, blocks(), scale, out_THV)
+        _attend(q_HTQ, offset, blocks(), scale, out_THV)
     return out
-
-
-def _attend_causal(q_HTQ: Tensor, k_HSQ: Tensor, v_HSV: Tensor, scale: float, out_THV: Tensor) -> None:
-    """Let the last T of S positions attend to themselves and all before, block of queries by block of queries."""
-    num_heads, num_queries, _ = q_HTQ.shape
-    k_HQS, context = k_HSQ.mT, k_HSQ.shape[1]
-    offset = context - num_queries
-    block = max(1, min(num_queries, SCORE_BLOCK_BYTES // (4 * num_heads * context)))
-    for start in range(0, num_queries, block):
-        stop = min(start + block, num_queries)
-        visible = offset + stop
-        scores = torch.bmm(q_HTQ[:, start:stop], k_HQS[..., :visible]).float().mul_(scale)
-        lost_HT1 = _lost(scores)
-        # only the block's own columns can lie in the future of one of its rows
-        own = scores[..., offset + start : visible]
-        own.masked_fill_(torch.ones_like(own[0], dtype=torch.bool).triu_(1), -torch.inf)
-        scores[..., :1] += lost_HT1
-        weights = scores.softmax(-1).to(v_HSV.dtype)
-        out_THV[start:stop] = torch.bmm(weights, v_HSV[:, :visible]).transpose(0, 1)
 
 
 def _lost(scores: Tensor) -> Tensor:
@@ -98,11 +64,9 @@ def _lost(scores: Tensor) -> Tensor:
     return scores.amin(-1, keepdim=True) * 0
 
 
-def _attend_in_blocks(
-    q_HTQ: Tensor, offset: int, blocks: Iterable[tuple[int, Tensor, Tensor]], scale: float, out_THV: Tensor
-) -> None:
-    """Do as `_attend_causal`, with the first query at position `offset`, over blocks (first position, k_HSQ, v_HSV) of
-    context one at a time: softmax with a running maximum (arXiv 1805.02867, algorithm 3)."""
+def _attend(q_HTQ: Tensor, offset: int, blocks: Iterable[flash.Block], scale: float, out_THV: Tensor) -> None:
+    """Let T queries, the first at position `offset`, attend to themselves and all before, block by block of context and
+    of queries."""
     num_heads, num_queries, _ = q_HTQ.shape
     softmax = _RunningSoftmax.start(num_heads, num_queries, out_THV.shape[-1], q_HTQ.device)
     for position, k_HSQ, v_HSV in blocks:
@@ -153,27 +117,19 @@ class _RunningSoftmax:
         return self.value_NTV / self.total_NT1
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     batch, num_queries, num_heads, latent_rank = q_latent_BQHC.shape
     if not batch:
         return torch.empty_like(q_latent_BQHC)
-    page_size, device = pages_PGW.shape[1], pages_PGW.device
-    table_BM = _columns_in_use(page_table_BM, context_lens_B, page_size)
+    page_size, device = cache.page_size, cache.pages_PGW.device
+    table_BM = _columns_in_use(cache)
     q_BQHW = torch.cat((q_latent_BQHC, q_rope_BQHR), -1)
-    last_BQ1 = _last_seen(context_lens_B, num_queries)[..., None]
+    last_BQ1 = _last_seen(cache.lens_B, num_queries)[..., None]
 
     def scored(pages_BM: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Score the rows in pages that begin at position `start`, as `_scored` does."""
         size = pages_BM.shape[1] * page_size
-        cached_BSW = pages_PGW.index_select(0, pages_BM.flatten()).view(batch, size, pages_PGW.shape[-1])
+        cached_BSW = cache.pages_PGW.index_select(0, pages_BM.flatten()).view(batch, size, cache.pages_PGW.shape[-1])
         cached_BSW = cache_rows.latents(cached_BSW, latent_rank, q_BQHW.dtype)
         position_S = torch.arange(start, start + size, device=device, dtype=torch.int64)
         return _scored(q_BQHW, cached_BSW, position_S > last_BQ1, scale)
@@ -208,41 +164,34 @@ def _weighed(scores_BNS: Tensor, lost_BN1: Tensor, cached_BSW: Tensor, like: Ten
     return torch.bmm(weights_BNS, cached_BSW[..., : like.shape[-1]]).view(like.shape)
 
 
-def _columns_in_use(page_table_BM: Tensor, context_lens_B: Tensor, page_size: int) -> Tensor:
+def _columns_in_use(cache: DecodeCache) -> Tensor:
     """Return the table as wide as the longest context on a CPU, and whole elsewhere, where to ask for a length would
     wait for the device."""
-    if context_lens_B.device.type != "cpu":
-        return page_table_BM
-    return page_table_BM[:, : -(-int(context_lens_B.max()) // page_size)]
+    if cache.lens_B.device.type != "cpu":
+        return cache.table_BM
+    return cache.table_BM[:, : -(-int(cache.lens_B.max()) // cache.page_size)]
 
 
-def _last_seen(context_lens_B: Tensor, num_queries: int) -> Tensor:
+def _last_seen(lens_B: Tensor, num_queries: int) -> Tensor:
     """Return the position of each query, the last one it sees, of the last `num_queries` of each sequence [B, Q]."""
-    return context_lens_B[:, None] + torch.arange(-num_queries, 0, device=context_lens_B.device, dtype=torch.int64)
+    return lens_B[:, None] + torch.arange(-num_queries, 0, device=lens_B.device, dtype=torch.int64)
 
 
 def mla_sparse(
-    q_latent_THC: Tensor,
-    q_rope_THR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    sequence_T: Tensor,
-    selected_TS: Tensor,
-    *,
-    scale: float,
+    q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
 ) -> Tensor:
     if not selected_TS.shape[1]:
         return torch.full_like(q_latent_THC, torch.nan)
     num_heads, latent_rank = q_latent_THC.shape[1:]
-    page_size, width = pages_PGW.shape[1], latent_rank + q_rope_THR.shape[-1]
-    rows_NW, q_THW = pages_PGW.view(-1, pages_PGW.shape[-1]), torch.cat((q_latent_THC, q_rope_THR), -1)
+    page_size, width = cache.page_size, latent_rank + q_rope_THR.shape[-1]
+    rows_NW, q_THW = cache.pages_PGW.view(-1, cache.pages_PGW.shape[-1]), torch.cat((q_latent_THC, q_rope_THR), -1)
     block = max(1, CONTEXT_BLOCK_BYTES // (8 * max(1, selected_TS.shape[1]) * (width + num_heads)))
     out = torch.empty_like(q_latent_THC)
     for start in range(0, len(out), block):
         part = slice(start, start + block)
         none_TS = selected_TS[part] < 0
         positions_TS = selected_TS[part].clamp_min(0)
-        pages_TS = page_table_BM[sequence_T[part, None], positions_TS // page_size]
+        pages_TS = cache.table_BM[cache.sequence_T[part, None], positions_TS // page_size]
         slots_TS = pages_TS * page_size + positions_TS % page_size
         cached_TSW = rows_NW.index_select(0, slots_TS.flatten()).view(*slots_TS.shape, -1)
         cached_TSW = cache_rows.latents(cached_TSW, latent_rank, out.dtype)
@@ -250,65 +199,45 @@ def mla_sparse(
     return out
 
 
-def index_topk(
-    q_TXY: Tensor,
-    weights_TX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    top_k: int,
-) -> Tensor:
-    q_TXY = cache_rows.index_queries(q_TXY.float(), pages_PGY.dtype)
-    q_TXY = q_TXY + not_finite(q_TXY)
-    page_size = pages_PGY.shape[1]
-    selected_TS = torch.full(
-        (len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device, dtype=torch.int64
-    )
-    first = 0
-    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        table = page_table_BM[row, : -(-context // page_size)]
+def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:
+    q_TXY = _index_queries(q_TXY, cache)
+    size = min(top_k, max(cache.context_lens, default=0))
+    selected_TS = torch.full((len(q_TXY), size), -1, device=q_TXY.device, dtype=torch.int64)
+    for queries, pages_M, context in cache.sequences():
         block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing takes three times the scores' memory on top
-        for start in range(0, num_queries, block):
-            part = slice(first + start, first + min(start + block, num_queries))
-            own = context - num_queries + start  # the position of the first of these queries
-            visible = own + part.stop - part.start
-            pages = table[None, : -(-visible // page_size)]
-            scores_TS = _index_scores(q_TXY[None, part], weights_TX[None, part], pages_PGY, pages)[:, :visible]
+        for start in range(queries.start, queries.stop, block):
+            part = slice(start, min(start + block, queries.stop))
+            own, visible = (context - queries.stop + token for token in (part.start, part.stop))  # positions
+            pages_BM = pages_M[None, : -(-visible // cache.page_size)]
+            scores_TS = _index_scores(q_TXY[None, part], weights_TX[None, part], cache.pages_PGW, pages_BM)[:, :visible]
             last_T = torch.arange(own, visible, device=q_TXY.device, dtype=torch.int64)
             best_TS = _lowest_of_best(scores_TS, last_T, min(top_k, visible))
             selected_TS[part, : best_TS.shape[1]] = best_TS
-        first += num_queries
     return selected_TS
 
 
-def index_topk_decode(
-    q_BQXY: Tensor,
-    weights_BQX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
-    q_BQXY = cache_rows.index_queries(q_BQXY.float(), pages_PGY.dtype)
-    q_BQXY = q_BQXY + not_finite(q_BQXY)
+def index_topk_decode(q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
+    q_BQXY = _index_queries(q_BQXY, cache)
     batch, num_queries = q_BQXY.shape[:2]
-    page_size = pages_PGY.shape[1]
-    count = min(top_k, page_table_BM.shape[1] * page_size)
+    count = min(top_k, cache.table_BM.shape[1] * cache.page_size)
     selected_BQS = torch.full((batch, num_queries, count), -1, device=q_BQXY.device, dtype=torch.int64)
     if not batch:
         return selected_BQS
-    table_BM = _columns_in_use(page_table_BM, context_lens_B, page_size)
-    last_BQ, size = _last_seen(context_lens_B, num_queries), table_BM.shape[1] * page_size
+    table_BM = _columns_in_use(cache)
+    last_BQ, size = _last_seen(cache.lens_B, num_queries), table_BM.shape[1] * cache.page_size
     block = max(1, SCORE_BLOCK_BYTES // (16 * num_queries * size))  # as in `index_topk`
     for first in range(0, batch, block):
         part = slice(first, first + block)
-        scores_TS = _index_scores(q_BQXY[part], weights_BQX[part], pages_PGY, table_BM[part])
+        scores_TS = _index_scores(q_BQXY[part], weights_BQX[part], cache.pages_PGW, table_BM[part])
         best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(), min(count, size))
         selected_BQS[part, :, : best_TS.shape[1]] = best_TS.view(-1, num_queries, best_TS.shape[1])
     return selected_BQS
+
+
+def _index_queries(q: Tensor, cache: PagedCache) -> Tensor:
+    """Return queries that fit the keys of these pages, in float32: NaN where one is not finite."""
+    q = cache_rows.index_queries(q.float(), cache.pages_PGW.dtype)
+    return q + not_finite(q)
 
 
 def _index_scores(q_BQXY: Tensor, weights_BQX: Tensor, pages_PGY: Tensor, table_BM: Tensor) -> Tensor:

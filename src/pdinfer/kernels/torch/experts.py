@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import expert
+from pdinfer.kernels.reference import gated_silu
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_int8, quantize_fp8
+from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_w8a8_dynamic, quantize_fp8
 
 FEW_ROWS = 1024
 """Up to this many rows (a decode step of 128 tokens with 8 experts each) every expert runs on all rows. Beyond it the
@@ -29,11 +29,6 @@ products that are thrown away would take longer than to wait for the counts."""
 GROUPED_STEP = 8
 """A grouped product reads rows of a multiple of 16 bytes."""
 GROUPED_MAX_EXPERTS = 1023
-
-
-def gated_silu(x_TJ: Tensor) -> Tensor:
-    gate, up = x_TJ.chunk(2, -1)
-    return F.silu(gate) * up if x_TJ.dtype == torch.float32 else reference.gated_silu(x_TJ)
 
 
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
@@ -64,8 +59,8 @@ def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, d
     return run_experts(linear_fp8, x, counts_E, gate_up, down)
 
 
-def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return run_experts(linear_int8, x, counts_E, gate_up, down)
+def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return run_experts(linear_w8a8_dynamic, x, counts_E, gate_up, down)
 
 
 def run_experts(

@@ -17,10 +17,9 @@ from pdinfer.kernels import reference
 from pdinfer.kernels.exact import not_finite
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
-from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation
 from pdinfer.kernels.formats.int8 import int8_sums as exact_int8_sums
-from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
-from pdinfer.kernels.spec import DeviceSpec, OpSpec
+from pdinfer.kernels.spec import DeviceSpec
 
 _log = logging.getLogger("pdinfer")
 
@@ -41,19 +40,9 @@ def card(device: torch.device) -> DeviceSpec:
     return DeviceSpec.of(device)
 
 
-def slow(op: str, spec: OpSpec) -> str | None:
-    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if op.endswith("[fp8]") and (reason := why_no_fp8(spec.device)):
-        told = "makes floats of FP8 weights in every call"
-        return told if spec.device.type == "cpu" else f"{told}: {reason}"
-    if op.endswith(("[w8a8_dynamic]", "[w8a8]")) and not has_int8(spec.device):
-        return "has no fused INT8 kernel"
-    return None
-
-
 def why_no_fp8(device: DeviceSpec) -> str | None:
     """Return why torch does not multiply FP8 blocks on a device, or None where it does (torch's ScaledBlas.cpp)."""
-    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+    if not device.is_hopper:
         return f"torch multiplies FP8 blocks on Hopper cards, not on {device}"
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} cannot multiply FP8 blocks, 2.10 can"
@@ -151,12 +140,12 @@ def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
     return quantize_fp8(x_TI, ue8m0=ue8m0).floats()
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
     return (int8_sums(numbers, weight.numbers) * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
 
 
-def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale, weight.input_offset, strict=True)
     sums = [
         int8_sums(int8_static_activation(x_TI, scale, offset), numbers)

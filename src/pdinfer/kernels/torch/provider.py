@@ -4,27 +4,19 @@ allows it."""
 from __future__ import annotations
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.formats.floats import Plain
-from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.ops import Products
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention, experts, products, rows
 
 MODULES = (products, attention, experts, rows, reference)
-"""The reference is last: norms, routing and draws have no faster form in eager torch."""
-WEIGHTS = {
-    Plain: Products(products.linear, experts.grouped_mlp),
-    FP8Blocks: Products(products.linear_fp8, experts.grouped_mlp_fp8),
-    Int8Dynamic: Products(products.linear_int8, experts.grouped_mlp_int8),
-    Int8Static: Products(products.linear_int8_static),
-}
+"""The reference is last: norms, rotations, routing and draws have no faster form in eager
+torch."""
 
 
-def unavailable(spec: OpSpec) -> str | None:
-    """Return None: eager torch runs on every device."""
+def slow(op: str, spec: OpSpec) -> str | None:
+    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
+    if op.endswith("[fp8]") and (reason := products.why_no_fp8(spec.device)):
+        told = "makes floats of FP8 weights in every call"
+        return told if spec.device.type == "cpu" else f"{told}: {reason}"
+    if op.endswith(("[w8a8_dynamic]", "[w8a8]")) and not products.has_int8(spec.device):
+        return "has no fused INT8 kernel"
     return None
-
-
-slow = products.slow

@@ -1,21 +1,11 @@
-"""Rotations, and rows of pages that are written, gathered and scattered."""
+"""Rows of pages that are written, gathered and scattered."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference
 from pdinfer.kernels.formats import cache_rows
-
-
-def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
-    if not interleaved:
-        return reference.rotate(x_THR, cos_TF, sin_TF, interleaved=False)
-    x = x_THR.float()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x_THR.dtype)
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:

@@ -7,17 +7,14 @@
     pages.py           copies of parts of a pool
     routing.py         the router
     experts.py         rows of experts: sorting tokens into them, summing what they return
-    grouped.py         experts, as grouped products
-    products.py        products with quantized matrices
-    int8_rows.py       activations in INT8, for both
-    tile_products.py   what both multiply, as values
-    product_kernel.py  the kernel of both
+    products.py        products with quantized matrices, and experts, as grouped products
+    tile_products.py   what they multiply, as values
+    product_kernel.py  the kernel of all of them
     mla_decode.py      attention of a decode step over latents
     latent_parts.py    how a block of threads attends to a part of a context
     mla_prefill.py     attention of many queries per sequence
     mla_sparse.py      attention to chosen positions
     index_topk.py      what an indexer chooses
-    select.py          the best of each row of scores
     tiles.py           tiles of queries of all sequences, and their contexts out of pages
     softmax.py         products of tiles, and a softmax block by block
     draws.py           draws of tokens
@@ -30,5 +27,5 @@
 Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which
 compiles for one. docs/kernels.md has what the compiler made, and how a family is added.
 
-May import: kernels.draws, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground.
+May import: kernels.arguments, kernels.draws, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground.
 """

@@ -8,16 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import GROUPS_OF_ROWS, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
 from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: these ops take rows of every width."""
-    return None
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
@@ -85,7 +79,6 @@ def _groups_of_rows(
     UE8M0: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Do so for some groups of a row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group * GROUP + tl.arange(0, GROUP)[None, :]

@@ -66,7 +66,6 @@ def _rotate_heads(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate some heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     from_ptr, to_ptr = x_ptr + token * x_token + head * x_head, out_ptr + (token * heads + head) * 2 * half

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -20,6 +21,7 @@ class Config:
     """What a kernel is compiled with: its constexprs by name, warps per block, stages of its loops, and where more
     blocks shall fit on a multiprocessor the most registers of a thread.
 
+    `blocks` is how many of its blocks a multiprocessor has room for, if more than one and a grid depends on it.
     `exception` is the reason why it may miss a gate of tests/unit/kernels/test_aot.py, and None where it may not.
     """
 
@@ -27,6 +29,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
+    blocks: int | None = None
     exception: str | None = None
 
     @property
@@ -161,9 +164,6 @@ def _of_rows(
     return by_rows.get(min(least, 64) if form == "room" else least)
 
 
-COPY_ROWS = Config({"ROWS": 32}, num_warps=8)
-
-
 TURN_QUERIES = Config({"ROWS": 64}, num_warps=4)
 SELECT = Config({"BLOCK": 1024}, num_warps=8)
 JOIN_CHOSEN = Config(num_warps=4)
@@ -201,56 +201,31 @@ MULTIPROCESSORS = 132
 """Of an H100, H200 or H800."""
 
 
-@attrs.frozen
-class DecodeConfig:
-    """How `mla_decode` is cut for sequences of up to `rows` rows (queries times heads). `blocks` is how many of its
-    blocks a multiprocessor has room for."""
-
-    rows: int
-    config: Config
-    blocks: int = 1
+def _decode(rows: int, tokens: int, newest: int, stages: int = 2, **more: Any) -> Config:
+    return Config({"M": rows, "N": tokens, "NEWEST_N": newest}, num_warps=8, num_stages=stages, **more)
 
 
-def _decode(rows: int, tokens: int, newest: int, stages: int = 2) -> DecodeConfig:
-    return DecodeConfig(
-        rows, Config(tiles={"M": rows, "N": tokens, "NEWEST_N": newest}, num_warps=8, num_stages=stages)
-    )
-
-
-DECODE: Mapping[str, tuple[DecodeConfig, ...]] = MappingProxyType(
+DECODE: Mapping[str, tuple[Config, ...]] = MappingProxyType(
     {
         "plain": (_decode(16, 64, 32), _decode(32, 64, 16), _decode(64, 64, 16)),
         "packed": (
-            DecodeConfig(
-                16,
-                Config(tiles={"M": 16, "N": 32, "NEWEST_N": 32}, num_warps=8, num_stages=3, maxnreg=128),
-                blocks=2,
-            ),
+            _decode(16, 32, 32, stages=3, maxnreg=128, blocks=2),
             _decode(32, 32, 32, stages=3),
             _decode(64, 32, 32),
         ),
-        "float32": (
-            DecodeConfig(
-                16,
-                Config(
-                    tiles={"M": 16, "N": 16, "NEWEST_N": 16},
-                    num_warps=8,
-                    num_stages=1,
-                    exception="float32 is for tests: it has no tensor cores",
-                ),
-            ),
-        ),
+        "float32": (_decode(16, 16, 16, stages=1, exception="float32 is for tests: it has no tensor cores"),),
     }
 )
+"""How `mla_decode` is cut, by what pages hold, and by the rows (queries times heads) of a sequence."""
 LEAST_BLOCKS = 4
 """A part of a context has no fewer blocks of tokens, because to start one takes as long."""
 JOIN_PARTS = Config(tiles={"AT_ONCE": 8})
 
 
-def of_decode(rows: int, kind: str) -> DecodeConfig:
+def of_decode(rows: int, kind: str) -> Config:
     """Return the config whose tile has all rows of a sequence, or the largest one."""
     configs = DECODE[kind]
-    return next((config for config in configs if rows <= config.rows), configs[-1])
+    return next((config for config in configs if rows <= config.tiles["M"]), configs[-1])
 
 
 def parts_of(count: int, blocks: int, at_once: int) -> int:

@@ -13,16 +13,10 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pdinfer.kernels.draws import Controls, DrawKind
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import DRAW, SETTLE
 from pdinfer.kernels.triton.filters import distances_of, largest_of, limits, room
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import as_rows, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: a draw depends on nothing that a spec says."""
-    return None
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
@@ -119,7 +113,6 @@ def _mixed(x):
 
 @triton.jit
 def _noise(token, seed, position, HAS_LIBDEVICE: tl.constexpr):
-    """Return `draws.gumbel_noise` of tokens."""
     key = _mixed(_mixed(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     x = token.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ (key >> 32).to(tl.uint32)
@@ -171,7 +164,6 @@ def _compete(
 
 @triton.jit
 def _first_of(values, ids, vocab):
-    """Return the first id of the largest value."""
     return tl.min(tl.where(values == tl.max(values), ids, vocab - 1))
 
 

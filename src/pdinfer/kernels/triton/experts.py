@@ -7,15 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import CHANNELS_OF_TOKENS, COUNTS_OF_EXPERTS, PAIRS
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import as_rows, need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: these ops take any number of tokens, choices and experts."""
-    return None
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -84,7 +78,6 @@ def _sum_rows(
     CHOICES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Sum some channels of a token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = at < width

@@ -6,21 +6,25 @@ such a query is the sum of two numbers, so that it is as near to float32 as a su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache
 from pdinfer.kernels.formats.cache_rows import PACKED
-from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.triton.configs import TURN_QUERIES, Config, of_index_scores
+from pdinfer.kernels.triton.configs import SELECT, TURN_QUERIES, Config, of_index_scores
 from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
-from pdinfer.kernels.triton.select import select_best
 from pdinfer.kernels.triton.softmax import dot, upcasts
-from pdinfer.kernels.triton.tiles import cached_row, copy_index_keys, load_keys, padded, tile_table, tiles_of
+from pdinfer.kernels.triton.tiles import (
+    cached_row,
+    copy_index_keys,
+    load_keys,
+    need_queries,
+    padded,
+    table_of,
+    tiles_of,
+)
 
 SCORES_BYTES = 256 << 20
 """The memory for scores of a prefill: its tiles of queries are scored in groups that fit."""
@@ -28,69 +32,47 @@ DECODE_BLOCKS = 1024
 """How many blocks of threads share the contexts of a decode step, so that most have work where the table is wide."""
 
 
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any indexer and any page is served."""
-    return None
-
-
-def index_topk(
-    q_TXY: Tensor,
-    weights_TX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    top_k: int,
-) -> Tensor:
+def index_topk(q_TXY: Tensor, weights_TX: Tensor, cache: PrefillCache, *, top_k: int) -> Tensor:
     num_tokens, _, width = q_TXY.shape
-    need(sum(query_lens) == num_tokens, f"{sum(query_lens)} queries are said to be there, got {num_tokens}")
-    longest = max(context_lens, default=0)
+    need_queries(cache, num_tokens)
+    longest = max(cache.context_lens, default=0)
     selected_TS = torch.empty(num_tokens, min(top_k, longest), dtype=torch.int64, device=q_TXY.device)
     if not num_tokens:
         return selected_TS
-    queries = _queries(q_TXY, pages_PGY)
+    queries = _queries(q_TXY, cache)
     config = of_index_scores(queries.dtype, decode=False)
-    keys_SY = copy_index_keys(pages_PGY, page_table_BM, context_lens, width, queries.dtype)
+    keys_SY = copy_index_keys(cache, width, queries.dtype)
     size = config.tiles["BLOCK_Q"]
-    table = tile_table(tiles_of(query_lens, context_lens, size), q_TXY.device)
+    table = table_of(tiles_of(cache, size), 4, q_TXY.device)
     pitch = triton.cdiv(longest, 128) * 128
     for tiles in table.split(max(1, SCORES_BYTES // (4 * pitch * size))):
         scores = torch.empty(len(tiles) * size, pitch, dtype=torch.float32, device=q_TXY.device)
         _score(queries, weights_TX, keys_SY, scores, config, tiles, (pitch, len(tiles)), None)
-        select_best(scores, tiles, selected_TS, rows=size, num_queries=0)
+        _select_best(scores, tiles, selected_TS, rows=size, num_queries=0)
     return selected_TS
 
 
-def index_topk_decode(
-    q_BQXY: Tensor,
-    weights_BQX: Tensor,
-    pages_PGY: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
+def index_topk_decode(q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
     batch, num_queries = q_BQXY.shape[:2]
-    size = page_table_BM.shape[1] * pages_PGY.shape[1]
+    size = cache.table_BM.shape[1] * cache.page_size
     selected = torch.empty(batch, num_queries, min(top_k, size), dtype=torch.int64, device=q_BQXY.device)
     if not batch:
         return selected
-    queries = _queries(q_BQXY.flatten(0, 1), pages_PGY)
+    queries = _queries(q_BQXY.flatten(0, 1), cache)
     config = of_index_scores(queries.dtype, decode=True)
     pitch = triton.cdiv(size, 128) * 128
     scores = torch.empty(batch * num_queries, pitch, dtype=torch.float32, device=q_BQXY.device)
     most = max(1, DECODE_BLOCKS // batch) * config.tiles["BLOCK_S"]
     weights_TX, grid = weights_BQX.flatten(0, 1), (min(size, most), batch)
-    _score(queries, weights_TX, pages_PGY, scores, config, context_lens_B, grid, page_table_BM)
-    select_best(scores, context_lens_B, selected.flatten(0, 1), rows=num_queries, num_queries=num_queries)
+    _score(queries, weights_TX, cache.pages_PGW, scores, config, cache.lens_B, grid, cache.table_BM)
+    _select_best(scores, cache.lens_B, selected.flatten(0, 1), rows=num_queries, num_queries=num_queries)
     return selected
 
 
-def _queries(q_TXY: Tensor, pages_PGY: Tensor) -> Tensor:
+def _queries(q_TXY: Tensor, cache: PagedCache) -> Tensor:
     """Return queries that fit the keys of these pages [parts, T, X, Y]: their sum over the parts. One that is not
     finite is all NaN. Y is padded."""
-    turned = pages_PGY.dtype == PACKED
+    turned = cache.packed
     num_tokens, num_heads, width = q_TXY.shape
     dtype = torch.bfloat16 if turned and q_TXY.dtype != torch.float32 else q_TXY.dtype
     parts = 2 if turned and dtype == torch.bfloat16 else 1
@@ -229,3 +211,87 @@ def _score_keys(
             if IS_PACKED:
                 scores *= scales
             tl.store(scores_ptr + (first_row + query).to(tl.int64) * scores_pitch + position, scores, position < end)
+
+
+def _select_best(scores: Tensor, tiles: Tensor, selected_TS: Tensor, *, rows: int, num_queries: int) -> None:
+    """Write the positions of the S best scores of each query. The scores have `rows` rows for
+    each tile. `tiles` are those of a prefill, or with `num_queries` the lengths of contexts [B]."""
+    launch(
+        _select,
+        (len(tiles) * rows,),
+        scores,
+        tiles,
+        selected_TS,
+        scores.stride(0),
+        selected_TS.shape[1],
+        ROWS=rows,
+        NUM_QUERIES=num_queries,
+        **SELECT.constants,
+    )
+
+
+@triton.jit
+def _load_ordered(scores_ptr, position, visible):
+    """Return which positions are seen, their scores as unsigned integers in the same order, and whether any score is
+    not finite."""
+    there = position < visible
+    # whole groups of four are read at once; what is written behind the last score is anything
+    score = tl.where(there, tl.load(scores_ptr + position, position < (visible + 3) // 4 * 4, 0.0), 0.0)
+    # zeros of one row have one sign: that of all the weights of its heads, or none
+    bits = score.to(tl.int32, bitcast=True)
+    lost = tl.max(((bits & 0x7F800000) == 0x7F800000).to(tl.int32), 0)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return there, ordered, lost
+
+
+@triton.jit
+def _select(
+    scores_ptr, tiles_ptr, out_ptr, pitch, size, ROWS: tl.constexpr, NUM_QUERIES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Select for one query by a radix select: four passes count 8 bits each of scores as integers, one more writes what
+    is above the last of the best, and the first of those that equal it. Most variables are of the whole row."""
+    tile, query = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS
+    if NUM_QUERIES > 0:
+        visible = tl.load(tiles_ptr + tile).to(tl.int32) - NUM_QUERIES + 1 + query
+        token = tl.program_id(0)
+    else:
+        if query >= tl.load(tiles_ptr + tile * 4 + 1):
+            return
+        token = tl.load(tiles_ptr + tile * 4) + query
+        visible = tl.load(tiles_ptr + tile * 4 + 2) + query + 1
+    scores_ptr += tl.program_id(0).to(tl.int64) * pitch
+    out_ptr += token.to(tl.int64) * size
+    at, digit = tl.arange(0, BLOCK), tl.arange(0, 256)
+    takes_all = visible <= size
+
+    lost = 0
+    left = size
+    threshold = tl.zeros([1], tl.uint32)
+    for shift in tl.static_range(24, -1, -8):
+        counts = tl.zeros([256], tl.int32)
+        for start in tl.range(0, visible, BLOCK, num_stages=2):
+            there, ordered, lost_here = _load_ordered(scores_ptr, start + at, visible)
+            lost |= lost_here
+            if shift < 24:
+                there &= (ordered >> (shift + 8)) == threshold
+            counts += tl.histogram(((ordered >> shift) & 255).to(tl.int32), 256, mask=there)
+        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+        is_last = (above < left) & (above + counts >= left)
+        left -= tl.sum(tl.where(is_last, above, 0), 0)
+        threshold = threshold * 256 + tl.sum(tl.where(is_last, digit, 0), 0).to(tl.uint32)
+
+    taken_before, equal_before = 0, 0
+    for start in tl.range(0, visible, BLOCK, num_stages=2):
+        position = start + at
+        there, ordered, _ = _load_ordered(scores_ptr, position, visible)
+        equal = (there & (ordered == threshold)).to(tl.int32)
+        rank = equal_before + tl.cumsum(equal, 0)
+        taken = there & ((ordered > threshold) | ((equal > 0) & (rank <= left)) | takes_all)
+        order = taken_before + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(out_ptr + order, position.to(tl.int64), taken & (lost == 0))
+        taken_before += tl.sum(taken.to(tl.int32), 0)
+        equal_before += tl.sum(equal, 0)
+    written = tl.where(lost == 0, taken_before, 0)
+    for start in range(0, size, BLOCK):
+        column = start + at
+        tl.store(out_ptr + column, tl.full([BLOCK], -1, tl.int64), (column >= written) & (column < size))

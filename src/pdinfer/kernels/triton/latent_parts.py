@@ -121,7 +121,6 @@ def _views(cache, S: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scales(scale_ptr, slot, S: tl.constexpr, N: tl.constexpr):
-    """Return the addresses of the first scale of N slots."""
     BYTES: tl.constexpr = S.latent + S.latent // 128 * 4 + S.rope * 2
     return scale_ptr + (slot + tl.arange(0, N)).to(tl.int64) * (BYTES // 4)
 
@@ -138,7 +137,6 @@ def _queries(q, first_row, S: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _slot(cache, position, S: tl.constexpr):
-    """Return the slot of a position of the sequence."""
     page = tl.load(cache[1] + position // S.page_size).to(tl.int32)
     return page * S.page_size + position % S.page_size
 

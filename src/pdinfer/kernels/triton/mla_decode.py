@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache
 from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.torch import attention as torch_attention
@@ -55,31 +56,22 @@ def _misfit(latent: int, rope: int, page_size: int, pages: torch.dtype) -> str |
     return None
 
 
-def mla_decode(
-    q_latent_BQHC: Tensor,
-    q_rope_BQHR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     batch, num_queries, heads, latent = q_latent_BQHC.shape
-    rope, page_size, rows = q_rope_BQHR.shape[-1], pages_PGW.shape[1], num_queries * heads
+    pages_PGW, page_size = cache.pages_PGW, cache.page_size
+    rope, rows = q_rope_BQHR.shape[-1], num_queries * heads
     aligned = pages_PGW.is_contiguous() and pages_PGW.data_ptr() % 16 == 0
     if not aligned or _misfit(latent, rope, page_size, pages_PGW.dtype) is not None:
-        return torch_attention.mla_decode(
-            q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
-        )
-    packed = pages_PGW.dtype == PACKED
+        return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     floats = q_latent_BQHC.dtype == torch.float32
     upcast = floats or q_latent_BQHC.device.type == "cpu"
-    cut = configs.of_decode(rows, "float32" if floats else "packed" if packed else "plain")
-    tiles = cut.config.tiles
+    config = configs.of_decode(rows, "float32" if floats else "packed" if cache.packed else "plain")
+    tiles = config.tiles
     part_of_page = page_size & -page_size  # the largest power of two that divides it
     tokens = {name: min(tiles[name], part_of_page) for name in ("N", "NEWEST_N")}
-    num_tiles, blocks = triton.cdiv(rows, tiles["M"]), page_table_BM.shape[1] * page_size // tokens["N"]
-    parts = configs.parts_of(num_tiles * batch, blocks, cut.blocks * configs.MULTIPROCESSORS) + 1  # the newest tokens
+    num_tiles, blocks = triton.cdiv(rows, tiles["M"]), cache.table_BM.shape[1] * page_size // tokens["N"]
+    at_once = (config.blocks or 1) * configs.MULTIPROCESSORS
+    parts = configs.parts_of(num_tiles * batch, blocks, at_once) + 1  # the newest tokens
     out_BQHC = torch.empty_like(q_latent_BQHC, memory_format=torch.contiguous_format)
     sums = out_BQHC.new_empty(batch, parts, rows, latent, dtype=torch.float32)
     lse = out_BQHC.new_empty(batch, parts, rows, dtype=torch.float32)
@@ -89,28 +81,18 @@ def mla_decode(
         q_latent_BQHC.contiguous(),
         q_rope_BQHR.contiguous(),
         pages_PGW,
-        page_table_BM,
-        context_lens_B,
+        cache.table_BM,
+        cache.lens_B,
         sums,
         lse,
         scale * math.log2(math.e),
         pages_PGW.shape[0] * page_size,
-        page_table_BM.stride(0),
-        S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, packed, upcast),
-        **cut.config.constants | tokens,
+        cache.table_BM.stride(0),
+        S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, cache.packed, upcast),
+        **config.constants | tokens,
     )
-    if lse is not None:
-        launch(
-            _join_parts,
-            (batch * rows,),
-            sums,
-            lse,
-            out_BQHC,
-            parts,
-            ROWS=rows,
-            LATENT=latent,
-            **configs.JOIN_PARTS.constants,
-        )
+    constants = configs.JOIN_PARTS.constants
+    launch(_join_parts, (batch * rows,), sums, lse, out_BQHC, parts, ROWS=rows, LATENT=latent, **constants)
     return out_BQHC
 
 

@@ -5,53 +5,37 @@ head are one product with it, and tiles of queries of all sequences attend in on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.triton.configs import of_prefill
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import need
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
-from pdinfer.kernels.triton.tiles import copy_latents, padded, padded_parts, tile_table, tiles_of
+from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, table_of, tiles_of
 
 EXPANDED_BYTES = 512 << 20
 """The memory for keys and values: heads of a long context are expanded in groups that fit."""
 
 
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any head and any page is served."""
-    return None
-
-
-def mla_prefill(
-    q_THQ: Tensor,
-    pages_PGW: Tensor,
-    kv_b_OC: Tensor,
-    page_table_BM: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    v_head_dim: int,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_dim: int, scale: float) -> Tensor:
     (num_tokens, num_heads, head_dim), (rows, rank) = q_THQ.shape, kv_b_OC.shape
     nope = rows // num_heads - v_head_dim
     rope = head_dim - nope
     need(rows == num_heads * (nope + v_head_dim) and nope > 0 and rope > 0, "kv_b has no rows for all heads")
-    need(sum(query_lens) == num_tokens, f"{sum(query_lens)} queries are said to be there, got {num_tokens}")
+    need_queries(cache, num_tokens)
     out_THV = q_THQ.new_empty(num_tokens, num_heads, v_head_dim)
     if not num_tokens:
         return out_THV
     config = of_prefill(q_THQ.dtype)
-    tiles = tiles_of(query_lens, context_lens, config.tiles["BLOCK_Q"])
     # those that read most start first, so that none is left alone at the end
-    table = tile_table(sorted(tiles, key=lambda tile: -tile.end), q_THQ.device)
-    c_SC, k_rope_SR = copy_latents(pages_PGW, page_table_BM, context_lens, rank, rope, q_THQ.dtype)
+    tiles = sorted(tiles_of(cache, config.tiles["BLOCK_Q"]), key=lambda tile: -tile.end)
+    table = table_of(tiles, 4, q_THQ.device)
+    c_SC, k_rope_SR = copy_latents(cache, rank, rope, q_THQ.dtype)
     q_TN = padded_parts(q_THQ, (nope, rope), -1).flatten(1)
     kv_b_HOC = padded_parts(kv_b_OC.view(num_heads, -1, rank), (nope, v_head_dim), 1)
     kv_b_HOC = F.pad(kv_b_HOC, (0, c_SC.shape[1] - rank)) if c_SC.shape[1] > rank else kv_b_HOC

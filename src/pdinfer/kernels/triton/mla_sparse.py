@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
-from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.arguments import TokenCache
+from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
 from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
@@ -22,24 +22,12 @@ FILLING_BLOCKS = 264
 """Blocks of threads that give each of a card's 132 multiprocessors two: with fewer, positions are cut into parts."""
 
 
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: any page is served."""
-    return None
-
-
 def mla_sparse(
-    q_latent_THC: Tensor,
-    q_rope_THR: Tensor,
-    pages_PGW: Tensor,
-    page_table_BM: Tensor,
-    sequence_T: Tensor,
-    selected_TS: Tensor,
-    *,
-    scale: float,
+    q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
 ) -> Tensor:
     (num_tokens, num_heads, rank), rope, size = q_latent_THC.shape, q_rope_THR.shape[-1], selected_TS.shape[1]
-    packed = pages_PGW.dtype == PACKED
-    rope_start, rows = rank + rank // SCALE_GROUP * 4 if packed else rank, num_tokens * num_heads
+    pages_PGW, table_BM = cache.pages_PGW, cache.table_BM
+    rope_start, rows = rank + rank // SCALE_GROUP * 4 if cache.packed else rank, num_tokens * num_heads
     out_THC = torch.empty_like(q_latent_THC, memory_format=torch.contiguous_format)
     config = of_chosen(num_heads, q_latent_THC.dtype)
     heads, block = config.tiles["BLOCK_H"], config.tiles["BLOCK_S"]
@@ -56,18 +44,18 @@ def mla_sparse(
         padded_parts(q_latent_THC, (rank,), -1).contiguous(),
         padded_parts(q_rope_THR, (rope,), -1).contiguous(),
         pages_PGW,
-        page_table_BM,
-        sequence_T,
+        table_BM,
+        cache.sequence_T,
         selected_TS,
         out_THC if sums is None else sums,
         totals,
         highest,
         scale * math.log2(math.e),
-        *(rows, num_heads, rank, rope, rope_start, size, part_size, pages_PGW.shape[1]),
-        *(pages_PGW.stride(0), pages_PGW.stride(1), page_table_BM.stride(0), selected_TS.stride(0)),
+        *(rows, num_heads, rank, rope, rope_start, size, part_size, cache.page_size),
+        *(pages_PGW.stride(0), pages_PGW.stride(1), table_BM.stride(0), selected_TS.stride(0)),
         RANK=padded(rank),
         ROPE=padded(rope),
-        IS_PACKED=packed,
+        IS_PACKED=cache.packed,
         UPCAST=upcasts(q_latent_THC),
         **config.constants,
     )

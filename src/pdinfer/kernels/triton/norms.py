@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rounding import GROUP, to_fp8
@@ -17,11 +16,6 @@ from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need
 
 WIDEST = 32768
 """Elements of a row that fit in the registers of a block."""
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: these ops take rows of every width that models have."""
-    return None
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -7,15 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import WORDS_OF_PAGES
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import need
-
-
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: bytes are copied, whatever they mean."""
-    return None
 
 
 def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
@@ -58,7 +52,6 @@ def _in_longs(*tensors: Tensor) -> list[Tensor]:
 def _copy_words(
     pool_ptr, rows_ptr, parts_ptr, pool_pitch, parts_pitch, width, GATHERS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Copy some words of a row."""
     part = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + part)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

@@ -1,18 +1,31 @@
-"""Dense products with quantized weights."""
+"""Products with weights: dense ones of quantized weights, and experts, which are two grouped products. The first one
+ends with the activation, and in FP8 with the rounding that follows."""
 
 from __future__ import annotations
 
+import attrs
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.triton.activations import quantize_fp8
-from pdinfer.kernels.triton.configs import of_product
-from pdinfer.kernels.triton.int8_rows import round_dynamic, round_static
-from pdinfer.kernels.triton.tile_products import TRITON_DTYPES, Matrices, Rows, multiply
+from pdinfer.kernels.triton.activations import gated_silu_fp8, quantize_fp8
+from pdinfer.kernels.triton.configs import INT8_SPLITS, of_gated_product, of_product, of_width
+from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.product_kernel import silu
+from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
+from pdinfer.kernels.triton.tile_products import (
+    TRITON_DTYPES,
+    Matrices,
+    Rows,
+    multiply,
+    multiply_gated,
+    multiply_gated_fp8,
+)
 
 
 def refuses(op: str, spec: OpSpec) -> str | None:
@@ -24,20 +37,127 @@ def refuses(op: str, spec: OpSpec) -> str | None:
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     rows = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
-    return multiply(Rows.of(rows), of_fp8(weight), of_product(weight.numbers.dtype, len(rows)))
+    return multiply(Rows.of(rows), _of_fp8(weight), of_product(weight.numbers.dtype, len(rows)))
 
 
-def of_fp8(weight: FP8Blocks) -> Matrices:
-    """Return FP8 blocks as matrices."""
+def _of_fp8(weight: FP8Blocks) -> Matrices:
     return Matrices.of(weight.numbers, parts=weight.parts, scales=weight.scale)
 
 
-def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     matrices = Matrices.of(weight.numbers, scales=weight.scale)
-    return multiply(round_dynamic(Rows.of(x_TI)), matrices, of_product(weight.numbers.dtype, len(x_TI)))
+    return multiply(_int8(Rows.of(x_TI)), matrices, of_product(weight.numbers.dtype, len(x_TI)))
 
 
-def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     parts, offsets = len(weight.input_scale), weight.output_offset
     matrices = Matrices.of(weight.numbers, parts=parts, scales=weight.output_scale, offsets=offsets)
-    return multiply(round_static(x_TI, weight), matrices, of_product(weight.numbers.dtype, len(x_TI)))
+    return multiply(_int8(Rows.of(x_TI), weight), matrices, of_product(weight.numbers.dtype, len(x_TI)))
+
+
+def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    rows = Rows.of(x, counts_E)
+    config = of_gated_product(gate_up_EJD.dtype, _each(rows), rows.form)
+    assert config is not None, "only FP8 has a class without"
+    hidden_SI = multiply_gated(rows, Matrices.of(gate_up_EJD, parts=2), config)
+    return _multiply_experts(rows.with_numbers(hidden_SI), Matrices.of(down_EDI)).view(x.shape)
+
+
+def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    rows = Rows.of(quantize_fp8(x, ue8m0=gate_up.ue8m0) if isinstance(x, Tensor) else x, counts_E)
+    matrices, config = _of_fp8(gate_up), of_gated_product(gate_up.numbers.dtype, _each(rows), rows.form)
+    if config is None:
+        hidden = gated_silu_fp8(_multiply_experts(rows, matrices), ue8m0=down.ue8m0)
+    else:
+        hidden = multiply_gated_fp8(rows, matrices, config, ue8m0=down.ue8m0)
+    return _multiply_experts(rows.with_numbers(hidden), _of_fp8(down)).view(x.shape)
+
+
+def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    rows = Rows.of(x, counts_E)
+    wide_SJ = _multiply_experts(_int8(rows), Matrices.of(gate_up.numbers, scales=gate_up.scale))
+    matrices = Matrices.of(down.numbers, scales=down.scale)
+    return _multiply_experts(_int8(rows.with_numbers(wide_SJ), gated=True), matrices).view(x.shape)
+
+
+def _multiply_experts(rows: Rows, matrices: Matrices) -> Tensor:
+    return multiply(rows, matrices, of_product(matrices.numbers.dtype, _each(rows), rows.form))
+
+
+def _each(rows: Rows) -> int:
+    """Return the rows that an expert has room for, or on average."""
+    assert rows.counts_E is not None
+    return rows.room if rows.form == "room" else -(-len(rows) // len(rows.counts_E))
+
+
+def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> Rows:
+    """Return rows of floats, or what `gated_silu` makes of them, as int8 with a scale per row, amax / 127. Rows after
+    those of an expert stay undefined.
+
+    With a weight they are int8 by the scale and offset of each of its parts, one part after the other. What is left to
+    multiply sums with is 1, or NaN for a row that is not finite.
+    """
+    floats_SI, parts = x.numbers, 1 if weight is None else len(weight.input_scale)
+    num_rows, width = len(floats_SI), floats_SI.shape[1] // (2 if gated else 1)
+    numbers = torch.empty(parts * num_rows, width, dtype=torch.int8, device=floats_SI.device)
+    scales = torch.empty(parts * num_rows, device=floats_SI.device, dtype=torch.float32)
+    experts = num_rows // x.room if x.room else 1
+    padded = triton.next_power_of_2(width)
+    launch(
+        _round_rows,
+        (min(x.room, INT8_SPLITS) * experts if x.form == "room" else num_rows, parts),
+        floats_SI,
+        numbers,
+        scales,
+        x.counts_E if x.form == "room" else None,
+        None if weight is None else weight.input_scale,
+        None if weight is None else weight.input_offset,
+        num_rows,
+        x.room,
+        experts,
+        floats_SI.stride(0),
+        width,
+        GATED=gated,
+        WIDTH=padded,
+        **of_width(padded).constants,
+    )
+    return attrs.evolve(x, numbers=numbers, scales=scales, per_part=weight is not None)
+
+
+@triton.jit
+def _round_rows(
+    x_ptr, out_ptr, scale_ptr, counts_ptr, input_scale_ptr, input_offset_ptr,
+    num_rows, room, num_experts, pitch, width, GATED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Round the rows that one block has: one, or with counts some of an expert's."""
+    part = tl.program_id(1)
+    at = tl.arange(0, WIDTH)
+    there = at < width
+    if counts_ptr is not None:
+        expert = tl.program_id(0) % num_experts
+        before = expert * room
+        first = tl.program_id(0) // num_experts
+        step = tl.num_programs(0) // num_experts
+        stop = tl.load(counts_ptr + expert).to(tl.int32)
+    else:
+        before, first, step = 0, tl.program_id(0), 1
+        stop = first + 1
+    for index in range(first, stop, step):
+        row = tl.cast(before + index, tl.int64)
+        x = tl.load(x_ptr + row * pitch + at, there, 0).to(tl.float32)
+        if GATED:
+            x = silu(x) * tl.load(x_ptr + row * pitch + width + at, there, 0).to(tl.float32)
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        lost = tl.sum(0 * x)  # NaN for a row that is not finite, which integers cannot show
+        x = tl.where(0 * x == 0, x, 0)
+        if input_scale_ptr is not None:
+            x = to_even(tl.div_rn(x, tl.load(input_scale_ptr + part))) + tl.load(input_offset_ptr + part)
+            x = tl.clamp(x, -128.0, 127.0)
+            scale = 1 + lost
+        else:
+            scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x)), INT8_MIN_AMAX), 127.0)
+            x = to_even(tl.div_rn(x, scale))
+            scale += lost
+        row += part * num_rows
+        tl.store(out_ptr + row * width + at, x.to(tl.int8), there)
+        tl.store(scale_ptr + row, scale)

@@ -9,12 +9,7 @@ from importlib import metadata
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from pdinfer.kernels.formats.floats import Plain
-from pdinfer.kernels.formats.format import Format
-from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.ops import OP_NAMES, OPS, Products
+from pdinfer.kernels.ops import function_of
 from pdinfer.kernels.spec import OpSpec
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -30,43 +25,26 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mla_sparse": ("mla_sparse",),
         "index_topk": ("index_topk", "index_topk_decode"),
         "mla_decode": ("mla_decode",),
+        "products": (
+            *("linear[fp8]", "linear[w8a8_dynamic]", "linear[w8a8]"),
+            *("grouped_mlp", "grouped_mlp[fp8]", "grouped_mlp[w8a8_dynamic]"),
+        ),
     }
 )
-"""The ops of each module beside this one. A family also has `refuses(op, spec)`, as a provider has."""
-WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
-    {
-        Plain: Products(None, "grouped_mlp"),
-        FP8Blocks: Products("linear_fp8", "grouped_mlp_fp8"),
-        Int8Dynamic: Products("linear_int8", "grouped_mlp_int8"),
-        Int8Static: Products("linear_int8_static"),
-    }
-)
-"""The functions of the families "products" and "grouped" by the format of weights."""
+"""The ops of each module in this folder. A family may have `refuses(op, spec)`, as a provider may."""
+PLACES = MappingProxyType({op: family for family, ops in FAMILIES.items() for op in ops})
+"""The family of each op that it has."""
 OLDEST = (3, 4)
 CAPABILITY = (9, 0)
-_BY_FORMAT = MappingProxyType({"linear": "products", "grouped_mlp": "grouped"})
 
 
-def _place(name: str) -> tuple[str, str] | None:
-    """Return the family and the function of an op, or None."""
-    op, kind = OPS[name]
-    if kind is None:
-        return next(((family, op) for family, ops in FAMILIES.items() if op in ops), None)
-    function = getattr(WEIGHTS.get(kind), op, None)
-    return None if function is None else (_BY_FORMAT[op], function)
-
-
-PLACES = MappingProxyType({name: place for name in OP_NAMES if (place := _place(name)) is not None})
-"""The family and the function of each op that it has."""
-
-
-def function(name: str) -> Any:
+def function(op: str) -> Any:
     """Return the function of an op, and import its family then."""
-    return getattr(_family(name), PLACES[name][1])
+    return function_of(_family(op), op)
 
 
-def _family(name: str) -> ModuleType:
-    return importlib.import_module(f"pdinfer.kernels.triton.{PLACES[name][0]}")
+def _family(op: str) -> ModuleType:
+    return importlib.import_module(f"pdinfer.kernels.triton.{PLACES[op]}")
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -92,5 +70,7 @@ def unavailable(spec: OpSpec) -> str | None:
 
 def refuses(op: str, spec: OpSpec) -> str | None:
     """Return why the op's family does not serve it for these sizes and formats, or None where it does."""
-    refusal: str | None = _family(op).refuses(op, spec)
-    return refusal
+    reason: str | None = None
+    if hasattr(family := _family(op), "refuses"):
+        reason = family.refuses(op, spec)
+    return reason

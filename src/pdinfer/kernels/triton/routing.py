@@ -7,31 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.triton.configs import of_routing
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.rows import as_rows, need
 
 
-def refuses(op: str, spec: OpSpec) -> str | None:
-    """Return None: every rule of routing is served."""
-    return None
-
-
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    *,
-    sigmoid: bool,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    normalize: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
     rows = as_rows(logits_TE)
     num_tokens, num_experts = rows.shape
     need(rows.dtype == torch.float32, f"a router takes logits in float32, got {rows.dtype}")
+    top_k, num_groups = rule.top_k, rule.num_groups
     need(num_experts % num_groups == 0, f"{num_experts} experts are no {num_groups} groups of one size")
     need(top_k <= num_experts, f"{top_k} experts cannot be chosen among {num_experts}")
     need(bias_E is None or bias_E.shape == (num_experts,), f"a router needs a bias for each of {num_experts} experts")
@@ -49,11 +35,11 @@ def route(
         num_tokens,
         num_groups,
         size,
-        scaling_factor,
-        SIGMOID=sigmoid,
-        NORMALIZE=normalize,
+        rule.scaling_factor,
+        SIGMOID=rule.sigmoid,
+        NORMALIZE=rule.normalize,
         TOP_K=top_k,
-        TOP_K_GROUPS=top_k_groups if num_groups > 1 else 0,
+        TOP_K_GROUPS=rule.top_k_groups if num_groups > 1 else 0,
         GROUPS=triton.next_power_of_2(num_groups),
         SIZE=triton.next_power_of_2(size),
         CHOICES=triton.next_power_of_2(top_k),
@@ -85,7 +71,6 @@ def _of_kept_groups(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Return whether each expert is in one of the best groups."""
     grouped = tl.reshape(choice, [TOKENS, GROUPS, SIZE])
     rank_in_group = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     best = tl.max(rank_in_group, 2)[:, :, None]

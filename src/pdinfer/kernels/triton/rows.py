@@ -32,7 +32,7 @@ def fp8_rows_like(x: Tensor, ue8m0: bool, width: int | None = None) -> FP8Rows:
     numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     if len(shape) != 2:
         scales = torch.empty((*shape[:-1], groups), dtype=torch.float32, device=x.device)
-        return FP8Rows(numbers, scales, "row", dtype=x.dtype, ue8m0=ue8m0)
+        return FP8Rows(numbers, scales, dtype=x.dtype, ue8m0=ue8m0)
     pitch = -(-shape[0] // TMA_STEP) * TMA_STEP
     scales = torch.empty((groups, pitch), dtype=torch.float32, device=x.device).T[: shape[0]]
-    return FP8Rows(numbers, scales, "mn-major-tma", dtype=x.dtype, ue8m0=ue8m0)
+    return FP8Rows(numbers, scales, dtype=x.dtype, ue8m0=ue8m0)

@@ -8,23 +8,24 @@ that is not finite stands behind a context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import attrs
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
+from pdinfer.kernels.arguments import PrefillCache
+from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
 from pdinfer.kernels.triton.configs import of_copy
 from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.rows import need
 
 CONTEXT_BLOCK = 128
 """Rows to which a copied context is padded. Kernels read it in blocks of this many, or of a power of two below."""
 
 
-@attrs.frozen
-class Tile:
+class Tile(NamedTuple):
     """Queries of one sequence that one block of threads computes. Positions count from the start of the sequence, and
     `context_row` is the row where its copied context starts."""
 
@@ -39,76 +40,72 @@ class Tile:
         return self.position + self.num_tokens
 
 
-def tiles_of(query_lens: Sequence[int], context_lens: Sequence[int], size: int) -> list[Tile]:
+def need_queries(cache: PrefillCache, num_tokens: int) -> None:
+    """Raise ValueError where lengths are not those of so many queries."""
+    need(sum(cache.query_lens) == num_tokens, f"{sum(cache.query_lens)} queries are said to be there, got {num_tokens}")
+
+
+def tiles_of(cache: PrefillCache, size: int) -> list[Tile]:
     """Return the tiles of up to `size` queries, in the order of the tokens."""
-    tiles, token, row = [], 0, 0
-    for num_queries, context in zip(query_lens, context_lens, strict=True):
-        for first in range(0, num_queries, size):
-            count = min(size, num_queries - first)
-            tiles.append(Tile(token + first, count, context - num_queries + first, row))
-        token += num_queries
+    tiles: list[Tile] = []
+    row = 0
+    for queries, _, context in cache.sequences():
+        tiles += [
+            Tile(first, min(size, queries.stop - first), context - queries.stop + first, row)
+            for first in range(queries.start, queries.stop, size)
+        ]
         row += triton.cdiv(context, CONTEXT_BLOCK) * CONTEXT_BLOCK
     return tiles
 
 
-def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
-    """Return the tiles as int32 [tiles, 4] on the device."""
-    return _table([attrs.astuple(tile) for tile in tiles], 4, device)
-
-
-def copy_latents(
-    pages_PGW: Tensor, page_table_BM: Tensor, context_lens: Sequence[int], rank: int, rope: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def copy_latents(cache: PrefillCache, rank: int, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the latents [rows, C] and rotated keys [rows, R] of all contexts, unpacked to `dtype`. C is padded with
     zeros to a multiple of 16, and R to a power of two of at least 16."""
-    blocks, config = _context_blocks(context_lens, pages_PGW.device), of_copy(dtype)
-    num_rows, padded_rank = len(blocks) * CONTEXT_BLOCK, triton.cdiv(rank, 16) * 16
-    c = torch.empty(num_rows, padded_rank, dtype=dtype, device=pages_PGW.device)
-    k_rope = torch.empty(num_rows, padded(rope), dtype=dtype, device=pages_PGW.device)
+    pages_PGW, device, config = cache.pages_PGW, cache.pages_PGW.device, of_copy(dtype)
+    blocks, padded_rank = _context_blocks(cache), triton.cdiv(rank, 16) * 16
+    c = torch.empty(len(blocks) * CONTEXT_BLOCK, padded_rank, dtype=dtype, device=device)
+    k_rope = torch.empty(len(blocks) * CONTEXT_BLOCK, padded(rope), dtype=dtype, device=device)
     launch(
         _copy_rows,
         (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
         pages_PGW,
-        page_table_BM,
+        cache.table_BM,
         blocks,
         c,
         k_rope,
-        *_strides(pages_PGW, page_table_BM),
-        pages_PGW.shape[1],
+        *_strides(pages_PGW, cache.table_BM),
+        cache.page_size,
         rank,
-        rank if pages_PGW.dtype != PACKED else rank + rank // SCALE_GROUP * 4,
+        rank + rank // SCALE_GROUP * 4 if cache.packed else rank,
         rope,
         padded_rank,
         CHUNK=min(SCALE_GROUP, triton.next_power_of_2(padded_rank)),
         ROPE=k_rope.shape[1],
-        IS_PACKED=pages_PGW.dtype == PACKED,
+        IS_PACKED=cache.packed,
         BLOCK=CONTEXT_BLOCK,
         **config.constants,
     )
     return c, k_rope
 
 
-def copy_index_keys(
-    pages_PGY: Tensor, page_table_BM: Tensor, context_lens: Sequence[int], width: int, dtype: torch.dtype
-) -> Tensor:
+def copy_index_keys(cache: PrefillCache, width: int, dtype: torch.dtype) -> Tensor:
     """Return the index keys [rows, Y] of all contexts: packed ones as their values, still transformed. A key that is
     not finite is all NaN. Y is padded with zeros to a power of two of at least 16."""
-    blocks, config = _context_blocks(context_lens, pages_PGY.device), of_copy(dtype)
-    keys = torch.empty(len(blocks) * CONTEXT_BLOCK, padded(width), dtype=dtype, device=pages_PGY.device)
-    packed = pages_PGY.dtype == PACKED
-    pages = pages_PGY.view(torch.int32) if packed else pages_PGY
+    blocks, config = _context_blocks(cache), of_copy(dtype)
+    pages = cache.pages_PGW.view(torch.int32) if cache.packed else cache.pages_PGW
+    keys = torch.empty(len(blocks) * CONTEXT_BLOCK, padded(width), dtype=dtype, device=pages.device)
     launch(
         _copy_keys,
         (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
         pages,
-        page_table_BM,
+        cache.table_BM,
         blocks,
         keys,
-        *_strides(pages, page_table_BM),
-        pages.shape[1],
+        *_strides(pages, cache.table_BM),
+        cache.page_size,
         width,
         WIDTH=keys.shape[1],
-        IS_PACKED=packed,
+        IS_PACKED=cache.packed,
         BLOCK=CONTEXT_BLOCK,
         **config.constants,
     )
@@ -138,14 +135,19 @@ def _strides(pages: Tensor, page_table_BM: Tensor) -> tuple[int, int, int]:
     return pages.stride(0), pages.stride(1), page_table_BM.stride(0)
 
 
-def _context_blocks(context_lens: Sequence[int], device: torch.device) -> Tensor:
+def _context_blocks(cache: PrefillCache) -> Tensor:
     """Return for each block of copied rows its row of the page table, its first position, and the length of the
     context: int32 [blocks, 3]."""
-    starts = ((row, context, range(0, context, CONTEXT_BLOCK)) for row, context in enumerate(context_lens))
-    return _table([(row, at, context) for row, context, positions in starts for at in positions], 3, device)
+    blocks = [
+        (row, position, context)
+        for row, context in enumerate(cache.context_lens)
+        for position in range(0, context, CONTEXT_BLOCK)
+    ]
+    return table_of(blocks, 3, cache.pages_PGW.device)
 
 
-def _table(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+def table_of(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+    """Return tiles, or other rows of that many integers, as int32 on the device."""
     table = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu").view(-1, width)
     return table.to(device, non_blocking=True)
 

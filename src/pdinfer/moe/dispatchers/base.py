@@ -54,7 +54,7 @@ class adds, and what the `begin` halves return."""
 
 @attrs.frozen
 class Returned(Value):
-    """What experts returned for the tokens of this rank, in the form that `kernels.fused.CombineExperts` sums: the
+    """What experts returned for the tokens of this rank, in the form that `Ops.combine_experts` sums: the
     result of token t is sum_k weights_TK[t, k] * y_SD[row_TK[t, k]], where a row of -1 is none. Without these two, y_SD
     is that sum, [T, D]."""
 

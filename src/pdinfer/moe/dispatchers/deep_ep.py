@@ -123,7 +123,7 @@ class Sent:
         rows, *rest, event = self.received
         event.current_stream_wait()
         if isinstance(self.sent, FP8Rows):
-            rows = attrs.evolve(self.sent, numbers_TI=rows[0], scales_TN=rows[1], layout="row")
+            rows = attrs.evolve(self.sent, numbers_TI=rows[0], scales_TN=rows[1])
         return rows, *rest
 
 
@@ -305,7 +305,7 @@ class DeepEPLowLatency:
         )
         if rounded is not None:
             numbers, scales = x_END
-            x_END = FP8Rows(numbers, scales, "mn-major-tma", dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
+            x_END = FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
         room = _Room(x_END=x_END, counts_E=counts_E, handle=handle, ids_TK=ids_TK, weights_TK=weights_TK)
         return _Hooked(result=room, hook=hook, kept=x_TD)
 

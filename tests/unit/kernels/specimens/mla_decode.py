@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from pdinfer.kernels.arguments import DecodeCache
 from pdinfer.kernels.triton import configs
 from pdinfer.kernels.triton.mla_decode import mla_decode
 from tests.unit.kernels.aot import Specimen
@@ -22,7 +23,7 @@ def decode(
     pages = empty(9000, page_size, 656, dtype=torch.uint8) if packed else empty(9000, page_size, 576)
     table, lens = empty(64, 8192 // page_size, dtype=torch.int32), empty(64, dtype=torch.int64)
     q_latent, q_rope = empty(64, queries, heads, 512), empty(64, queries, heads, 64)
-    return lambda: mla_decode(q_latent, q_rope, pages, table, lens, scale=0.1)
+    return lambda: mla_decode(q_latent, q_rope, DecodeCache(pages, table, lens), scale=0.1)
 
 
 NARROW = 16
@@ -53,7 +54,7 @@ SPECIMENS = (
         "mla_decode, 16 heads, float32",
         decode(16, dtype=torch.float32),
         NARROW,
-        configs.of_decode(16, "float32").config.exception,
+        configs.of_decode(16, "float32").exception,
         full=True,
     ),
 )

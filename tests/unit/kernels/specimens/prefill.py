@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.triton import index_topk, mla_prefill, mla_sparse
 from tests.unit.kernels.aot import Specimen
 
@@ -20,15 +21,20 @@ def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return empty(*shape, dtype=dtype)
 
 
+def latents(pages: torch.dtype) -> Tensor:
+    return empty(PAGES, PAGE_SIZE, 656 if pages == PACKED else 576, dtype=pages)
+
+
+def index_keys(pages: torch.dtype) -> Tensor:
+    return empty(PAGES, PAGE_SIZE, 132 if pages == PACKED else 128, dtype=pages)
+
+
 def prefill(heads: int, pages: torch.dtype = torch.bfloat16) -> Tensor:
     """Two prompts, one of them behind a prefix."""
     return mla_prefill.mla_prefill(
         empty(1500, heads, 192),
-        empty(PAGES, PAGE_SIZE, 656 if pages == PACKED else 576, dtype=pages),
         empty(heads * 256, 512),
-        integers(2, 64, dtype=torch.int32),
-        (1000, 500),
-        (1000, 4000),
+        PrefillCache(latents(pages), integers(2, 64, dtype=torch.int32), (1000, 500), (1000, 4000)),
         v_head_dim=128,
         scale=0.1,
     )
@@ -38,9 +44,7 @@ def chosen(tokens: int, heads: int, pages: torch.dtype = torch.bfloat16) -> Tens
     return mla_sparse.mla_sparse(
         empty(tokens, heads, 512),
         empty(tokens, heads, 64),
-        empty(PAGES, PAGE_SIZE, 656 if pages == PACKED else 576, dtype=pages),
-        integers(tokens, 512, dtype=torch.int32),
-        integers(tokens),
+        TokenCache(latents(pages), integers(tokens, 512, dtype=torch.int32), integers(tokens)),
         integers(tokens, CHOSEN),
         scale=0.1,
     )
@@ -50,10 +54,7 @@ def choose(pages: torch.dtype = torch.bfloat16) -> Tensor:
     return index_topk.index_topk(
         empty(1500, 64, 128),
         empty(1500, 64, dtype=torch.float32),
-        empty(PAGES, PAGE_SIZE, 132 if pages == PACKED else 128, dtype=pages),
-        integers(2, 64, dtype=torch.int32),
-        (1000, 500),
-        (1000, 4000),
+        PrefillCache(index_keys(pages), integers(2, 64, dtype=torch.int32), (1000, 500), (1000, 4000)),
         top_k=CHOSEN,
     )
 
@@ -62,9 +63,7 @@ def choose_in_decode(pages: torch.dtype = torch.bfloat16) -> Tensor:
     return index_topk.index_topk_decode(
         empty(64, 2, 64, 128),
         empty(64, 2, 64, dtype=torch.float32),
-        empty(PAGES, PAGE_SIZE, 132 if pages == PACKED else 128, dtype=pages),
-        integers(64, 512, dtype=torch.int32),
-        integers(64),
+        DecodeCache(index_keys(pages), integers(64, 512, dtype=torch.int32), integers(64)),
         top_k=CHOSEN,
     )
 

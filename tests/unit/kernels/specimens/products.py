@@ -7,9 +7,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.int8_static import Int8Static
-from pdinfer.kernels.triton import grouped, products
+from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
+from pdinfer.kernels.triton import products
 from tests.unit.kernels.aot import Specimen
 
 HIDDEN, WIDTH, EXPERTS, HEADS = 7168, 2048, 32, 16384
@@ -57,13 +56,13 @@ def experts(kind: str, *rows: int) -> None:
     counts_E = empty(EXPERTS, dtype=torch.int32 if len(rows) > 1 else torch.int64)
     if kind == "fp8":
         gate_up, down = fp8(EXPERTS, 2 * WIDTH, HIDDEN, parts=2), fp8(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp_fp8(fp8_rows(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp_fp8(fp8_rows(*rows, HIDDEN), counts_E, gate_up, down)
     elif kind == "int8":
         gate_up, down = int8(EXPERTS, 2 * WIDTH, HIDDEN), int8(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp_int8(floats(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp_w8a8_dynamic(floats(*rows, HIDDEN), counts_E, gate_up, down)
     else:
         gate_up, down = floats(EXPERTS, 2 * WIDTH, HIDDEN), floats(EXPERTS, HIDDEN, WIDTH)
-        grouped.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
+        products.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
 
 
 SPECIMENS = (
@@ -78,14 +77,14 @@ SPECIMENS = (
     *(
         Specimen(
             f"linear_int8, {rows} rows",
-            lambda rows=rows: products.linear_int8(floats(rows, HEADS), int8(HIDDEN, HEADS)),
+            lambda rows=rows: products.linear_w8a8_dynamic(floats(rows, HEADS), int8(HIDDEN, HEADS)),
             narrow=SCALES,
         )
         for rows in (16, 64, 4096)
     ),
     Specimen(
         "linear_int8_static, 4096 rows",
-        lambda: products.linear_int8_static(floats(4096, HEADS), int8_static(HIDDEN, HEADS)),
+        lambda: products.linear_w8a8(floats(4096, HEADS), int8_static(HIDDEN, HEADS)),
         narrow=SCALES,
     ),
     *(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.triton import routing
 from tests.unit.kernels.aot import Specimen
 
@@ -12,12 +13,7 @@ def route(num_tokens: int, *, num_experts: int = 256, biased: bool = True) -> ob
     return routing.route(
         torch.empty(num_tokens, num_experts, dtype=torch.float32, device="meta"),
         torch.empty(num_experts, dtype=torch.float32, device="meta") if biased else None,
-        sigmoid=biased,
-        top_k=8,
-        num_groups=8,
-        top_k_groups=4,
-        normalize=biased,
-        scaling_factor=2.5,
+        RouterRule(sigmoid=biased, top_k=8, num_groups=8, top_k_groups=4, normalize=biased, scaling_factor=2.5),
     )
 
 
