@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import le
-
-import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
@@ -27,12 +25,11 @@ from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.stats import LostPort, PairingStats
+from pdinfer.stats import PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 RELEASE_S = 1.0
-"""How long a request's id is withheld from its decode after an interrupt ended the request: the decode's answer may
-have been lost."""
+"""How long ids are withheld from decodes after an interrupt: the events that would have released them may be lost."""
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
 DIAL_S = 5.0
@@ -42,30 +39,6 @@ STRANDED_S = 3.0
 broke are back sooner, or one of their ports is known to be lost."""
 
 _log = logging.getLogger("pdinfer")
-
-
-@attrs.define
-class Progress:
-    """The work in progress. `came` holds events of a port that are not handled yet. `telling` is the request whose
-    event is being passed to the host: the request, its number of tokens before, and the event once it is made. `losing`
-    is a port that is being given up, and why."""
-
-    came: deque[tuple[PeerAddress, Event]] = attrs.field(factory=deque)
-    telling: tuple[TrackedRequest, int, TokenEvent | None] | None = None
-    losing: tuple[Port, LostPort, Exception] | None = None
-
-    def settle(self, told: Sequence[TokenEvent]) -> TrackedRequest | None:
-        """Correct the token count of the request whose event was interrupted. `told` are the last events that the host
-        will get. Return the request if its final event is among them, else None."""
-        telling, self.telling = self.telling, None
-        if telling is None:
-            return None
-        tracked, num_tokens, event = telling
-        if event is None or not any(each is event for each in told):
-            tracked.num_tokens = num_tokens
-            return None
-        tracked.num_tokens = event.index + (event.token is not None)
-        return tracked if event.finish_reason is not None else None
 
 
 class Broker:
@@ -90,7 +63,7 @@ class Broker:
         self._emit = emit
         self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
         self._awaiting_release = AwaitingRelease()
-        self._progress = Progress()
+        self._emitting: tuple[TrackedRequest, TokenEvent] | None = None
         self._look_at = self._dial_at = float("-inf")
         self._num_changes = 0
         self._stranded = False
@@ -113,10 +86,8 @@ class Broker:
             self._relink(now)
         self._dispatch(now)
         num_moved = self._num_moved
-        for address, decode in list(self._ports.decodes.items()):
-            self.step_port(address, decode)
-        for address, prefill in list(self._ports.prefills.items()):
-            self.step_port(address, prefill)
+        for port in self._ports.all:
+            self.step_port(port)
         if num_moved != self._num_moved:  # nothing else would wake the host for moved requests
             self._dispatch(now)
         self._end_overdue()
@@ -148,51 +119,41 @@ class Broker:
             ports_away=tuple(self.lost_ports.away),
         )
 
-    def recover(self, told: Sequence[TokenEvent]) -> None:
-        """Make everything consistent after an interrupted step. Queued requests keep waiting and ports that are away
-        stay away. All other requests end, since nobody knows what was lost on the way. `told` are the events that the
-        host has not fetched."""
-        if (ended := self._progress.settle(told)) is not None and self.requests.get(ended.request_id) is ended:
-            del self.requests[ended.request_id]
-        if (losing := self._progress.losing) is not None and losing[0] in self._ports.all:
-            self._give_up(*losing)
-        now = self._clock()
+    def recover(self, unread: Sequence[TokenEvent]) -> None:
+        """Make everything consistent after an interrupted step. Queued requests keep waiting. All others end, since
+        nobody knows which events were lost on the way, and ids are withheld from their decodes for RELEASE_S. A port
+        that was being given up raises again in its next step. `unread` are the events that the host has not fetched."""
+        if self._emitting is not None and any(event is self._emitting[1] for event in unread):
+            self._emitted(*self._emitting)
         lost = TransferError("its pairing was interrupted while the request was under way")
-        waiting = []
-        for tracked in list(self.requests.values()):
-            if (decode := tracked.attempt.decode) is not None:
-                self._awaiting_release.add(tracked.request_id, decode, forget_at=now + RELEASE_S)
-                if decode in self._ports.decodes:
-                    self._ports.decodes[decode].cancel(tracked.request_id)
+        requests = list(self.requests.values())
+        for tracked in requests:
+            if tracked.attempt.decode is not None:
+                self._recall(tracked)
                 self.end(tracked, FinishReason.FAILED, lost)
-            elif tracked.displaced is not None:
-                self.end(tracked, FinishReason.FAILED, tracked.displaced)
-            else:
-                waiting.append(tracked)
-        self.queue.restore(waiting)
-        while self._progress.came:
-            decode, event = self._progress.came.popleft()
-            self._handle(event, decode)
+        self._awaiting_release.forget_at(self._clock() + RELEASE_S)
+        self.queue.clear()
+        for tracked in requests:
+            self.heed(tracked)
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
-    def cancel(self, tracked: TrackedRequest) -> None:
-        """End a request that is queued, or ask its decode to end it."""
+    def heed(self, tracked: TrackedRequest) -> None:
+        """Do what a host's thread wants done with a request: queue it or, when it was cancelled or gives its place to
+        another one, end it. A request that has left the queue loses no place, and its decode ends it."""
         if self.requests.get(tracked.request_id) is not tracked:
             return
         if (decode := tracked.attempt.decode) is None:
-            self.queue.remove(tracked)
-            self.end(tracked, FinishReason.CANCELLED)
-        else:
+            self.queue.put(tracked)
+            if tracked.displaced is not None or tracked.cancel_wanted:
+                self.queue.remove(tracked)
+                reason = FinishReason.FAILED if tracked.displaced is not None else FinishReason.CANCELLED
+                self.end(tracked, reason, tracked.displaced)
+            return
+        tracked.displaced = None
+        if tracked.cancel_wanted:
             tracked.cancel_requested(self._clock())
             self._ports.decodes[decode].cancel(tracked.request_id)
-
-    def displace(self, tracked: TrackedRequest) -> None:
-        """End a request that gives its place in the queue to one of higher priority, unless it has left the queue."""
-        if tracked in self.queue and self.requests.get(tracked.request_id) is tracked:
-            self.queue.remove(tracked)
-            self.end(tracked, FinishReason.FAILED, tracked.displaced)
-        tracked.displaced = None
 
     def _dispatch(self, now: float) -> None:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
@@ -229,33 +190,30 @@ class Broker:
 
     # -- what ports say ---------------------------------------------------------------------------------------------
 
-    def step_port(self, address: PeerAddress, port: Port) -> None:
+    def step_port(self, port: Port) -> None:
         """Step one port and act on its events. A port that raises or sends an impossible event is lost; the other ports
         go on. Raises OfPolicy when all of that is done."""
-        came, failed = self._progress.came, None
+        failed = None
         try:
             events = port.step()
         except MemoryError:  # this process has none left, whichever port asked for it
             raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
-            self._lose(address, port, error)
+            self._lose(port, error)
             return
-        came.extend((address, event) for event in events)
         try:
-            while came:
+            for event in events:
                 try:
-                    self._handle(came[0][1], address)
+                    self._handle(event, port.address)
                 except OfPolicy as error:
                     failed = error
-                came.popleft()
         except TransferError as error:
-            came.clear()
-            self._lose(address, port, error)
+            self._lose(port, error)
             return
         if failed is not None:
             raise failed
-        if getattr(port, "closed", False):  # behind our back
-            self._lose(address, port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
+        if getattr(port, "closed", False):  # by its host
+            self._lose(port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -272,23 +230,25 @@ class Broker:
     def _hear(self, tracked: TrackedRequest, event: TokenEvent, decode: PeerAddress) -> None:
         """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
         has_stopped = tracked.ending is not None
-        self._progress.telling = tracked, tracked.num_tokens, None
         passed_on = tracked.passed_on(event, self._clock())
         if passed_on is not None:
-            self._tell(tracked, event.index, passed_on)
+            self._tell(tracked, passed_on)
         elif not has_stopped:
             tracked.stop_requested(self._clock())
             self._ports.decodes[decode].cancel(tracked.request_id)
-        self._progress.telling = None
 
-    def _tell(self, tracked: TrackedRequest, num_tokens: int, event: TokenEvent) -> None:
-        """Emit an event of a request that had `num_tokens` tokens before. A final event ends the request."""
-        self._progress.telling = tracked, num_tokens, event
+    def _tell(self, tracked: TrackedRequest, event: TokenEvent) -> None:
+        """Emit an event of a request. A final event ends the request."""
+        self._emitting = tracked, event  # after an interrupt, the host's events show whether it was emitted
         self._emit(event)
-        if event.finish_reason is not None:
-            self.requests.pop(tracked.request_id)
+        self._emitted(tracked, event)
+
+    def _emitted(self, tracked: TrackedRequest, event: TokenEvent) -> None:
+        tracked.num_tokens = event.index + (event.token is not None)
+        if event.finish_reason is not None and self.requests.get(tracked.request_id) is tracked:
+            del self.requests[tracked.request_id]
             self._ended[event.finish_reason] += 1
-        self._progress.telling = None
+        self._emitting = None
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
         """Drop an event that nobody waits for any more."""
@@ -328,38 +288,30 @@ class Broker:
         """Return the unfinished requests that still need this port."""
         return [tracked for tracked in list(self.requests.values()) if tracked.attempt.needs(address)]
 
-    def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
+    def _lose(self, port: Port, error: Exception) -> None:
         """Give up a port that failed: its process is gone, silent or hangs, or the port broke."""
-        role = "decode" if address in self._ports.decodes else "prefill"
-        reason = escaped(str(error) or type(error).__name__)
-        lost = LostPort(address=address, role=role, age_s=0.0, reason=reason, is_back=False)
-        self._progress.losing = port, lost, error
-        self._give_up(port, lost, error)
-        _log.error("a port was lost: %s: %s", address, error)
-
-    def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
-        address, computing = lost.address, port.computing if isinstance(port, TellingPort) else None
+        address, computing = port.address, port.computing if isinstance(port, TellingPort) else None
         for tracked in self.assigned(address):
             tracked.losses.add(address, was_computing=tracked.was_computed(computing))
+        reason = escaped(str(error) or type(error).__name__)
+        self.lost_ports.add(port, reason, self._clock())
         self.lost_ports.set_aside(port, self._ports)
-        self._ports.drop(address)
         self._awaiting_release.drop(address)
-        self.lost_ports.add(lost, self._clock())
-        self._progress.losing = None
-        self.part_with(address, error)
+        self._part_with(address, error)
+        _log.error("a port was lost: %s: %s", address, error)
 
-    def take_back(self, address: PeerAddress, port: Port) -> None:
-        """Make a decode that is removed release its requests. It may live on, be added again, and still send events of
-        requests that other decodes serve by then. Nothing is kept about ports that were removed before."""
+    def remove(self, port: Port) -> None:
+        """Let go of a port that may live on, be added again, and still send events of requests that other decodes serve
+        by then. Nothing is kept about ports that were removed before."""
         self._awaiting_release.keep(self._ports.decodes)
-        for tracked in self.assigned(address):
-            if tracked.attempt.decode == address:
-                self._awaiting_release.add(tracked.request_id, address)
-                port.cancel(tracked.request_id)
+        for tracked in self.assigned(port.address):
+            if tracked.attempt.decode == port.address:
+                self._recall(tracked)
+        self._part_with(port.address, TransferError("its port was removed from the pairing"))
 
-    def part_with(self, address: PeerAddress, error: Exception) -> None:
+    def _part_with(self, address: PeerAddress, error: Exception) -> None:
         """Remove a port, and move what it had to other ports as far as possible. What runs at a decode needs no
-        prefill; the rest gets another one there, but a request that has to run alone is told to all anew."""
+        prefill. The rest gets another one there, but a request that has to run alone starts anew at another pair."""
         had = self.assigned(address)
         self._ports.drop(address)
         for tracked in had:
@@ -381,7 +333,8 @@ class Broker:
         decode = tracked.attempt.decode
         assert decode is not None
         self._awaiting_release.add(tracked.request_id, decode)
-        self._ports.decodes[decode].cancel(tracked.request_id)
+        if decode in self._ports.decodes:  # or else an interrupt hit its removal
+            self._ports.decodes[decode].cancel(tracked.request_id)
 
     def _move(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Queue a request for another decode after its own is gone, or end it. Events of the old decode are dropped
@@ -445,7 +398,7 @@ class Broker:
 
     def end(self, tracked: TrackedRequest, reason: FinishReason, error: PDInferError | None = None) -> None:
         """End a request that no decode ends."""
-        self._tell(tracked, tracked.num_tokens, tracked.final_event(reason, error, self._clock()))
+        self._tell(tracked, tracked.final_event(reason, error, self._clock()))
 
     def _end_overdue(self) -> None:
         """End requests that their decode should have ended by now. It may be frozen, or in a long step."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from pdinfer.config import PairingConfig
@@ -19,18 +17,10 @@ from pdinfer.scheduling.rules import queueing_s
 from pdinfer.types import Request
 
 
-class Intent(enum.Enum):
-    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
-    place."""
-
-    SERVE = enum.auto()
-    CANCEL = enum.auto()
-    DISPLACE = enum.auto()
-
-
 class Intake:
-    """Takes requests from any thread, and hands them to the broker in the thread that steps. `lock` is held only
-    briefly, since a step needs it too. Nothing comes in once it is `closed`."""
+    """Takes requests from any thread, and hands them to the broker in the thread that steps: the `inbox` has those of
+    which a host's thread wants something. `lock` is held only briefly, since a step needs it too. Nothing comes in once
+    it is `closed`."""
 
     def __init__(
         self,
@@ -40,7 +30,7 @@ class Intake:
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
     ) -> None:
-        self.inbox: Inbox[tuple[TrackedRequest, Intent]] = Inbox()
+        self.inbox: Inbox[TrackedRequest] = Inbox()
         self.lock = threading.RLock()
         self.closed = False
         self._broker = broker
@@ -48,9 +38,6 @@ class Intake:
         self._config = config
         self._clock = clock
         self._random_bytes = random_bytes
-        self._intents: deque[tuple[TrackedRequest, Intent]] = deque()  # taken by a step and not handled yet
-
-    # -- any thread -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> str:
         """Take a request and return its id, as `Pairing.submit` does."""
@@ -66,18 +53,28 @@ class Intake:
             try:
                 self._broker.requests[tracked.request_id] = tracked
                 if displaced is not None:
-                    self.inbox.put((displaced, Intent.DISPLACE))
-                self.inbox.put((tracked, Intent.SERVE))
+                    self.inbox.put(displaced)
+                self.inbox.put(tracked)
                 return tracked.request_id
             except BaseException:  # the caller never learns that it was taken
-                self._withdraw(tracked, displaced)
+                self._broker.requests.pop(tracked.request_id, None)
+                if displaced is not None:
+                    displaced.displaced = None
                 raise
 
     def cancel(self, request_id: str) -> None:
         """Have a request ended, unless it has ended."""
         tracked = self._broker.requests.get(request_id)  # now, since the id may name another request later
         if tracked is not None:
-            self.inbox.put((tracked, Intent.CANCEL))
+            tracked.cancel_wanted = True
+            self.inbox.put(tracked)
+
+    def act(self) -> None:
+        """Have the broker do what was asked for since the last step, in the thread that steps."""
+        with self.lock:  # so that no submit is half done
+            arrived = self.inbox.take()
+        for tracked in arrived:
+            self._broker.heed(tracked)
 
     @property
     def num_unfinished(self) -> int:
@@ -108,12 +105,6 @@ class Intake:
             )
         return displaced
 
-    def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
-        """Take back a request whose `submit` was interrupted. The request that was to give way for it still does."""
-        self._broker.requests.pop(tracked.request_id, None)
-        if displaced is not None:
-            self.inbox.put((displaced, Intent.DISPLACE))
-
     def _check_deadline(self, tracked: TrackedRequest) -> None:
         if tracked.deadline_at is None:
             return
@@ -126,9 +117,9 @@ class Intake:
             )
 
     def _queued(self) -> list[TrackedRequest]:
-        """Return the requests that hold a place in the queue after the last step and the submits since then."""
-        unseen = [tracked for tracked, intent in self.inbox.peek() if intent is Intent.SERVE]
-        return [tracked for tracked in (*self._broker.queue, *unseen) if tracked.displaced is None]
+        """Return the requests that hold a place in the queue or, since the last step, will get one."""
+        requests = list(self._broker.requests.values())
+        return [tracked for tracked in requests if tracked.attempt.decode is None and tracked.displaced is None]
 
     def _half_empty_in_s(self) -> float | None:
         waits_s = self._turn_in_s()
@@ -153,24 +144,3 @@ class Intake:
             (to_compute, sum(load.tokens_per_s for load in prefills)),
             (to_generate, sum(load.tokens_per_s for load in decodes)),
         )
-
-    # -- the thread that steps --------------------------------------------------------------------------------------
-
-    def take(self) -> None:
-        """Take what came in. The caller holds the lock."""
-        self._intents.extend(self.inbox.take())
-
-    def act(self) -> None:
-        """Queue, cancel and displace what was asked for since the last step."""
-        with self.lock:  # a thread that counts the queue sees each request in one place
-            self.take()
-            for tracked, intent in self._intents:
-                if intent is Intent.SERVE and self._broker.requests.get(tracked.request_id) is tracked:
-                    self._broker.queue.put(tracked)
-        while self._intents:
-            tracked, intent = self._intents[0]
-            if intent is Intent.CANCEL:
-                self._broker.cancel(tracked)
-            elif intent is Intent.DISPLACE:
-                self._broker.displace(tracked)
-            self._intents.popleft()

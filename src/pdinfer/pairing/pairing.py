@@ -20,7 +20,7 @@ from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -310,7 +310,7 @@ class Pairing(OfOneProcess):
             try:
                 for other in others:
                     if other in self._ports.all:
-                        self._change(partial(self._broker.step_port, other.address, other))
+                        self._change(partial(self._broker.step_port, other))
             finally:
                 self._stepping.release()
 
@@ -337,15 +337,14 @@ class Pairing(OfOneProcess):
                 self._change(partial(self._part_with, port))
                 self._advance()
                 # so that it answers the peers that took its rooms away
-                self._change(partial(self._broker.step_port, address, port))
+                self._change(partial(self._broker.step_port, port))
         finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
 
     def _part_with(self, port: Port) -> None:
-        self._broker.take_back(port.address, port)
-        self._broker.part_with(port.address, TransferError("its port was removed from the pairing"))
+        self._broker.remove(port)
         release(port)
-        self._broker.step_port(port.address, port)
+        self._broker.step_port(port)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -369,7 +368,6 @@ class Pairing(OfOneProcess):
         if self._unfinished_call:
             let_go()
             with self._intake.lock:
-                self._intake.take()
                 self._broker.recover(self._undelivered)
         self._unfinished_call, failed = True, None  # until this one has ended
         try:

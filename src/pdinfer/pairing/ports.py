@@ -343,9 +343,10 @@ class LostPorts:
         else:
             self._close(port)
 
-    def add(self, lost: LostPort, now: float) -> None:
+    def add(self, port: Port, reason: str, now: float) -> None:
         """Count and record a loss."""
         self.num_lost += 1
+        lost = LostPort(address=port.address, role=port.role, age_s=0.0, reason=reason, is_back=False)
         self._lost.append((now, lost))
 
     def recover(self, ports: Ports) -> None:

@@ -39,11 +39,9 @@ class Queue:
     def __init__(self, *, fair_share: bool = False) -> None:
         self._fair_share = fair_share
         self._shares = Shares()
-        self._waiting: dict[TrackedRequest, tuple[Level, bytes]] = {}
-        self._lines: dict[Level, dict[bytes, list[TrackedRequest]]] = {}
         self._num_turns = 0
-        self._newcomers: list[TrackedRequest] = []
         self.next_deadline = math.inf
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -54,7 +52,7 @@ class Queue:
     def put(self, tracked: TrackedRequest) -> None:
         """Add a request, unless it is there. Its place follows from its priority, its tenant and its age."""
         if tracked in self._waiting:
-            return  # it was put in by a step that was interrupted
+            return
         level = -tracked.request.priority, not tracked.is_resumed
         tenant = tracked.request.cache_salt if self._fair_share and not tracked.is_resumed else b""
         self._waiting[tracked] = level, tenant
@@ -81,11 +79,12 @@ class Queue:
         if self._fair_share and not tracked.is_resumed:
             self._shares.add(tracked.request.cache_salt, forecast_tokens(tracked.request))
 
-    def restore(self, requests: Iterable[TrackedRequest]) -> None:
-        """Make these the waiting requests, whatever an interrupt has left in the queue. Shares stay as they are."""
-        self._waiting, self._lines, self._newcomers, self.next_deadline = {}, {}, [], math.inf
-        for tracked in requests:
-            self.put(tracked)
+    def clear(self) -> None:
+        """Remove all requests. Shares stay as they are."""
+        self._waiting: dict[TrackedRequest, tuple[Level, bytes]] = {}
+        self._lines: dict[Level, dict[bytes, list[TrackedRequest]]] = {}
+        self._newcomers: list[TrackedRequest] = []
+        self.next_deadline = math.inf
 
     def take_newcomers(self) -> list[TrackedRequest]:
         """Return the requests that were put in since the last call and still wait."""
@@ -223,9 +222,13 @@ class AwaitingRelease:
     def __len__(self) -> int:
         return len(self._forget_at)
 
-    def add(self, request_id: str, decode: PeerAddress, *, forget_at: float = float("inf")) -> None:
-        """Reserve an id until the decode releases it, or until `forget_at` by the broker's clock."""
-        self._forget_at[request_id, decode] = forget_at
+    def add(self, request_id: str, decode: PeerAddress) -> None:
+        """Reserve an id until the decode releases it."""
+        self._forget_at[request_id, decode] = math.inf
+
+    def forget_at(self, at: float) -> None:
+        """Free all these ids at `at` by the broker's clock even if no decode has released them."""
+        self._forget_at = dict.fromkeys(self._forget_at, at)
 
     def discard(self, request_id: str, decode: PeerAddress) -> None:
         """Free an id that the decode has released."""
@@ -249,4 +252,4 @@ class AwaitingRelease:
 
     def ends_at(self) -> Iterator[float]:
         """Return when ids will be forgotten, where that is known."""
-        return (at for at in list(self._forget_at.values()) if at < float("inf"))
+        return (at for at in list(self._forget_at.values()) if at < math.inf)

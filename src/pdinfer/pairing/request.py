@@ -91,9 +91,10 @@ class Attempt:
 class TrackedRequest:
     """One unfinished request with its id and seed filled in, and the `attempt` to serve it.
 
-    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. `failure` is why decode
-    was asked to end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `displaced` is why it
-    gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are all
+    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. The host's threads set
+    `cancel_wanted`, and `displaced`, which is why it gives its place in the queue to another request. `cancelled` says
+    that decode was asked to end it, `failure` why if its host did not ask, and `ends_by` when the Pairing ends it even
+    if decode does not answer. `lost` is why it had to leave its last decode, and `losses` are all
     ports that it has lost. Of the decodes that it left, `num_decodes_lost` had granted it pages, and they ran it for
     `streamed_s`. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the matcher has
     failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
@@ -108,6 +109,7 @@ class TrackedRequest:
     queued_s: float = 0.0
     granted_s: float | None = None
     first_token_s: float | None = None
+    cancel_wanted: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
     ends_by: float = float("inf")
@@ -273,7 +275,6 @@ class TrackedRequest:
         attempt = self.attempt
         attempt.landed = True
         if event.token is not None:
-            self.num_tokens += 1
             attempt.tokens.append(event.token)
             if attempt.runs_from_s is None:
                 attempt.runs_from_s = now - self.submitted_at
@@ -286,7 +287,10 @@ class TrackedRequest:
             self.ending = self._stopped(event, self.stopping)
         if self.ending is None:
             return event
-        return None if event.finish_reason is None else self._ended(self.ending, event.usage)
+        if event.finish_reason is not None:
+            return self._ended(self.ending, event.usage)
+        self.num_tokens += 1  # those that the host sees count once it has them
+        return None
 
     def _last(self, event: TokenEvent) -> TokenEvent:
         """Return decode's last event with its usage as the host counts: from the Pairing's submit, where decode counts
