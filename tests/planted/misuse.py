@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "a policy's number is taken for a choice",
-        "    if choice is None or isinstance(choice, Choice):",
-        "    if True:",
+        "        if not isinstance(choice, Choice):",
+        "        if False:",
         f"{MISUSE}::test_a_policy_that_returns_no_choice_is_told",
     ),
     Mutant(

@@ -250,8 +250,8 @@ MUTANTS = [
     ),
     Mutant(
         "what another side of as many ports holds is taken",
-        "if len(known) == len(addresses) and all(map(is_, known, addresses)):",
-        "if len(known) == len(addresses):",
+        "if len(side) == len(addresses) and all(map(is_, side, addresses)):",
+        "if len(side) == len(addresses):",
         FOUND_TESTS,
     ),
     Mutant(

@@ -180,7 +180,7 @@ class Broker:
                 held.append(fitting)
 
     def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
-        choice = self._chooser.pair(tracked, board)
+        choice = self._chooser.choose(tracked, board)
         if choice is None:
             return False
         self.queue.serve(tracked)
@@ -294,8 +294,7 @@ class Broker:
         for tracked in self.assigned(address):
             tracked.losses.add(address, was_computing=tracked.was_computed(computing))
         reason = escaped(str(error) or type(error).__name__)
-        self.lost_ports.add(port, reason, self._clock())
-        self.lost_ports.set_aside(port, self._ports)
+        self.lost_ports.add(port, reason, self._clock(), self._ports)
         self._awaiting_release.drop(address)
         self._part_with(address, error)
         _log.error("a port was lost: %s: %s", address, error)
@@ -361,8 +360,8 @@ class Broker:
             if self._ports.linked(attempt.prefill, decode):
                 attempt.give_up_at = attempt.stranded_at = None
                 continue
-            prefill = self._chooser.prefill(tracked, decode, board)
-            if prefill is None:
+            choice = self._chooser.choose(tracked, board, decode)
+            if choice is None:
                 is_stranded = True
                 self._strand(tracked, decode, now)
                 continue
@@ -372,9 +371,9 @@ class Broker:
                     self._take_away(tracked, TransferError(f"its attempts failed{tracked.losses}"))
                     continue
             self._num_reroutes += 1
-            attempt.prefill, attempt.forwarded = prefill, attempt.landed
+            attempt.prefill, attempt.forwarded = choice.prefill, attempt.landed
             attempt.give_up_at = attempt.stranded_at = None
-            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
+            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(choice.prefill))
         self._stranded = is_stranded
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TypeVar, cast
 
@@ -26,30 +26,45 @@ PORT_WAIT_S = 60.0
 """How long requests wait for a port where the last one was in another process, which comes back or is replaced."""
 
 AnyPort = TypeVar("AnyPort", bound=Port)
-T = TypeVar("T")
 
 _log = logging.getLogger("pdinfer")
 
 
+ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
+"""Ports that report which pages they hold, by how the keys of these pages are made."""
+
+
+@attrs.frozen
+class _Member:
+    """A port, and what is asked of it once: the longest request that it holds, and how it tells a brief load."""
+
+    port: Port
+    max_tokens: int
+    brief_load: Callable[[], EngineLoad]
+
+    @classmethod
+    def of(cls, port: Port) -> _Member:
+        return cls(port, port.limits.max_tokens, port.brief_load if isinstance(port, BriefPort) else port.load)
+
+
 class Ports:
     """The ports of both sides by address, and which of them reach each other. A port in `leaving` serves what it has
-    and is not chosen any more. `caching` are the prefills and the decodes that tell which pages they hold.
+    and is not chosen any more. `caching` are the prefills and the decodes that report which pages they hold.
     `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`, while any thread may add and
     drop ports: `prefills`, `decodes` and `caching` are replaced, never changed."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
         self.decodes: dict[PeerAddress, DecodePort] = {}
-        self.caching = CachingPorts(), CachingPorts()
+        self.caching: tuple[ByScheme, ByScheme] = {}, {}
         self.leaving: set[PeerAddress] = set()
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
+        self._members: dict[PeerAddress, _Member] = {}
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
         self._version = 0
         self._links: tuple[int, Links] = (-1, Links())
         self._peers: dict[PeerAddress, tuple[PeerStats, ...]] = {}
-        self._longest: dict[PeerAddress, int] = {}
-        self._tell: dict[PeerAddress, Callable[[], EngineLoad]] = {}
         self._changing = new_lock()
 
     @property
@@ -71,8 +86,8 @@ class Ports:
     @property
     def fits_all(self) -> int:
         """The longest request that every port can hold; 0 while one side has no port. Any thread may read it."""
-        longest = self._longest
-        return min(longest.values(), default=0) if self.prefills and self.decodes else 0
+        held = [member.max_tokens for member in self._members.values()]
+        return min(held, default=0) if self.prefills and self.decodes else 0
 
     def opposite(self, port: Port) -> list[Port]:
         """Return the ports of the other side."""
@@ -82,55 +97,50 @@ class Ports:
         """Add a port that is connected to all ports of the other side except the `unlinked` ones. Those pairs are down
         until one end reports a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
-        address, tell = port.address, port.brief_load if isinstance(port, BriefPort) else port.load
+        down = [(port, other) if port.role == "prefill" else (other, port) for other in others]
+        member = _Member.of(port)
         with self._changing:
-            self._longest = {**self._longest, address: port.limits.max_tokens}
-            self._tell = {**self._tell, address: tell}
-            if isinstance(port, CachingPort):
-                prefills, decodes = self.caching
-                is_prefill = port.role == "prefill"
-                self.caching = (
-                    prefills.plus(address, port) if is_prefill else prefills,
-                    decodes if is_prefill else decodes.plus(address, port),
-                )
-            if port.role == "prefill":
-                down: list[tuple[Port, Port]] = [(port, other) for other in others]
-                self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
-                if isinstance(port, PrefillEngine):
-                    port.take_turns(self._decoding_s)
-            else:
-                down = [(other, port) for other in others]
-                self.decodes = {**self.decodes, port.address: cast(DecodePort, port)}
             self._met |= {
                 (peer_key(prefill.address), peer_key(rank)) for prefill, decode in down for rank in decode.addresses
             }
             self.links_down |= {(prefill.address, decode.address) for prefill, decode in down}
-            self.num_changes += 1
-            self._version += 1
+            self._replace({**self._members, port.address: member})
+        if isinstance(port, PrefillEngine):
+            port.take_turns(self._decoding_s)
 
     def drop(self, address: PeerAddress) -> None:
         """Remove a port and its links."""
         with self._changing:
-            keys = set(map(peer_key, self._ranks_of(address)))
-            if isinstance(left := self.prefills.get(address), PrefillEngine):
-                left.take_turns(None)
+            members = dict(self._members)
+            left = members.pop(address, None)
+            keys = set(map(peer_key, (address,) if left is None else left.port.addresses))
+            if left is not None and isinstance(left.port, PrefillEngine):
+                left.port.take_turns(None)
+            self._replace(members)
             self.leaving.discard(address)
-            self._longest = _without(self._longest, address)
-            self.caching = self.caching[0].minus(address), self.caching[1].minus(address)
-            self._tell = _without(self._tell, address)
-            self.prefills = _without(self.prefills, address)
-            self.decodes = _without(self.decodes, address)
             self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
             self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
-            self.num_changes += 1
-            self._version += 1
+
+    def _replace(self, members: dict[PeerAddress, _Member]) -> None:
+        self._members = members
+        ports = [(address, member.port) for address, member in members.items()]
+        self.prefills = {address: cast(PrefillPort, port) for address, port in ports if port.role == "prefill"}
+        self.decodes = {address: cast(DecodePort, port) for address, port in ports if port.role == "decode"}
+        self.caching = by_scheme(self.prefills.values()), by_scheme(self.decodes.values())
+        self.num_changes += 1
+        self._version += 1
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
-        """Return what policies are told of all ports, leaving or not. Called from the thread that steps."""
-        with self._changing:
-            tell, prefills, decodes = self._tell, self.prefills, self.decodes
-        loads = {address: cast(PrefillLoad, tell[address]()) for address in prefills}
-        return loads, {address: cast(DecodeLoad, tell[address]()) for address in decodes}
+        """Return what policies are shown of all ports, leaving or not. Called from the thread that steps."""
+        prefills: dict[PeerAddress, PrefillLoad] = {}
+        decodes: dict[PeerAddress, DecodeLoad] = {}
+        for address, member in self._members.items():
+            load = member.brief_load()
+            if isinstance(load, PrefillLoad):
+                prefills[address] = load
+            elif isinstance(load, DecodeLoad):
+                decodes[address] = load
+        return prefills, decodes
 
     def _decoding_s(self) -> float | None:
         """Return how many seconds the decodes in this process compute in their next steps together, or None when
@@ -143,11 +153,7 @@ class Ports:
     def key_schemes(self) -> set[KeyScheme]:
         """The ways in which prefills, and decodes that trust all prefills alike, make the keys of their pages."""
         prefills, decodes = self.caching
-        return {*prefills.by_scheme, *(scheme for scheme in decodes.by_scheme if not scheme.by_writer)}
-
-    def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
-        port: Port | None = self.prefills.get(address) or self.decodes.get(address)
-        return (address,) if port is None else port.addresses
+        return {*prefills, *(scheme for scheme in decodes if not scheme.by_writer)}
 
     def part(self, port: Port) -> None:
         """Make the ports of the other side close their links to a lost port, which may still be alive."""
@@ -233,10 +239,7 @@ class Ports:
     def roomiest_limits(self) -> list[RequestLimits]:
         """Return, for each side, the limits of the port that takes the longest request, with the logits processors of
         all ports. Any thread may call it."""
-        sides = [
-            [port.limits for port in list(self.prefills.values())],
-            [port.limits for port in list(self.decodes.values())],
-        ]
+        sides = [[port.limits for port in side.values()] for side in (self.prefills, self.decodes)]
         return [
             attrs.evolve(
                 max(side, key=lambda limits: limits.max_tokens),
@@ -249,51 +252,34 @@ class Ports:
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
-        prefills, decodes = self.fitting(0)
-        longest = self._longest
-        return sorted([longest.get(at, 0) for at in prefills]), sorted([longest.get(at, 0) for at in decodes])
+        members = self._members
+        prefills, decodes = (sorted(members[at].max_tokens for at in side) for side in self.fitting(0))
+        return prefills, decodes
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
         return self._fitting(self.prefills, total), self._fitting(self.decodes, total)
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
-        longest, leaving = self._longest, self.leaving
+        members, leaving = self._members, self.leaving
         return {
             address: port
             for address, port in ports.items()
-            if longest.get(address, 0) >= total and not (leaving and address in leaving)
+            if address in members and members[address].max_tokens >= total and not (leaving and address in leaving)
         }
 
 
-@attrs.frozen
-class CachingPorts:
-    """The ports of one side that tell which pages they hold, by how they make the keys of their pages."""
-
-    by_scheme: Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]] = attrs.field(factory=dict)
-
-    def plus(self, address: PeerAddress, port: CachingPort) -> CachingPorts:
-        """Return these ports and another one, if that caches pages."""
-        scheme = port.key_scheme
-        if scheme is None:
-            return self
-        return CachingPorts({**self.by_scheme, scheme: {**self.by_scheme.get(scheme, {}), address: port}})
-
-    def minus(self, address: PeerAddress) -> CachingPorts:
-        """Return these ports without one."""
-        left = {
-            scheme: {known: port for known, port in ports.items() if known != address}
-            for scheme, ports in self.by_scheme.items()
-        }
-        return CachingPorts({scheme: ports for scheme, ports in left.items() if ports})
+def by_scheme(ports: Iterable[Port]) -> ByScheme:
+    """Return those of the ports that report which pages they hold, unless they keep none."""
+    found: dict[KeyScheme, dict[PeerAddress, CachingPort]] = {}
+    for port in ports:
+        if isinstance(port, CachingPort) and (scheme := port.key_scheme) is not None:
+            found.setdefault(scheme, {})[port.address] = port
+    return found
 
 
 def _peers_of(port: Port) -> tuple[PeerStats, ...]:
     return port.peers() if isinstance(port, LinkedPort) else port.load().kv.peers
-
-
-def _without(known: Mapping[PeerAddress, T], address: PeerAddress) -> dict[PeerAddress, T]:
-    return {other: item for other, item in known.items() if other != address}
 
 
 def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:
@@ -334,20 +320,18 @@ class LostPorts:
         process, which only its host can replace."""
         return self._waits_s.get(role, 0.0)
 
-    def set_aside(self, port: Port, ports: Ports) -> None:
-        """Close a port, which proves that it has stopped. Of one that may come back the others close their links."""
+    def add(self, port: Port, reason: str, now: float, ports: Ports) -> None:
+        """Record a loss, and close the port, which proves that it has stopped. Of one that may come back the others
+        close their links."""
+        self.num_lost += 1
+        lost = LostPort(address=port.address, role=port.role, age_s=0.0, reason=reason, is_back=False)
+        self._lost.append((now, lost))
         self._waits_s[port.role] = PORT_WAIT_S if isinstance(port, ReturningPort) else 0.0
         if isinstance(port, ReturningPort):
             self.away[port.address] = port
             ports.part(port)
         else:
             self._close(port)
-
-    def add(self, port: Port, reason: str, now: float) -> None:
-        """Count and record a loss."""
-        self.num_lost += 1
-        lost = LostPort(address=port.address, role=port.role, age_s=0.0, reason=reason, is_back=False)
-        self._lost.append((now, lost))
 
     def recover(self, ports: Ports) -> None:
         """Use ports again that are back, and close those that never will be."""

@@ -38,6 +38,7 @@ class PromptKeys:
 
     def of(self, scheme: KeyScheme, writers: tuple[PeerAddress, ...] = ()) -> list[bytes]:
         """Return the keys that a pool would find, which leaves out the page of the last token: that one runs."""
+        writers = writers if scheme.by_writer else ()
         keys = self._made.get((scheme, writers))
         if keys is None:
             chain = scheme.chain(self.request.cache_salt, writers)
