@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.checks import int_in
-from pdinfer.pairing.policies.by_load import held_share, least, weight
+from pdinfer.pairing.policy.by_load import held_share, least, weight
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
