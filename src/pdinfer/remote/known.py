@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Generic, cast
 
 import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Computing, LoadMessage, Ready, Stepped
+from pdinfer.remote.messages import AnyLoad, Computing, Ready, Stepped
 from pdinfer.remote.pages import MirroredPages
 from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
+from pdinfer.types import TokenEvent
 
 
-class KnownEngine:
-    """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
-    port is lost. `pages` are those that it can find, and `computing` are the requests of which it computed rows when it
-    last said so. `num_renewals` is the number of the last Renew that was sent.
+class KnownEngine(Generic[AnyLoad]):
+    """An engine as its reports describe it, checked against what it was sent. It `is_live` from a Ready until it is
+    lost, for which `num_losses` are counted. `pages` are those that it can find, and `computing` are the requests of
+    which it computed rows when it last said so. `num_renewals` is the number of the last Renew that was sent.
     The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.ready: Ready | None = None
         self.is_live = False
-        self.load = LoadMessage()
+        self.num_losses = 0
         self.pages = MirroredPages()
         self.computing: frozenset[str] = frozenset()
-        self._brief: PrefillLoad | DecodeLoad | None = None
         self.num_renewals = 0
+        self._load: AnyLoad | None = None
+        self._brief: AnyLoad | None = None
         self._num_submitted = self._num_seen = 0
         self._unseen: list[tuple[int, int]] = []
         self._step_age_s, self._told_at = 0.0, time.monotonic()
 
-    def load_now(self) -> PrefillLoad | DecodeLoad:
+    def load_now(self) -> AnyLoad:
         """Return the load that the engine reported, with the requests submitted since."""
-        load, new = self.load.of_role(self.role), [tokens for _, tokens in self._unseen]
+        load, new = self._load, [tokens for _, tokens in self._unseen]
         if isinstance(load, PrefillLoad):
             return attrs.evolve(
                 load,
@@ -42,14 +46,14 @@ class KnownEngine:
                 num_queued_tokens=load.num_queued_tokens + sum(new),
                 queued=load.queued.plus(new),
             )
-        assert load is not None
+        assert isinstance(load, DecodeLoad)
         return attrs.evolve(
             load,
             num_waiting_requests=load.num_waiting_requests + len(new),
             num_waiting_tokens=load.num_waiting_tokens + sum(new),
         )
 
-    def brief_load(self) -> PrefillLoad | DecodeLoad:
+    def brief_load(self) -> AnyLoad:
         """Return the part of it that policies need, which is made again only when something has changed."""
         if self._brief is None:
             self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
@@ -58,8 +62,7 @@ class KnownEngine:
     @property
     def peers(self) -> tuple[PeerStats, ...]:
         """The links that the engine reported."""
-        load = self.load.of_role(self.role)
-        return () if load is None else load.kv.peers
+        return () if self._load is None else self._load.kv.peers
 
     @property
     def step_age_s(self) -> float:
@@ -82,20 +85,41 @@ class KnownEngine:
     def lose(self) -> None:
         """Note that the port is lost, and give up what was submitted."""
         self.is_live = False
+        self.num_losses += 1
         self._brief = None
         self._unseen.clear()
 
     def take(self, report: Ready | Computing | Stepped) -> bool:
-        """Take a report. Return False for one from before the session was renewed, and for one that is no news for a
-        host. Raises TransferError for a report that this engine cannot send now."""
+        """Take a report, which is checked strictly since policies rely on its load. Return False for one from before
+        the session was renewed, and for one that brings a host no news. Raises TransferError for
+        one that this engine cannot send now."""
         if self._is_old(report):
             return False
         if isinstance(report, Computing):
             self.computing = frozenset(report.request_ids)
             return False
-        self._check(report)
-        self.load = report.load
-        self._brief = None
+        load = cast(AnyLoad | None, report.load.of_role(self.role))
+        ready = report if isinstance(report, Ready) else self.ready
+        if ready is None or (load is not None and load.address != ready.address):
+            raise TransferError("it tells the load of another engine than the one it said it is")
+        if isinstance(report, Ready):
+            self._check_ready(report)
+        elif load is None:
+            raise TransferError(f"it tells of no load of a {self.role} engine")
+        elif not self._num_seen <= report.num_seen <= self._num_submitted:
+            raise TransferError(
+                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
+            )
+        else:
+            _check_tokens(report.tokens, ready.limits.vocab_size)
+        if load is not None:
+            self.pages.take(report.pages, num_pages=load.num_total_pages)
+        if isinstance(report, Ready):
+            self.ready, self.is_live, self.computing = report, True, frozenset()
+            self._num_submitted = self._num_seen = 0
+        else:
+            self._num_seen = report.num_seen
+        self._load, self._brief = load, None
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
 
@@ -104,30 +128,7 @@ class KnownEngine:
             return False
         return not isinstance(report, Ready) or report.session < self.num_renewals
 
-    def _check(self, report: Ready | Stepped) -> None:
-        """Check a report strictly, since policies rely on its load."""
-        if isinstance(report, Ready):
-            self._meet(report)
-        ready, load = self.ready, report.load.of_role(self.role)
-        if ready is None or (load is not None and load.address != ready.address):
-            raise TransferError("it tells the load of another engine than the one it said it is")
-        if load is not None:
-            self.pages.take(report.pages, num_pages=load.num_total_pages)
-        if isinstance(report, Ready):
-            return
-        if load is None:
-            raise TransferError(f"it tells of no load of a {self.role} engine")
-        if not self._num_seen <= report.num_seen <= self._num_submitted:
-            raise TransferError(
-                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
-            )
-        self._num_seen = report.num_seen
-        for event in report.tokens:
-            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
-            if max(ids) >= ready.limits.vocab_size:
-                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
-
-    def _meet(self, ready: Ready) -> None:
+    def _check_ready(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:
             raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
@@ -136,5 +137,10 @@ class KnownEngine:
             raise TransferError(f"it requires features this end does not have: {', '.join(sorted(unknown))}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
             raise TransferError("it is another engine than before")
-        self.ready, self.is_live, self.computing = ready, True, frozenset()
-        self._num_submitted = self._num_seen = 0
+
+
+def _check_tokens(events: Sequence[TokenEvent], vocab_size: int) -> None:
+    for event in events:
+        ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
+        if max(ids) >= vocab_size:
+            raise TransferError(f"token {max(ids)} is not one of a vocabulary of {vocab_size}")

@@ -18,7 +18,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
-from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
+from pdinfer.types import Event, Granted, PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 from pdinfer.values import changed_fields, fields_of
 
 VERSION, MINOR = 7, 0
@@ -270,6 +270,12 @@ class Stepped(msgspec.Struct, tag="stepped"):
                 raise ValueError(f"a granted request sets {request.unknown}, which is unknown here")
             if grant.grant.request_id != request.request.request_id:
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
+
+    @property
+    def events(self) -> list[Event]:
+        """The events, as the engine's own `step` returns them."""
+        granted = [Granted(grant=grant.unpack(), request=request.unpack()) for grant, request in self.granted]
+        return [*granted, *self.refused, *self.tokens]
 
 
 Report = BeatMessage | Ready | Connected | Computing | Stepped

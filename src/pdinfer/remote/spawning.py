@@ -35,7 +35,9 @@ from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, EngineClient, PrefillClient
+from pdinfer.remote.messages import AnyLoad
 from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said, plain
+from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
 """What the process runs. Its arguments are two descriptors, a name for whoever lists processes, and the parent's
@@ -49,7 +51,7 @@ STDERR = 2
 _log = logging.getLogger("pdinfer")
 
 
-class _Spawned(EngineClient):
+class _Spawned(EngineClient[AnyLoad]):
     """A port to an engine that was spawned. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
@@ -124,11 +126,11 @@ class _Spawned(EngineClient):
                 raise
 
 
-class SpawnedPrefill(_Spawned, PrefillClient):
+class SpawnedPrefill(_Spawned[PrefillLoad], PrefillClient):
     """A prefill engine that `spawn_prefill` started."""
 
 
-class SpawnedDecode(_Spawned, DecodeClient):
+class SpawnedDecode(_Spawned[DecodeLoad], DecodeClient):
     """A decode engine that `spawn_decode` started."""
 
 
