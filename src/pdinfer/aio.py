@@ -24,6 +24,7 @@ from pdinfer.errors import ConfigError, PDInferError, RequestError
 from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
+from pdinfer.pairing.request import failed
 from pdinfer.process.forked import NotCopied
 from pdinfer.types import FinishReason, Request, TokenEvent
 
@@ -361,18 +362,9 @@ class _Stream:
         """End the stream, if it has not ended."""
         if not self._has_ended:
             self._has_ended = True
-            self._unread.append(
-                TokenEvent(
-                    request_id=self.request_id,
-                    token=None,
-                    index=self._index,
-                    finish_reason=FinishReason.FAILED,
-                    error=error,
-                )
-            )
+            self._unread.append(failed(self.request_id, error, index=self._index))
 
     def has_reader(self) -> bool:
-        """Return whether somebody may still read it."""
         return not self._is_left
 
     def leave(self) -> bool:

@@ -166,14 +166,14 @@ MUTANTS = [
     ),
     Mutant(
         "a port joins whose joining was given up",
-        "                    del self._tokens[port.address]  # its thread is told\n",
-        "                    pass\n",
+        "        finally:\n            self._end(port, token)\n        joined.result()\n",
+        "        finally:\n            pass\n        joined.result()\n",
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),
     Mutant(
         "a port whose joining was given up belongs to the pairing for ever",
-        "# its thread is told\n                    release(port)\n",
-        "# its thread is told\n",
+        "                if port not in self._ports.all:\n                    self.release(port)\n",
+        "",
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),
     Mutant(

@@ -117,13 +117,13 @@ MUTANTS = [
     ),
     Mutant(
         "two pairings take each other's events",
-        "if owner is not None and owner is not pairing:",
+        "if owner is not None and owner is not self:",
         "if False:",
         f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
     ),
     Mutant(
         "an engine that was removed belongs to its pairing for ever",
-        "        self._broker.remove(port)\n        release(port)\n",
+        "        self._broker.remove(port)\n        self._joining.release(port)\n",
         "        self._broker.remove(port)\n",
         f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
     ),

@@ -11,6 +11,7 @@ Everything here runs in the thread that steps the Pairing.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class Broker:
         self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
         self._awaiting_release = AwaitingRelease()
         self._emitting: tuple[TrackedRequest, TokenEvent] | None = None
-        self._look_at = self._dial_at = float("-inf")
+        self._look_at = self._dial_at = -math.inf
         self._num_changes = 0
         self._stranded = False
         self._num_retries = 0
@@ -100,7 +101,7 @@ class Broker:
             wakes.append(self._look_at)
         if wakes:
             wakes += self._awaiting_release.ends_at()
-        return min(wakes, default=float("inf"))
+        return min(wakes, default=math.inf)
 
     @property
     def stats(self) -> PairingStats:
@@ -185,7 +186,9 @@ class Broker:
             return False
         self.queue.serve(tracked)
         tracked.chosen(choice, now)
-        self._ports.decodes[choice.decode].submit(tracked.request_at(now), writers=self._ports.writers(choice.prefill))
+        self._ports.decodes[choice.decode].submit(
+            tracked.request_at(now), writers=self._ports.prefills[choice.prefill].addresses
+        )
         return True
 
     # -- what ports say ---------------------------------------------------------------------------------------------
@@ -358,7 +361,7 @@ class Broker:
             if decode is None or tracked.failure is not None:
                 continue
             if self._ports.linked(attempt.prefill, decode):
-                attempt.give_up_at = attempt.stranded_at = None
+                attempt.give_up_at = attempt.stranded_at = math.inf
                 continue
             choice = self._chooser.choose(tracked, board, decode)
             if choice is None:
@@ -372,8 +375,10 @@ class Broker:
                     continue
             self._num_reroutes += 1
             attempt.prefill, attempt.forwarded = choice.prefill, attempt.landed
-            attempt.give_up_at = attempt.stranded_at = None
-            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(choice.prefill))
+            attempt.give_up_at = attempt.stranded_at = math.inf
+            self._ports.decodes[decode].change_writers(
+                tracked.request_id, writers=self._ports.prefills[choice.prefill].addresses
+            )
         self._stranded = is_stranded
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
@@ -382,9 +387,9 @@ class Broker:
         a port that joins can help."""
         attempt = tracked.attempt
         prefills, _ = self._ports.fitting(tracked.max_tokens)
-        attempt.stranded_at = now if attempt.stranded_at is None else attempt.stranded_at
+        attempt.stranded_at = min(attempt.stranded_at, now)
         if attempt.landed or prefills:
-            attempt.give_up_at = None
+            attempt.give_up_at = math.inf
             is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
             if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))

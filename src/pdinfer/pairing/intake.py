@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -106,7 +107,7 @@ class Intake:
         return displaced
 
     def _check_deadline(self, tracked: TrackedRequest) -> None:
-        if tracked.deadline_at is None:
+        if tracked.deadline_at == math.inf:  # no load has to be asked for
             return
         waits_s = self._turn_in_s(tracked.request.priority)
         left_s = tracked.deadline_at - tracked.submitted_at
@@ -125,7 +126,7 @@ class Intake:
         waits_s = self._turn_in_s()
         return None if waits_s is None else waits_s / 2
 
-    def _turn_in_s(self, priority: float = float("-inf")) -> float | None:
+    def _turn_in_s(self, priority: float = -math.inf) -> float | None:
         """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
 
         Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every

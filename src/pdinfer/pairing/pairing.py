@@ -30,11 +30,11 @@ from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.intake import Intake
-from pdinfer.pairing.joining import Joining, release
+from pdinfer.pairing.joining import Joining
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.request import refusal
+from pdinfer.pairing.request import failed
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
@@ -197,7 +197,8 @@ class Pairing(OfOneProcess):
                     except Overloaded:
                         break  # another thread, or `requests` itself, has filled the queue meanwhile
                     except RequestError as error:
-                        yield refusal(pulled, error, self._random_bytes(8).hex())
+                        request_id = pulled.request_id
+                        yield failed(request_id if isinstance(request_id, str) else self._random_bytes(8).hex(), error)
                     pulled = None
                 yield from self._advance_for(mine)
                 collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
@@ -343,7 +344,7 @@ class Pairing(OfOneProcess):
 
     def _part_with(self, port: Port) -> None:
         self._broker.remove(port)
-        release(port)
+        self._joining.release(port)
         self._broker.step_port(port)
 
     # -- inside -----------------------------------------------------------------------------------------------------

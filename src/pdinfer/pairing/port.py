@@ -73,17 +73,12 @@ class ReturningPort(Port, Protocol):
 
 @runtime_checkable
 class BriefPort(Protocol):
-    """A port that quickly tells what policies need. Others are asked for all of their load."""
+    """A port that quickly reports the part of its load that policies need, and its links, which are the load's
+    `kv.peers`. Others are asked for all of their load."""
 
     def brief_load(self) -> EngineLoad: ...
 
-
-@runtime_checkable
-class LinkedPort(Protocol):
-    """A port that tells of its links alone. Others are asked for all of their load."""
-
-    def peers(self) -> tuple[PeerStats, ...]:
-        """Return what is `kv.peers` of its load."""
+    def peers(self) -> tuple[PeerStats, ...]: ...
 
 
 @runtime_checkable

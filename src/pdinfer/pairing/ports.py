@@ -15,7 +15,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, LinkedPort, Port, PrefillPort, ReturningPort
+from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
@@ -36,15 +36,18 @@ ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
 
 @attrs.frozen
 class _Member:
-    """A port, and what is asked of it once: the longest request that it holds, and how it tells a brief load."""
+    """A port, the longest request that it holds, and how it reports a brief load and its links."""
 
     port: Port
     max_tokens: int
     brief_load: Callable[[], EngineLoad]
+    peers: Callable[[], tuple[PeerStats, ...]]
 
     @classmethod
     def of(cls, port: Port) -> _Member:
-        return cls(port, port.limits.max_tokens, port.brief_load if isinstance(port, BriefPort) else port.load)
+        if isinstance(port, BriefPort):
+            return cls(port, port.limits.max_tokens, port.brief_load, port.peers)
+        return cls(port, port.limits.max_tokens, port.load, lambda: port.load().kv.peers)
 
 
 class Ports:
@@ -178,7 +181,7 @@ class Ports:
     def look(self) -> None:
         """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
         Channels dial again by themselves, so a pair may be back at the next look."""
-        peers = {port.address: _peers_of(port) for port in self.all}
+        peers = {address: member.peers() for address, member in self._members.items()}
         told = {
             (peer_key(address), peer_key(peer.address)): peer.connected
             for address, of_port in peers.items()
@@ -215,10 +218,11 @@ class Ports:
         return self._links[1]
 
     def _measured(self) -> Iterator[Link]:
-        prefills, decodes = self.prefills, self.decodes
-        looked: list[Port] = [*prefills.values(), *decodes.values()]
-        known = {port.address: {peer_key(peer.address): peer for peer in self._peers_of(port)} for port in looked}
-        for prefill, decode in product(prefills.values(), decodes.values()):
+        known = {}
+        for address, member in self._members.items():
+            peers = self._peers.get(address)
+            known[address] = {peer_key(peer.address): peer for peer in (member.peers() if peers is None else peers)}
+        for prefill, decode in product(self.prefills.values(), self.decodes.values()):
             if self.linked(prefill.address, decode.address):
                 yield Link(
                     prefill=prefill.address,
@@ -226,15 +230,6 @@ class Ports:
                     bytes_per_s=_arriving(known[decode.address], prefill),
                     inflight_bytes=_inflight(known[prefill.address], decode),
                 )
-
-    def _peers_of(self, port: Port) -> tuple[PeerStats, ...]:
-        """Return the peers that a port had at the last look. A port that came since is asked now."""
-        peers = self._peers.get(port.address)
-        return _peers_of(port) if peers is None else peers
-
-    def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
-        """Return the ranks that write what is submitted to this prefill."""
-        return self.prefills[prefill].addresses
 
     def roomiest_limits(self) -> list[RequestLimits]:
         """Return, for each side, the limits of the port that takes the longest request, with the logits processors of
@@ -276,10 +271,6 @@ def by_scheme(ports: Iterable[Port]) -> ByScheme:
         if isinstance(port, CachingPort) and (scheme := port.key_scheme) is not None:
             found.setdefault(scheme, {})[port.address] = port
     return found
-
-
-def _peers_of(port: Port) -> tuple[PeerStats, ...]:
-    return port.peers() if isinstance(port, LinkedPort) else port.load().kv.peers
 
 
 def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:

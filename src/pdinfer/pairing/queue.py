@@ -58,8 +58,7 @@ class Queue:
         self._waiting[tracked] = level, tenant
         insort(self._lines.setdefault(level, {}).setdefault(tenant, []), tracked, key=attrgetter("due_at"))
         self._newcomers.append(tracked)
-        if tracked.deadline_at is not None:
-            self.next_deadline = min(self.next_deadline, tracked.deadline_at)
+        self.next_deadline = min(self.next_deadline, tracked.deadline_at)
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Remove a request that has ended without being served."""
@@ -94,8 +93,7 @@ class Queue:
     def take_all(self) -> list[TrackedRequest]:
         """Return all requests, newcomers or not, and work out the next deadline."""
         self._newcomers = []
-        ends = (tracked.deadline_at for tracked in self._waiting)
-        self.next_deadline = min((end for end in ends if end is not None), default=math.inf)
+        self.next_deadline = min((tracked.deadline_at for tracked in self._waiting), default=math.inf)
         return list(self._waiting)
 
     def in_turn(self, now: float) -> Iterator[TrackedRequest]:
@@ -162,14 +160,14 @@ class WaitLimits:
         most = ports.most_tokens if waiting else {}
         for tracked in waiting:
             end = self._end(tracked, now, most)
-            self._some_give_up |= tracked.attempt.give_up_at is not None
+            self._some_give_up |= tracked.attempt.give_up_at < math.inf
             if end is not None:
                 yield tracked, end
 
     def _end(self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]) -> End | None:
         """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
         can hold."""
-        if tracked.expired(now):
+        if now >= tracked.deadline_at:
             return FinishReason.DEADLINE, None
         side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
         if side is not None:
@@ -180,7 +178,7 @@ class WaitLimits:
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
             grace_s = LINK_WAIT_S
         else:
-            tracked.attempt.give_up_at = None
+            tracked.attempt.give_up_at = math.inf
             return None
         return (FinishReason.FAILED, TransferError(reason)) if tracked.attempt.gives_up(now, grace_s) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 
@@ -62,7 +63,8 @@ class Attempt:
     compute `prefill_tokens`, and `link_bytes` had to cross the link. `forwarded` says that prefill has the last of its
     grants; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a grant,
     when prefill is done with it. `tokens` came in this attempt, the first of them at `runs_from_s`. `give_up_at` is
-    when it stops waiting for a missing port or link, and `stranded_at` since when its decode has no prefill for it."""
+    when it stops waiting for a missing port or link. Its decode has no prefill for it since `stranded_at`. Both are
+    infinite where nothing is missing."""
 
     waiting_since: float
     prefill: PeerAddress | None = None
@@ -74,8 +76,8 @@ class Attempt:
     landed: bool = False
     tokens: list[int] = attrs.field(factory=list)
     runs_from_s: float | None = None
-    give_up_at: float | None = None
-    stranded_at: float | None = None
+    give_up_at: float = math.inf
+    stranded_at: float = math.inf
 
     def needs(self, address: PeerAddress) -> bool:
         """Return whether it cannot go on without this port."""
@@ -83,8 +85,7 @@ class Attempt:
 
     def gives_up(self, now: float, grace_s: float) -> bool:
         """Return whether it has waited in vain for `grace_s`, counted from the first call."""
-        give_up_at = now + grace_s
-        self.give_up_at = give_up_at if self.give_up_at is None else min(self.give_up_at, give_up_at)
+        self.give_up_at = min(self.give_up_at, now + grace_s)
         return now >= self.give_up_at
 
 
@@ -103,7 +104,8 @@ class TrackedRequest:
     request_id: str
     request: Request
     submitted_at: float
-    deadline_at: float | None
+    deadline_at: float
+    ends_by: float
     attempt: Attempt
     num_tokens: int = 0
     choice: Choice | None = None
@@ -113,7 +115,6 @@ class TrackedRequest:
     cancel_wanted: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
-    ends_by: float = float("inf")
     displaced: PDInferError | None = None
     lost: PDInferError | None = None
     losses: Losses = attrs.field(factory=Losses)
@@ -135,18 +136,17 @@ class TrackedRequest:
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
         deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
-        tracked = cls(
+        deadline_at = math.inf if deadline_s is None else now + deadline_s
+        return cls(
             request_id,
             attrs.evolve(request, request_id=request_id, sampling=sampling, stop=()),
             submitted_at=now,
-            deadline_at=None if deadline_s is None else now + deadline_s,
+            deadline_at=deadline_at,
+            ends_by=deadline_at + DEADLINE_GRACE_S,
             attempt=Attempt(waiting_since=now),
             num_tokens=len(request.output),
             stopping=Stopping(request) if request.stop != () else None,
         )
-        if tracked.deadline_at is not None:
-            tracked.ends_by = tracked.deadline_at + DEADLINE_GRACE_S
-        return tracked
 
     @property
     def max_tokens(self) -> int:
@@ -182,22 +182,18 @@ class TrackedRequest:
 
     # -- when it ends -----------------------------------------------------------------------------------------------
 
-    def expired(self, now: float) -> bool:
-        """Return whether its deadline has passed."""
-        return self.deadline_at is not None and now >= self.deadline_at
-
     def cancel_requested(self, now: float, failure: PDInferError | None = None) -> None:
         """Note that decode was asked to end it, since it was cancelled or, with `failure`, cannot go on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
-        self.attempt.give_up_at = None
+        self.attempt.give_up_at = math.inf
 
     def stop_requested(self, now: float) -> None:
         """Note that decode was asked to end it, since `ending` says how it ends."""
         self.cancelled = True
         self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
-        self.attempt.give_up_at = None
+        self.attempt.give_up_at = math.inf
 
     def overdue(self, now: float) -> End | None:
         """Return how it ends when its decode has used up its time, else None."""
@@ -212,12 +208,10 @@ class TrackedRequest:
     def wakes_at(self, now: float) -> float:
         """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
         own, so look again a little later."""
-        attempt = self.attempt
-        give_up_at = float("inf") if attempt.give_up_at is None else attempt.give_up_at
-        deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
-        if attempt.decode is None:
-            return min(deadline_at, give_up_at)
-        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, give_up_at)
+        if self.attempt.decode is None:
+            return min(self.deadline_at, self.attempt.give_up_at)
+        look_at = now + OVERDUE_S if now >= self.deadline_at else self.deadline_at
+        return min(look_at, self.ends_by, self.attempt.give_up_at)
 
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
@@ -253,7 +247,7 @@ class TrackedRequest:
 
     def request_at(self, now: float) -> Request:
         """Return the request for the next hop, with the seconds that are left."""
-        if self.deadline_at is None:
+        if self.deadline_at == math.inf:
             return self.request
         return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
@@ -317,13 +311,7 @@ class TrackedRequest:
             if event.token is None or not stopping.ends_with(event.token):
                 return None
         except RequestError as error:
-            return TokenEvent(
-                request_id=self.request_id,
-                token=None,
-                index=event.index,
-                finish_reason=FinishReason.FAILED,
-                error=error,
-            )
+            return failed(self.request_id, error, index=event.index)
         return attrs.evolve(event, finish_reason=FinishReason.STOP)
 
     @staticmethod
@@ -390,7 +378,6 @@ class TrackedRequest:
         return Timeline(**stages)
 
 
-def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:
-    """Return the final event of a request that was never accepted. `spare_id` is its id when it has no usable one."""
-    request_id = request.request_id if isinstance(request.request_id, str) else spare_id
-    return TokenEvent(request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error)
+def failed(request_id: str, error: PDInferError, *, index: int = 0) -> TokenEvent:
+    """Return the final event of a request that fails after `index` tokens, without a usage."""
+    return TokenEvent(request_id=request_id, token=None, index=index, finish_reason=FinishReason.FAILED, error=error)

@@ -22,7 +22,7 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import load_model
-from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, Warming, decode_order, frozen
+from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, Warming, decode_order
 from pdinfer.remote.served import serve
 
 LOOK_S = 0.05
@@ -59,7 +59,7 @@ def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None
 def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngine:
     """Load the model, telling the parent how far it is, and make the engine with a channel of its own. Raises what
     `load_model`, the channel and the engine raise."""
-    cache, config = CacheConfig(**frozen(order.cache)), EngineConfig(**frozen(order.engine))
+    cache, config = CacheConfig(**order.cache), EngineConfig(**order.engine)
     make_transport = order.transport.find()
     processors = {name: named.find() for name, named in order.logits_processors.items()}
     with _Watch(parent) as watch:

@@ -28,6 +28,7 @@ MINOR counts what else is new: an end makes use of it when the other one is of t
 FEATURES: frozenset[str] = frozenset()
 """What an engine may require of its client. A client refuses an engine that requires anything else."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
+M = TypeVar("M")
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
 MAX_EVENTS = 1 << 20
 """The most events of one step: a token for each of its sequences, and the drafted ones."""
@@ -294,18 +295,19 @@ def encode(message: Command | Report) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """Return a client's command. Raises TransferError for bytes that are not one."""
-    try:
-        return _commands.decode(_verified(data))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"a client sent something that is not a command: {broken_bound(error)}") from error
+    return _decoded(_commands, data, "a client sent something that is not a command")
 
 
 def decode_report(data: bytes) -> Report:
     """Return an engine's report. Raises TransferError for bytes that are not one."""
+    return _decoded(_reports, data, "an engine sent something that is not a report")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], data: bytes, complaint: str) -> M:
     try:
-        return _reports.decode(_verified(data))
+        return decoder.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"an engine sent something that is not a report: {broken_bound(error)}") from error
+        raise TransferError(f"{complaint}: {broken_bound(error)}") from error
 
 
 PIECE_BYTES = 1 << 17

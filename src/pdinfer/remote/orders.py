@@ -128,13 +128,6 @@ def plain(what: str, value: Any) -> Any:
     )
 
 
-def frozen(value: Any) -> Any:
-    """Return decoded plain data with tuples for lists."""
-    if isinstance(value, list | tuple):
-        return tuple(map(frozen, value))
-    return {key: frozen(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
 def decode_order(data: bytes) -> Order:
     """Return the order in the first message of a parent, which started this very code."""
     return msgspec.msgpack.decode(data, type=Order)

@@ -29,9 +29,9 @@ BEAT_S = 0.4
 MAX_UNSENT_BYTES = 256 << 20
 """A live process empties its connection at once, so this much waits only for a process that does not read."""
 FLUSH_S = 0.2
+"""How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 TOLD_S = 0.02
 """How long `tell` may wait. A pipe with room takes a message in a fraction of that."""
-"""How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 
 _log = logging.getLogger("pdinfer")
 

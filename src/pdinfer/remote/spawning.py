@@ -36,7 +36,7 @@ from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, EngineClient, PrefillClient
 from pdinfer.remote.messages import AnyLoad
-from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said, plain
+from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said
 from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
@@ -117,7 +117,10 @@ class _Spawned(EngineClient[AnyLoad]):
         )
         warming_up = telling(progress is True, f"warming up {cls.role}", "steps")
         with telling(progress, f"loading {cls.role}", "bytes") as loads, warming_up as warms:
-            child = _started(cls.role)
+            try:
+                child = _Child(cls.role)
+            except OSError as error:
+                raise TransferError(f"a process for the {cls.role} engine cannot be started: {error}") from error
             try:
                 child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
                 return cls(child.process, child.connection, config)
@@ -144,20 +147,10 @@ def _path(what: str, folder: AnyPath) -> str:
     return os.fspath(folder)
 
 
-def _fields(what: str, config: object, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
-    """Return the fields of a configuration as plain data; none of them means the default."""
-    if config is None:
-        return {}
-    if not isinstance(config, kind):
+def _fields(what: str, config: attrs.AttrsInstance | None, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
+    if not isinstance(config, kind | None):
         raise ConfigError(f"{what} must be a {kind.__name__}, got {clip(config)}")
-    return {name: plain(what, value) for name, value in attrs.asdict(config, recurse=False).items()}
-
-
-def _started(role: str) -> _Child:
-    try:
-        return _Child(role)
-    except OSError as error:
-        raise TransferError(f"a process for the {role} engine cannot be started: {error}") from error
+    return {} if config is None else attrs.asdict(config)
 
 
 class _Child:
@@ -190,7 +183,7 @@ class _Child:
         """Give the order, and return when the process serves. `tells` says how far it is with what. Raises what the
         process raised, and TransferError."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
-            self.connection.send_bytes(msgspec.msgpack.encode(order))
+            self.connection.send_bytes(msgspec.msgpack.encode(order, enc_hook=os.fspath))
         while not isinstance(said := self._hear(timeout_s), Loaded):
             if isinstance(said, Failed):
                 raise said.error()

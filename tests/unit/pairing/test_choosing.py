@@ -12,7 +12,7 @@ from pdinfer.pairing import policy
 from pdinfer.pairing.choosing import Board, Chooser, FoundTokens, OfPolicy
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 from tests.unit.pairing.test_found import Cache, scheme
 from tests.unit.pairing.test_ports import DECODES, PREFILLS, FakePort, linked_fakes, ports_of
@@ -30,6 +30,9 @@ class CachingFake(FakePort):
 
     def count_known(self, keys: list[bytes]) -> int:
         return self.cache.count_known(keys)
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        return self.load().kv.peers
 
     def brief_load(self) -> PrefillLoad | DecodeLoad:
         self.num_loads -= 1  # this one is brief
