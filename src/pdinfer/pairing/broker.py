@@ -105,7 +105,6 @@ class Broker:
 
     @property
     def stats(self) -> PairingStats:
-        """A snapshot of counts."""
         now = self._clock()
         return PairingStats(
             num_queued_requests=len(self.queue),

@@ -77,7 +77,6 @@ class Board:
         return prefill_loads, decode_loads
 
     def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
-        """Return the links between these ports."""
         if len(prefills) == len(self._prefills) and len(decodes) == len(self._decodes):
             return self._links
         return self._links.among(set(prefills), set(decodes))

@@ -41,7 +41,6 @@ class Intake:
         self._random_bytes = random_bytes
 
     def submit(self, request: Request) -> str:
-        """Take a request and return its id, as `Pairing.submit` does."""
         request = check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
         tracked.keys.prepare(self._ports.key_schemes)
@@ -79,12 +78,10 @@ class Intake:
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests came in and have not ended."""
         return len(self._broker.requests)
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue has a free place."""
         return len(self._queued()) < self._config.max_queued_requests
 
     def _find_place(self, tracked: TrackedRequest) -> TrackedRequest | None:

@@ -93,7 +93,6 @@ class Ports:
         return min(held, default=0) if self.prefills and self.decodes else 0
 
     def opposite(self, port: Port) -> list[Port]:
-        """Return the ports of the other side."""
         return [*(self.decodes if port.role == "prefill" else self.prefills).values()]
 
     def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
@@ -112,7 +111,6 @@ class Ports:
             port.take_turns(self._decoding_s)
 
     def drop(self, address: PeerAddress) -> None:
-        """Remove a port and its links."""
         with self._changing:
             members = dict(self._members)
             left = members.pop(address, None)
@@ -206,7 +204,6 @@ class Ports:
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
     def has_linked_pair(self, total: int) -> bool:
-        """Return whether any prefill and decode that can hold `total` tokens reach each other."""
         prefills, decodes = self.fitting(total)
         return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
 
@@ -298,7 +295,6 @@ class LostPorts:
         self._waits_s: dict[str, float] = {}
 
     def told(self, now: float) -> tuple[LostPort, ...]:
-        """Return the newest losses, in order of time."""
         return tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._lost))
 
     def last(self, role: str) -> str:

@@ -61,7 +61,6 @@ class Queue:
         self.next_deadline = min(self.next_deadline, tracked.deadline_at)
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Remove a request that has ended without being served."""
         level, tenant = self._waiting.pop(tracked)
         tenants = self._lines[level]
         line = tenants[tenant]
@@ -203,7 +202,6 @@ class Shares:
         self._least = min(map(self.of, tenants), default=self._least)
 
     def add(self, tenant: bytes, num_tokens: int) -> None:
-        """Count a turn of a tenant for this many tokens."""
         self._had[tenant] = self.of(tenant) + num_tokens
         if len(self._had) > MAX_TENANTS:
             most = sorted(self._had.items(), key=lambda item: item[1])[MAX_TENANTS // 2 :]
@@ -229,7 +227,6 @@ class AwaitingRelease:
         self._forget_at = dict.fromkeys(self._forget_at, at)
 
     def discard(self, request_id: str, decode: PeerAddress) -> None:
-        """Free an id that the decode has released."""
         self._forget_at.pop((request_id, decode), None)
 
     def waits(self, request_id: str, decodes: Iterable[PeerAddress]) -> bool:
@@ -241,11 +238,9 @@ class AwaitingRelease:
         self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] in decodes}
 
     def drop(self, decode: PeerAddress) -> None:
-        """Forget the ids of a decode that is lost."""
         self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] != decode}
 
     def expire(self, now: float) -> None:
-        """Forget the ids whose time is over."""
         self._forget_at = {each: at for each, at in self._forget_at.items() if now < at}
 
     def ends_at(self) -> Iterator[float]:

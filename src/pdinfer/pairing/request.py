@@ -107,6 +107,7 @@ class TrackedRequest:
     deadline_at: float
     ends_by: float
     attempt: Attempt
+    keys: PromptKeys
     num_tokens: int = 0
     choice: Choice | None = None
     queued_s: float = 0.0
@@ -123,7 +124,6 @@ class TrackedRequest:
     streamed_s: float = 0.0
     stopping: Stopping | None = None
     ending: TokenEvent | None = None
-    _keys: PromptKeys | None = None
 
     @classmethod
     def of(
@@ -144,6 +144,7 @@ class TrackedRequest:
             deadline_at=deadline_at,
             ends_by=deadline_at + DEADLINE_GRACE_S,
             attempt=Attempt(waiting_since=now),
+            keys=PromptKeys(request),
             num_tokens=len(request.output),
             stopping=Stopping(request) if request.stop != () else None,
         )
@@ -172,13 +173,6 @@ class TrackedRequest:
     def due_at(self) -> float:
         """The key by which requests of one priority are ordered."""
         return due_at(self.submitted_at, self.deadline_at)
-
-    @property
-    def keys(self) -> PromptKeys:
-        """The keys of its pages, by which ports find them."""
-        if self._keys is None or self._keys.request.output != self.request.output:
-            self._keys = PromptKeys(self.request)
-        return self._keys
 
     # -- when it ends -----------------------------------------------------------------------------------------------
 
@@ -240,6 +234,7 @@ class TrackedRequest:
         if attempt.runs_from_s is not None:
             self.continued = True
             self.request = attrs.evolve(self.request, output=(*self.request.output, *attempt.tokens))
+            self.keys = PromptKeys(self.request)
             self.streamed_s += now - self.submitted_at - attempt.runs_from_s
         self.attempt = Attempt(waiting_since)  # last: what is interrupted before still has its decode, which ends it
 
@@ -252,7 +247,6 @@ class TrackedRequest:
         return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
     def chosen(self, choice: Choice, now: float) -> None:
-        """Note the pair that serves it from now on."""
         self.choice, self.attempt.prefill, self.attempt.decode = choice, choice.prefill, choice.decode
         self.queued_s = now - self.submitted_at
 

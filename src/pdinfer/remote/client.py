@@ -129,12 +129,10 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
-        """Make the engine close its channel's link to a peer."""
         self._session.post(messages.Disconnect(peer))
 
     @typed
     def cancel(self, request_id: str) -> None:
-        """Make the engine end a request. Never blocks."""
         self._session.post(messages.CancelMessage(request_id))
 
     def step(self) -> list[Event]:
@@ -162,7 +160,6 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     @typed
     def notify(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
     @typed
@@ -182,21 +179,17 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     @property
     def key_scheme(self) -> KeyScheme | None:
-        """How the keys of the engine's cached pages are made; None when it caches none."""
         return None if self._engine.ready is None else self._engine.ready.key_scheme
 
     @property
     def computing(self) -> frozenset[str]:
-        """The requests of which the engine computes rows, as far as it has said. They stay when the port is lost."""
         return self._engine.computing
 
     @typed
     def count_known(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, from the first, belong to pages that the engine has told of."""
         return self._engine.pages.count_known(keys)
 
     def peers(self) -> tuple[PeerStats, ...]:
-        """Return what is `kv.peers` of the load that the engine reported."""
         return self._engine.peers
 
     def load(self) -> AnyLoad:
@@ -204,7 +197,6 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
             return attrs.evolve(self._engine.load_now(), step_age_s=self._engine.step_age_s)
 
     def brief_load(self) -> AnyLoad:
-        """Return the part of `load` that policies need, as it was after the last report or `submit`."""
         with self._lock:
             return self._engine.brief_load()
 

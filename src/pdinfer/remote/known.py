@@ -61,7 +61,6 @@ class KnownEngine(Generic[AnyLoad]):
 
     @property
     def peers(self) -> tuple[PeerStats, ...]:
-        """The links that the engine reported."""
         return () if self._load is None else self._load.kv.peers
 
     @property
@@ -70,7 +69,6 @@ class KnownEngine(Generic[AnyLoad]):
         return self._step_age_s + time.monotonic() - self._told_at
 
     def beat(self, step_age_s: float) -> None:
-        """Note the age of its last step, as a beat tells it."""
         self._step_age_s, self._told_at = step_age_s, time.monotonic()
 
     def submit(self, num_tokens: int) -> bool:

@@ -238,7 +238,6 @@ class Connected(msgspec.Struct, tag="connected"):
     fields: Differences = ()
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
         if self.error is not None and self.fields:
             self.error.fields = self.fields  # type: ignore[attr-defined]
         if self.error is not None:

@@ -104,7 +104,6 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
     def error(self) -> PDInferError:
-        """Return the error that the child raised."""
         return error_from_code(self.code, self.message)
 
 

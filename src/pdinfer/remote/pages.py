@@ -37,16 +37,13 @@ class PageNews:
         )
 
     def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
-        """Note new pages."""
         for key in keys:
             self._is_there[key[:KEY_BYTES]] = True
 
     def removed(self, key: bytes) -> None:
-        """Note a page that is gone."""
         self._is_there[key[:KEY_BYTES]] = False
 
     def cleared(self) -> None:
-        """Note that all pages are gone."""
         self._is_there, self._forgotten = {}, True
 
 
@@ -63,7 +60,6 @@ class MirroredPages:
         return len(self._keys)
 
     def count_known(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, from the first, are known."""
         return count_known(keys, self)
 
     def take(self, changes: PageChanges | None, *, num_pages: int) -> None:

@@ -161,7 +161,6 @@ class _Host(OfOneProcess):
         )
 
     def accept(self) -> None:
-        """Accept one connection."""
         while not self.ended.is_set():
             try:
                 connection = self.listener.accept()  # type: ignore[union-attr]

@@ -106,11 +106,9 @@ class Session(OfOneProcess, Generic[M]):
 
     @property
     def is_behind(self) -> bool:
-        """Whether messages wait to be sent."""
         return bool(self._outgoing)
 
     def forget(self) -> None:
-        """Drop the messages that wait to be sent."""
         with self._changed:
             self._unsent_bytes -= sum(map(len, self._outgoing))
             self._outgoing.clear()

@@ -117,10 +117,7 @@ class _Spawned(EngineClient[AnyLoad]):
         )
         warming_up = telling(progress is True, f"warming up {cls.role}", "steps")
         with telling(progress, f"loading {cls.role}", "bytes") as loads, warming_up as warms:
-            try:
-                child = _Child(cls.role)
-            except OSError as error:
-                raise TransferError(f"a process for the {cls.role} engine cannot be started: {error}") from error
+            child = _started(cls.role)
             try:
                 child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
                 return cls(child.process, child.connection, config)
@@ -151,6 +148,13 @@ def _fields(what: str, config: attrs.AttrsInstance | None, kind: type[attrs.Attr
     if not isinstance(config, kind | None):
         raise ConfigError(f"{what} must be a {kind.__name__}, got {clip(config)}")
     return {} if config is None else attrs.asdict(config)
+
+
+def _started(role: str) -> _Child:
+    try:
+        return _Child(role)
+    except OSError as error:
+        raise TransferError(f"a process for the {role} engine cannot be started: {error}") from error
 
 
 class _Child:

@@ -45,7 +45,6 @@ class PowerOfTwo:
     def __call__(
         self, shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]
     ) -> Choice | None:
-        """Choose a pair; None when a side is empty."""
         if not prefills or not decodes:
             return None
         draw = Random(f"{self.seed} {shape.ordinal}")  # noqa: S311 - it spreads load and guards nothing

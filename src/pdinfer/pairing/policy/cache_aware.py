@@ -28,7 +28,6 @@ class CacheAware:
     def __call__(
         self, shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]
     ) -> Choice | None:
-        """Choose a pair; None when a side is empty."""
         if not prefills or not decodes:
             return None
         queued = [float(load.num_queued_requests) for load in prefills]
