@@ -84,7 +84,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ports", "request", "health"),
         ("port", "losses", "stopping", "policy"),
     ),
-    "pairing.policy": (("traffic_aware", "cache_aware"), ("by_load",)),
+    "pairing.policy": (("traffic_aware",), ("by_load",)),
     "text": (
         ("openai", "schema"),
         ("stream", "dialects"),

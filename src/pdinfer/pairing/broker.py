@@ -143,7 +143,7 @@ class Broker:
         another one, end it. A request that has left the queue loses no place, and its decode ends it."""
         if self.requests.get(tracked.request_id) is not tracked:
             return
-        if (decode := tracked.attempt.decode) is None:
+        if tracked.attempt.decode is None:
             self.queue.put(tracked)
             if tracked.displaced is not None or tracked.cancel_wanted:
                 self.queue.remove(tracked)
@@ -152,8 +152,7 @@ class Broker:
             return
         tracked.displaced = None
         if tracked.cancel_wanted:
-            tracked.cancel_requested(self._clock())
-            self._ports.decodes[decode].cancel(tracked.request_id)
+            self._ask_to_end(tracked)
 
     def _dispatch(self, now: float) -> None:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
@@ -227,17 +226,16 @@ class Broker:
         elif isinstance(event, Refused):
             self._refused(tracked, event.error)
         else:
-            self._hear(tracked, event, decode)
+            self._hear(tracked, event)
 
-    def _hear(self, tracked: TrackedRequest, event: TokenEvent, decode: PeerAddress) -> None:
+    def _hear(self, tracked: TrackedRequest, event: TokenEvent) -> None:
         """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
         has_stopped = tracked.ending is not None
         passed_on = tracked.passed_on(event, self._clock())
         if passed_on is not None:
             self._tell(tracked, passed_on)
         elif not has_stopped:
-            tracked.stop_requested(self._clock())
-            self._ports.decodes[decode].cancel(tracked.request_id)
+            self._ask_to_end(tracked)
 
     def _tell(self, tracked: TrackedRequest, event: TokenEvent) -> None:
         """Emit an event of a request. A final event ends the request."""
@@ -365,7 +363,7 @@ class Broker:
             choice = self._chooser.choose(tracked, board, decode)
             if choice is None:
                 is_stranded = True
-                self._strand(tracked, decode, now)
+                self._strand(tracked, now)
                 continue
             if attempt.num_grants and not attempt.landed and attempt.prefill in self._ports.prefills:
                 tracked.losses.links.append(attempt.prefill)
@@ -380,7 +378,7 @@ class Broker:
             )
         self._stranded = is_stranded
 
-    def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
+    def _strand(self, tracked: TrackedRequest, now: float) -> None:
         """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
         after WRITER_GRACE_S. If it does not, another pair may serve the request. When there is no prefill at all, only
         a port that joins can help."""
@@ -394,8 +392,7 @@ class Broker:
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
         elif attempt.gives_up(now, self._wait_limits.port_wait_s("prefill")):
             last = self.lost_ports.last("prefill")
-            tracked.cancel_requested(now, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
-            self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
+            self._ask_to_end(tracked, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -403,11 +400,17 @@ class Broker:
         """End a request that no decode ends."""
         self._tell(tracked, tracked.final_event(reason, error, self._clock()))
 
+    def _ask_to_end(self, tracked: TrackedRequest, failure: PDInferError | None = None) -> None:
+        """Ask the decode of a request to end it. Its answer ends the request here."""
+        assert tracked.attempt.decode is not None
+        tracked.end_requested(self._clock(), failure)
+        self._ports.decodes[tracked.attempt.decode].cancel(tracked.request_id)
+
     def _end_overdue(self) -> None:
         """End requests that their decode should have ended by now. It may be frozen, or in a long step."""
         now = self._clock()
         late = [tracked for tracked in list(self.requests.values()) if tracked.ends_by <= now]
         for tracked in late:
-            if (end := tracked.overdue(now)) is not None:
+            if tracked.attempt.decode is not None:
                 self._recall(tracked)
-                self.end(tracked, *end)
+                self.end(tracked, *tracked.overdue_end)

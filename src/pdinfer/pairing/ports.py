@@ -188,12 +188,12 @@ class Ports:
         with self._changing:
             self._peers = peers
             self._met |= told.keys()
-            lost = {pair for pair in self._met if not told.get(pair, False)}
+            lost = {frozenset(pair) for pair in self._met if not told.get(pair, False)}
             links_down = frozenset(
                 (prefill, decode)
                 for prefill in self.prefills
                 for decode, port in self.decodes.items()
-                if any(_meets(lost, prefill, rank) for rank in port.addresses)
+                if lost and any(frozenset((peer_key(prefill), peer_key(rank))) in lost for rank in port.addresses)
             )
             self.num_changes += links_down != self.links_down
             self.links_down = links_down
@@ -268,11 +268,6 @@ def by_scheme(ports: Iterable[Port]) -> ByScheme:
         if isinstance(port, CachingPort) and (scheme := port.key_scheme) is not None:
             found.setdefault(scheme, {})[port.address] = port
     return found
-
-
-def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:
-    keys = peer_key(one), peer_key(other)
-    return keys in pairs or keys[::-1] in pairs
 
 
 def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float | None:

@@ -176,23 +176,17 @@ class TrackedRequest:
 
     # -- when it ends -----------------------------------------------------------------------------------------------
 
-    def cancel_requested(self, now: float, failure: PDInferError | None = None) -> None:
-        """Note that decode was asked to end it, since it was cancelled or, with `failure`, cannot go on."""
+    def end_requested(self, now: float, failure: PDInferError | None = None) -> None:
+        """Note that decode was asked to end it, since it was cancelled, has stopped or, with `failure`, cannot go
+        on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
-        self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
+        self.ends_by = min(self.ends_by, now + (CANCEL_GRACE_S if self.ending is None else STOP_GRACE_S))
         self.attempt.give_up_at = math.inf
 
-    def stop_requested(self, now: float) -> None:
-        """Note that decode was asked to end it, since `ending` says how it ends."""
-        self.cancelled = True
-        self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
-        self.attempt.give_up_at = math.inf
-
-    def overdue(self, now: float) -> End | None:
-        """Return how it ends when its decode has used up its time, else None."""
-        if self.attempt.decode is None or now < self.ends_by:
-            return None
+    @property
+    def overdue_end(self) -> End:
+        """How it ends when its decode has used up its time."""
         if self.cancelled:
             return FinishReason.CANCELLED, None
         if self.failure is not None:

@@ -1,8 +1,7 @@
 """Policies choose the prefill and the decode for a request. They are pure functions of snapshots and show their scores.
 
     traffic_aware.py   `traffic_aware`: the pair that is predicted to give the first token and those after it soonest
-    cache_aware.py     `cache_aware`: the prefill that holds most of the prompt, while queues are balanced
-    by_load.py         `power_of_two`, `least_tokens`, `round_robin`: each side by itself
+    by_load.py         `cache_aware`, `power_of_two`, `least_tokens`, `round_robin`: each side by itself
 
 A policy gets the loads of the ports that can take one more request, and every link between them in `shape.links`. It
 returns a `Choice`, or None to let the request wait. It may score each side by itself, or each pair as a whole:
@@ -21,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdinfer.pairing.policy.by_load import PowerOfTwo, least_tokens, power_of_two, round_robin
-from pdinfer.pairing.policy.cache_aware import CacheAware, cache_aware
+from pdinfer.pairing.policy.by_load import CacheAware, PowerOfTwo, cache_aware, least_tokens, power_of_two, round_robin
 from pdinfer.pairing.policy.traffic_aware import TrafficAware, traffic_aware
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
