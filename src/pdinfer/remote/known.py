@@ -91,7 +91,8 @@ class KnownEngine(Generic[AnyLoad]):
         """Take a report, which is checked strictly since policies rely on its load. Return False for one from before
         the session was renewed, and for one that brings a host no news. Raises TransferError for
         one that this engine cannot send now."""
-        if self._is_old(report):
+        is_renewing = self.ready is not None and not self.is_live
+        if is_renewing and (not isinstance(report, Ready) or report.session < self.num_renewals):
             return False
         if isinstance(report, Computing):
             self.computing = frozenset(report.request_ids)
@@ -120,11 +121,6 @@ class KnownEngine(Generic[AnyLoad]):
         self._load, self._brief = load, None
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
-
-    def _is_old(self, report: Ready | Computing | Stepped) -> bool:
-        if self.is_live or self.ready is None:
-            return False
-        return not isinstance(report, Ready) or report.session < self.num_renewals
 
     def _check_ready(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:

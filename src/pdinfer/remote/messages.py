@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import attrs
@@ -112,15 +112,6 @@ class LoadMessage(msgspec.Struct):
     def of_role(self, role: str) -> PrefillLoad | DecodeLoad | None:
         """Return the load of a "prefill" or a "decode" engine, or None when it is that of the other role."""
         return self.prefill if role == "prefill" else self.decode
-
-    def ageless(self) -> LoadMessage:
-        """Return the load without ages, which change as time passes. Two equal loads bring no news."""
-        return LoadMessage(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
-
-
-def _ageless(load: AnyLoad) -> AnyLoad:
-    peers = tuple(attrs.evolve(peer, step_age_s=None) for peer in load.kv.peers)
-    return attrs.evolve(load, kv=attrs.evolve(load.kv, peers=peers))
 
 
 KEY_BYTES = 16
@@ -261,6 +252,18 @@ class Stepped(msgspec.Struct, tag="stepped"):
     refused: Annotated[list[Refused], MANY] = []
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
     pages: PageChanges | None = None
+
+    @classmethod
+    def of(cls, engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
+        report = cls(num_seen, LoadMessage.of(engine))
+        for event in events:
+            if isinstance(event, Granted):
+                report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
+            elif isinstance(event, Refused):
+                report.refused.append(event)
+            else:
+                report.tokens.append(event)
+        return report
 
     def __post_init__(self) -> None:
         """Raise ValueError, which refuses the message, when a grant and the request next to it do not match, or for a

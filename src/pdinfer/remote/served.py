@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
+import attrs
+
 from pdinfer.checks import typed
 from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
@@ -24,7 +26,6 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import turn_away
-from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
@@ -39,7 +40,6 @@ from pdinfer.remote.messages import (
     ConnectMessage,
     Disconnect,
     LoadMessage,
-    PackedRequest,
     Ready,
     Renew,
     Stepped,
@@ -48,7 +48,8 @@ from pdinfer.remote.messages import (
 )
 from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.types import Event, Granted, PeerAddress, Refused
+from pdinfer.stats import EngineLoad, PeerStats
+from pdinfer.types import Event, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old the reported load of a busy engine may get while no event carries a newer one."""
@@ -121,7 +122,7 @@ class _Host(OfOneProcess):
         self.num_steps = 0
         self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
-        self.reported: LoadMessage | None = None
+        self.reported: tuple[EngineLoad, list[PeerStats]] | None = None
         self.reported_at = 0.0
         self.dismissed = False
         self.links: dict[PeerAddress, threading.Thread] = {}
@@ -174,14 +175,10 @@ class _Host(OfOneProcess):
             return
 
     def deliver(self, command: Command | None) -> None:
-        if isinstance(command, Close) or (command is None and not self.may_return):
+        if isinstance(command, Close) or (command is None and self.listener is None):
             self.dismissed = True  # so that `watch` sees it even if the step hangs
         if not isinstance(command, BeatMessage):
             self.inbox.put(command)
-
-    @property
-    def may_return(self) -> bool:
-        return self.listener is not None
 
     def beat(self) -> BeatMessage:
         return BeatMessage(time.monotonic() - self.stepped_at)
@@ -195,7 +192,7 @@ class _Host(OfOneProcess):
             if self.is_armed:
                 orphan.disarm()
             now = time.monotonic()
-            is_away = self.may_return and self.session is not None and self.session.loss is not None
+            is_away = self.listener is not None and self.session is not None and self.session.loss is not None
             away_s = away.look(now, heard_ago_s=math.inf if is_away else 0.0)
             if away_s > self.config.return_s and not self.dismissed:
                 self.dismissed = True
@@ -267,7 +264,7 @@ class _Host(OfOneProcess):
     def obey(self, item: Command | MessageStream | None) -> None:
         if item is None:
             self.renewal = 0
-            if self.may_return:
+            if self.listener is not None:
                 _log.warning("the client of a served engine %s; it may come back", self.session and self.session.loss)
                 _start(self.accept)
         elif isinstance(item, Renew):
@@ -349,12 +346,11 @@ class _Host(OfOneProcess):
     def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
         """Report the events of a step or, after a step without any, a new load now and then."""
         assert self.session is not None
-        report = _stepped(self.engine, events, self.num_seen)
-        now = time.monotonic()
-        load = report.load.ageless()
-        if urgent or (
-            load != self.reported and not self.session.is_behind and (not busy or now > self.reported_at + REPORT_S)
-        ):
+        peers = [attrs.evolve(peer, step_age_s=None) for peer in self.engine.peers()]  # ages grow all the time
+        load, now = (self.engine.brief_load(), peers), time.monotonic()
+        is_news = load != self.reported and not self.session.is_behind
+        if urgent or (is_news and (not busy or now > self.reported_at + REPORT_S)):
+            report = Stepped.of(self.engine, events, self.num_seen)
             report.pages = None if self.pages is None else self.pages.take()
             self.session.post(report)
             self.reported, self.reported_at = load, now
@@ -364,15 +360,3 @@ def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
     thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
     thread.start()
     return thread
-
-
-def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, LoadMessage.of(engine))
-    for event in events:
-        if isinstance(event, Granted):
-            report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
-        elif isinstance(event, Refused):
-            report.refused.append(event)
-        else:
-            report.tokens.append(event)
-    return report
