@@ -99,7 +99,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("spawning", "child"),
         ("client", "served", "orders"),
         ("session", "known"),
-        ("pages",),
         ("messages", "orphan"),
     ),
     "engine": (

@@ -76,7 +76,6 @@ class AsyncPairing(NotCopied):
         self._num_drains = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
-        self._stopped = asyncio.Event()
         self._submitting = ThreadPoolExecutor(1, thread_name_prefix="pdinfer-submit")
         self._stepping = threading.Thread(target=self._run, name="pdinfer-step", daemon=True)
 
@@ -195,11 +194,8 @@ class AsyncPairing(NotCopied):
         self._is_closing = True
         if self._loop is None:
             await asyncio.to_thread(self.pairing.close)
-        elif asyncio.get_running_loop() is not self._loop:  # which may be gone, and nobody says there that it has ended
+        else:  # in a thread, since the loop that it was entered in may be another one, and gone
             await asyncio.to_thread(self._stepping.join)
-        else:
-            await self._stopped.wait()
-            self._stepping.join()  # it has nothing left to do
         self._submitting.shutdown(wait=False)
 
     # -- in the loop --------------------------------------------------------------------------------------------------
@@ -238,7 +234,6 @@ class AsyncPairing(NotCopied):
 
     def _stop(self) -> None:
         """Note that nothing will come any more."""
-        self._stopped.set()
         closed = self._failure or RequestError("the host of the pairing was closed")
         for request_id in list(self._streams):
             stream = self._streams.pop(request_id)

@@ -303,8 +303,9 @@ MUTANTS = [
     ),
     Mutant(
         "whoever closes a host in another loop waits for one that is gone",
-        "        elif asyncio.get_running_loop() is not self._loop:",
-        "        elif False:",
+        "            await asyncio.to_thread(self._stepping.join)\n",
+        "            while self._stepping.is_alive():\n                self._news.clear()\n"
+        "                await self._news.wait()\n",
         f"{MISUSE}::test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own",
     ),
 ]

@@ -9,11 +9,42 @@ from typing import Generic, cast
 import attrs
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.prefix import count_known
 from pdinfer.remote import messages
-from pdinfer.remote.messages import AnyLoad, Computing, Ready, Stepped
-from pdinfer.remote.pages import MirroredPages
+from pdinfer.remote.messages import KEY_BYTES, AnyLoad, Computing, PageChanges, Ready, Stepped
 from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import TokenEvent
+
+
+class MirroredPages:
+    """The pages of an engine in another process, as its last report tells."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key[:KEY_BYTES] in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        return count_known(keys, self)
+
+    def take(self, changes: PageChanges | None, *, num_pages: int) -> None:
+        """Follow the engine, which has `num_pages`. Raises TransferError when it tells of more."""
+        if changes is None:
+            return
+        if changes.forgotten:
+            self._keys = set()
+        self._keys.update(_split(changes.added))
+        self._keys.difference_update(_split(changes.dropped))
+        if len(self._keys) > num_pages:
+            raise TransferError(f"it tells of {len(self._keys)} pages and has {num_pages}")
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
 class KnownEngine(Generic[AnyLoad]):

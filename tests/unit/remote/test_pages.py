@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
+from pdinfer.remote.known import MirroredPages
 from pdinfer.remote.messages import KEY_BYTES, PageChanges
-from pdinfer.remote.pages import MirroredPages, PageNews
+from pdinfer.remote.served import PageNews
 from tests.unit.kv.test_events import keep, pool_of
 
 WHAT = st.sampled_from(["keep", "rebuild", "tell", "begin anew"])
