@@ -335,8 +335,8 @@ class _Stream:
         self._num_at_once = 0
 
     def put(self, event: TokenEvent) -> bool:
-        """Take an event, unless the reader has left or got the last one. Return False when there is no place for it and
-        the stream has ended therefore."""
+        """Take an event, unless nobody reads it any more. Return False, and end the stream, when there is no place for
+        it."""
         if self._is_left or self._has_ended:
             return True
         self._index = event.index

@@ -379,9 +379,9 @@ class Broker:
         self._stranded = is_stranded
 
     def _strand(self, tracked: TrackedRequest, now: float) -> None:
-        """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
-        after WRITER_GRACE_S. If it does not, another pair may serve the request. When there is no prefill at all, only
-        a port that joins can help."""
+        """Let a request wait for a prefill. A link may come back: decode itself waits WRITER_GRACE_S for that. If it
+        does not, another pair may serve the request. Where there is no prefill at all, only a port that joins can help.
+        """
         attempt = tracked.attempt
         prefills, _ = self._ports.fitting(tracked.max_tokens)
         attempt.stranded_at = min(attempt.stranded_at, now)

@@ -58,8 +58,7 @@ class Board:
     def loads(
         self, total: int, decode: PeerAddress | None
     ) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
-        """Return the loads of the ports that may be chosen, see `Shown`. One that joins meanwhile, in another thread,
-        is on the next board."""
+        """Return what `Shown` says. A port that joins in another thread meanwhile is on the next board."""
         if total not in self._fitting:
             prefills, decodes = self._ports.fitting(total)
             self._fitting[total] = (

@@ -19,9 +19,8 @@ from pdinfer.types import Request
 
 
 class Intake:
-    """Takes requests from any thread, and hands them to the broker in the thread that steps: the `inbox` has those of
-    which a host's thread wants something. `lock` is held only briefly, since a step needs it too. Nothing comes in once
-    it is `closed`."""
+    """Takes requests from any thread. The `inbox` has those that the thread that steps has to look at. `lock` is held
+    only briefly, since a step needs it too. Nothing comes in once it is `closed`."""
 
     def __init__(
         self,
@@ -43,7 +42,8 @@ class Intake:
     def submit(self, request: Request) -> str:
         request = check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
-        tracked.keys.prepare(self._ports.key_schemes)
+        for scheme in self._ports.key_schemes:
+            tracked.keys.of(scheme)  # before the thread that steps needs them
         with self.lock:  # only one of two threads gets an id, or the last place in the queue
             if self.closed:
                 raise RequestError("the pairing is closed")

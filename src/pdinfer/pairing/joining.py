@@ -79,7 +79,7 @@ class Joining:
         self._tokens: dict[PeerAddress, object] = {}
 
     def beside(self, port: Port) -> Iterator[float]:
-        """Add a port in a thread of its own, as `Pairing.joining` does."""
+        """Add a port in a thread of its own, see `Pairing.joining`."""
         token, end = object(), time.monotonic() + self._timeout_s
         joined = _beside(partial(self.add, port, token), then=self._intake.inbox.wake)
         try:
@@ -90,8 +90,7 @@ class Joining:
         joined.result()
 
     def _end(self, port: Port, token: object) -> None:
-        """End a joining. If the port has not joined by now, its thread finds that it must not, and any pairing may have
-        it."""
+        """End a joining. A port that has not joined by now does not join, and any pairing may have it."""
         with self._intake.lock:
             if self._tokens.get(port.address) is token:
                 del self._tokens[port.address]

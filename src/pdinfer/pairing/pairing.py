@@ -305,8 +305,8 @@ class Pairing(OfOneProcess):
         return self._joining.beside(port)
 
     def _find_lost(self, others: Iterable[Port]) -> None:
-        """Step the ports that did not answer, which may be lost: that is no reason to refuse a new one. When another
-        thread is stepping, it finds out itself."""
+        """Step the ports that did not answer: those that are lost are no reason to refuse a new one. Another thread
+        that steps finds them itself."""
         if self._stepping.acquire(blocking=False):
             try:
                 for other in others:

@@ -96,8 +96,8 @@ class Ports:
         return [*(self.decodes if port.role == "prefill" else self.prefills).values()]
 
     def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
-        """Add a port that is connected to all ports of the other side except the `unlinked` ones. Those pairs are down
-        until one end reports a link."""
+        """Add a port that is linked to all of the other side but the `unlinked` ones. Those pairs are down until one
+        end reports a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
         down = [(port, other) if port.role == "prefill" else (other, port) for other in others]
         member = _Member.of(port)
@@ -229,8 +229,8 @@ class Ports:
                 )
 
     def roomiest_limits(self) -> list[RequestLimits]:
-        """Return, for each side, the limits of the port that takes the longest request, with the logits processors of
-        all ports. Any thread may call it."""
+        """Return, for each side, the limits of the port that takes the longest request, with all ports' logits
+        processors. Any thread may call it."""
         sides = [[port.limits for port in side.values()] for side in (self.prefills, self.decodes)]
         return [
             attrs.evolve(
@@ -298,13 +298,13 @@ class LostPorts:
         return f"; the last that was lost is {found.address}: {found.reason}" if found else ""
 
     def waits_s(self, role: str) -> float:
-        """Return how long requests wait for a port of a role where none is left: not at all for an engine of this
-        process, which only its host can replace."""
+        """Return how long requests wait where no port of a role is left. Only its host can replace an engine of this
+        process."""
         return self._waits_s.get(role, 0.0)
 
     def add(self, port: Port, reason: str, now: float, ports: Ports) -> None:
-        """Record a loss, and close the port, which proves that it has stopped. Of one that may come back the others
-        close their links."""
+        """Record a loss, and close the port, which proves that it has stopped. If it may come back, the others close
+        their links to it."""
         self.num_lost += 1
         lost = LostPort(address=port.address, role=port.role, age_s=0.0, reason=reason, is_back=False)
         self._lost.append((now, lost))

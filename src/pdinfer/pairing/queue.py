@@ -127,8 +127,7 @@ class Queue:
 
 
 def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedRequest | None:
-    """Return the request that loses its place to one of this priority: the newest of the lowest priority below it whose
-    stream has not begun, or None."""
+    """Return the newest of the lowest priority below this one among requests without a stream; None without one."""
     below = [one for one in requests if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import cached_property
 
 import attrs
@@ -31,8 +31,7 @@ TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReas
 
 @attrs.define(eq=False)
 class PromptKeys:
-    """The keys of the full pages of one prompt, and of the output so far. They are made once for each scheme, and for
-    each set of writers where these matter."""
+    """The keys of the full pages of one prompt and its output so far, made once for each scheme and set of writers."""
 
     request: Request
     _made: dict[tuple[KeyScheme, tuple[PeerAddress, ...]], list[bytes]] = attrs.field(factory=dict, init=False)
@@ -47,11 +46,6 @@ class PromptKeys:
             chain.extend(tokens)
             keys = self._made[scheme, writers] = chain.keys[: (len(tokens) - 1) // scheme.page_size]
         return keys
-
-    def prepare(self, schemes: Iterable[KeyScheme]) -> None:
-        """Make the keys of pages that an engine fills itself."""
-        for scheme in schemes:
-            self.of(scheme)
 
 
 @attrs.define(eq=False)
@@ -177,8 +171,7 @@ class TrackedRequest:
     # -- when it ends -----------------------------------------------------------------------------------------------
 
     def end_requested(self, now: float, failure: PDInferError | None = None) -> None:
-        """Note that decode was asked to end it, since it was cancelled, has stopped or, with `failure`, cannot go
-        on."""
+        """Note that decode was asked to end it: it was cancelled, has stopped or, with `failure`, cannot go on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + (CANCEL_GRACE_S if self.ending is None else STOP_GRACE_S))
@@ -194,8 +187,8 @@ class TrackedRequest:
         return FinishReason.DEADLINE, None
 
     def wakes_at(self, now: float) -> float:
-        """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
-        own, so look again a little later."""
+        """Return when to look at it again. Its decode ends it by a clock of its own, so look a little after its
+        deadline."""
         if self.attempt.decode is None:
             return min(self.deadline_at, self.attempt.give_up_at)
         look_at = now + OVERDUE_S if now >= self.deadline_at else self.deadline_at
@@ -204,13 +197,13 @@ class TrackedRequest:
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
     def was_computed(self, computing: Collection[str] | None) -> bool:
-        """Return whether one of its ports computed rows of it. `computing` are the requests of which the port has told
-        so; of one that tells nothing, all that were granted pages count."""
+        """Return whether its port computed rows of it, which that has reported to be `computing`; None if it reports
+        nothing."""
         return self.attempt.forwarded if computing is None else self.request_id in computing
 
     def stays_lost(self, *, may_continue: bool) -> bool:
-        """Return whether it cannot go to another decode: it may be what breaks them, or it has given tokens and the
-        host does not want that."""
+        """Return whether no other decode may have it: it may break them, or it has given tokens and the host wants no
+        more."""
         return self.losses.are_too_many or (self.first_token_s is not None and not may_continue)
 
     def leave(self, now: float, lost: PDInferError) -> None:
@@ -276,8 +269,7 @@ class TrackedRequest:
         return None
 
     def _last(self, event: TokenEvent) -> TokenEvent:
-        """Return decode's last event with its usage as the host counts: from the Pairing's submit, where decode counts
-        from its own."""
+        """Return decode's last event with times since the Pairing's submit, where decode counts from its own."""
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
         if (usage := event.usage) is None:
@@ -331,8 +323,7 @@ class TrackedRequest:
             raise TransferError(f"a decode sent an impossible event for request {self.request_id!r}: {reason}")
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
-        """Return the final event of a request that decode never accepted, does not answer for, or lost. One that has
-        stopped ends as it would have."""
+        """Return the final event of a request that no decode ends. One that has stopped ends as it would have."""
         usage = Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,

@@ -1,5 +1,4 @@
-"""The process of a spawned engine: it loads a model, makes an engine and serves it, until its parent is gone or closes
-the port."""
+"""The process of a spawned engine: it serves a model until its parent is gone or closes the port."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ def main(connection: int, stderr: int) -> None:
 
 
 def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None:
-    """Make and serve the engine that the parent orders. `loaded` is called in between. Exits with status 1 when there
-    will be no engine."""
+    """Make and serve the engine that the parent orders, with a call of `loaded` in between. Exits with status 1 on
+    failure."""
     try:
         order = decode_order(parent.recv_bytes())
     except EOFError:

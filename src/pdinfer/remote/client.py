@@ -112,8 +112,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
-        wait."""
+        """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, return at
+        once."""
         if timeout_s <= 0:
             self._session.post(messages.ConnectMessage(peer, timeout_s))
             return
@@ -136,8 +136,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         self._session.post(messages.CancelMessage(request_id))
 
     def step(self) -> list[Event]:
-        """Return the engine's events since the last call. Raises TransferError when its process is lost: gone, silent,
-        or in a step that hangs."""
+        """Return the engine's events since the last call. Raises TransferError when its process is gone, silent or
+        hangs."""
         events = [event for report in self._inbox.take() for event in report]
         if self._is_lost and not events:
             raise self._loss()
@@ -148,8 +148,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         return self._engine.num_losses != self._num_losses_seen
 
     def recover(self) -> bool:
-        """Return whether a lost engine is back, without the requests it had. Raises TransferError when it never will
-        be."""
+        """Return whether a lost engine is back, without its requests. Raises TransferError when it never will be."""
         if self._gone:
             raise self._loss()
         num_losses = self._engine.num_losses  # first: it may be lost again in the next line
@@ -230,8 +229,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
             self._renew()
 
     def _check_step(self, age_s: float) -> None:
-        """Give up a port whose step takes too long. It is back when the step ends, unless that takes `return_s`
-        more."""
+        """Give up a port whose step takes too long, for good if it takes `return_s` more. It is back when the step
+        ends."""
         limit_s = self.hung_s
         if limit_s is None or age_s <= limit_s:
             return
@@ -275,8 +274,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         self._wake()
 
     def _deliver(self, report: Report | None) -> None:
-        """Take a report in the reading thread. Only the newest load is kept, so that a host that does not step collects
-        nothing but events."""
+        """Take a report in the reading thread. If the host does not step, nothing but events collects."""
         if report is None:
             self._disconnected()
         elif isinstance(report, messages.BeatMessage):

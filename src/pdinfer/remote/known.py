@@ -48,10 +48,9 @@ def _split(packed: bytes) -> list[bytes]:
 
 
 class KnownEngine(Generic[AnyLoad]):
-    """An engine as its reports describe it, checked against what it was sent. It `is_live` from a Ready until it is
-    lost, for which `num_losses` are counted. `pages` are those that it can find, and `computing` are the requests of
-    which it computed rows when it last said so. `num_renewals` is the number of the last Renew that was sent.
-    The client calls it under one lock."""
+    """An engine as its reports describe it. It `is_live` from a Ready until it is lost, for which `num_losses` are
+    counted. `pages` are those that it can find, and `computing` are the requests of which it last reported to compute
+    rows. `num_renewals` is the number of the last Renew that was sent. The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -119,9 +118,8 @@ class KnownEngine(Generic[AnyLoad]):
         self._unseen.clear()
 
     def take(self, report: Ready | Computing | Stepped) -> bool:
-        """Take a report, which is checked strictly since policies rely on its load. Return False for one from before
-        the session was renewed, and for one that brings a host no news. Raises TransferError for
-        one that this engine cannot send now."""
+        """Take a report, and return whether it brings a host news. Those from before a renewal are ignored. Raises
+        TransferError for what the engine cannot report now: policies rely on its load."""
         is_renewing = self.ready is not None and not self.is_live
         if is_renewing and (not isinstance(report, Ready) or report.session < self.num_renewals):
             return False

@@ -63,8 +63,7 @@ else:
 
 
 class PackedRequest(msgspec.Struct):
-    """A request without the fields that are at their defaults, whose names are `required`: whoever does not know one of
-    them cannot serve it."""
+    """A request without the fields at their defaults. Whoever does not know one of the `required` cannot serve it."""
 
     request: TravellingRequest
     required: Annotated[tuple[Name, ...], FEW] = ()
@@ -236,15 +235,14 @@ class Connected(msgspec.Struct, tag="connected"):
 
 
 class Computing(msgspec.Struct, tag="computing"):
-    """The requests of which the engine has begun to compute rows. It comes before the step that computes the first rows
-    of one, and names all."""
+    """All requests of which the engine computes rows. It comes before the step that computes the first of one."""
 
     request_ids: Annotated[tuple[Name, ...], MANY]
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
-    """The events of a step, and how the pages that can be found have changed. `num_seen` counts the submits taken since
-    Ready, which the load includes."""
+    """The events of a step, and changes of the pages that can be found. The load includes `num_seen` submits since
+    Ready."""
 
     num_seen: Count
     load: LoadMessage

@@ -111,8 +111,7 @@ Said = Loading | Warming | Loaded | Failed
 
 
 def plain(what: str, value: Any) -> Any:
-    """Return `value` with tuples for sequences and strings for paths. Raises ConfigError, which calls it `what`, when
-    it is not plain data."""
+    """Return `value` with tuples for sequences and strings for paths. Raises ConfigError unless it is plain data."""
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     if isinstance(value, os.PathLike):

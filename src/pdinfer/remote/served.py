@@ -46,8 +46,7 @@ _log = logging.getLogger("pdinfer")
 
 @runtime_checkable
 class SessionListener(Protocol):
-    """The place where clients connect, such as a `multiprocessing.connection.Listener`, whose `authkey` says who
-    may."""
+    """The place where clients connect, such as a `multiprocessing.connection.Listener` with an `authkey`."""
 
     def accept(self) -> MessageStream: ...
 

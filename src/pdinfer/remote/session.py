@@ -132,8 +132,8 @@ class Session(OfOneProcess, Generic[M]):
             self._changed.wait_for(lambda: not self._unsent_bytes or self._loss is not None, TOLD_S)
 
     def close(self, *last_messages: Command | Report) -> None:
-        """Send `last_messages` instead of those that wait, and end the connection, within a second whatever the other
-        end does. A second call does nothing."""
+        """Send `last_messages` instead of those that wait, and end the connection within a second. A second call does
+        nothing."""
         with self._changed:
             if self._closing:
                 return

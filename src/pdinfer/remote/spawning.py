@@ -40,8 +40,7 @@ from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, W
 from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
-"""What the process runs. Its arguments are two descriptors, a name for whoever lists processes, and the parent's
-`sys.path`."""
+"""The code of the process. Its arguments are two descriptors, a name for whoever lists processes, and `sys.path`."""
 GRACE_S = 5.0
 """How much longer than `RemoteConfig.exit_s` a process may take to end before it is killed."""
 LAST_BYTES = 4096
@@ -184,8 +183,8 @@ class _Child:
         self._stderr = self.process.stderr
 
     def obey(self, order: Order, tells: Mapping[type[Said], Tell], timeout_s: float) -> None:
-        """Give the order, and return when the process serves. `tells` says how far it is with what. Raises what the
-        process raised, and TransferError."""
+        """Give the order, and return when the process serves. `tells` take its progress. Raises TransferError, or its
+        error."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
             self.connection.send_bytes(msgspec.msgpack.encode(order, enc_hook=os.fspath))
         while not isinstance(said := self._hear(timeout_s), Loaded):

@@ -114,7 +114,8 @@ def test_nothing_is_looked_up_before_it_is_asked_for_and_then_once() -> None:
 
 def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = PromptKeys(request())
-    keys.prepare({scheme(4), scheme(16)})
+    for size in (4, 16):
+        keys.of(scheme(size))
     monkeypatch.setattr(PrefixChain, "extend", None)
     assert (len(keys.of(scheme(4))), len(keys.of(scheme(16)))) == (12, 3)
 

@@ -104,8 +104,8 @@ class TrafficAware:
     def _decodes(
         self, loads: Sequence[DecodeLoad], num_tokens: int, found: Sequence[int]
     ) -> list[tuple[float, float, float]]:
-        """Return, for each decode, the seconds in its line for a request of `num_tokens`, of its step, and those that
-        stand for the share of its pool."""
+        """Return, for each decode, the seconds in its line, those of its step with `num_tokens` more, and those for the
+        share of its pool."""
         costs = [load.cost for load in loads]
         batch = 1 + sum([load.num_running_requests for load in loads]) / len(loads)
         context = sum([load.num_running_tokens for load in loads]) / len(loads)
@@ -172,8 +172,7 @@ traffic_aware = TrafficAware()
 
 
 def _in_turn(scores: Sequence[float], equal: Sequence[int], turn: int) -> Iterator[int]:
-    """Return the places of scores in the order in which to try them: those that count as `equal` first, in turn, and
-    then the others, the least first."""
+    """Yield the places of scores in the order in which to try them: the `equal` in turn, then the others by score."""
     first = turn % len(equal)
     yield from (*equal[first:], *equal[:first])
     yield from sorted(set(range(len(scores))).difference(equal), key=lambda at: (scores[at], at))
