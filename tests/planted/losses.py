@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process dies before it has told what it computes",
-        "lambda: not self._unsent_bytes or self._loss is not None, TOLD_S)",
+        "lambda: not self._unsent_bytes or self.loss is not None, TOLD_S)",
         "lambda: True, TOLD_S)",
         "test_session.py::test_what_is_told_has_left_when_the_call_returns",
     ),

@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "the socket folder of a process that was killed stays",
-        "    remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed\n",
+        "        remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed\n",
         "",
         "test_spawn.py::test_engines_in_processes_of_their_own_serve_and_end",
     ),

@@ -56,13 +56,13 @@ class Broker:
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.queue = Queue(fair_share=config.fair_share)
-        self.lost_ports = LostPorts()
+        self.lost_ports = LostPorts(ports, config.port_wait_s)
         self._ports = ports
         self._config = config
         self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
-        self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
+        self._wait_limits = WaitLimits(ports, self.lost_ports)
         self._awaiting_release = AwaitingRelease()
         self._emitting: tuple[TrackedRequest, TokenEvent] | None = None
         self._look_at = self._dial_at = -math.inf
@@ -76,7 +76,7 @@ class Broker:
     def advance(self) -> None:
         """Take one step: send what can be sent, step every port, and end what has to end."""
         now = self._clock()
-        self.lost_ports.recover(self._ports)
+        self.lost_ports.recover()
         if (self.requests or self._ports.links_down) and now >= self._look_at:
             self._ports.look()
             self._look_at = now + LOOK_S
@@ -294,7 +294,7 @@ class Broker:
         for tracked in self.assigned(address):
             tracked.losses.add(address, was_computing=tracked.was_computed(computing))
         reason = escaped(str(error) or type(error).__name__)
-        self.lost_ports.add(port, reason, self._clock(), self._ports)
+        self.lost_ports.add(port, reason, self._clock())
         self._awaiting_release.drop(address)
         self._part_with(address, error)
         _log.error("a port was lost: %s: %s", address, error)
@@ -390,7 +390,7 @@ class Broker:
             is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
             if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
-        elif attempt.gives_up(now, self._wait_limits.port_wait_s("prefill")):
+        elif attempt.gives_up(now, self.lost_ports.waits_s("prefill")):
             last = self.lost_ports.last("prefill")
             self._ask_to_end(tracked, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
 

@@ -283,7 +283,9 @@ def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
 class LostPorts:
     """The losses of a Pairing. `away` are the ports that may come back; `num_lost` counts all losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, ports: Ports, port_wait_s: float | None) -> None:
+        self._ports = ports
+        self._port_wait_s = port_wait_s
         self.away: dict[PeerAddress, ReturningPort] = {}
         self.num_lost = 0
         self._lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
@@ -298,11 +300,11 @@ class LostPorts:
         return f"; the last that was lost is {found.address}: {found.reason}" if found else ""
 
     def waits_s(self, role: str) -> float:
-        """Return how long requests wait where no port of a role is left. Only its host can replace an engine of this
-        process."""
-        return self._waits_s.get(role, 0.0)
+        """Return how long requests wait where no port of a role is left or holds them. Unless that is configured, they
+        do not wait for an engine of this process, which only its host can replace."""
+        return self._waits_s.get(role, 0.0) if self._port_wait_s is None else self._port_wait_s
 
-    def add(self, port: Port, reason: str, now: float, ports: Ports) -> None:
+    def add(self, port: Port, reason: str, now: float) -> None:
         """Record a loss, and close the port, which proves that it has stopped. If it may come back, the others close
         their links to it."""
         self.num_lost += 1
@@ -311,19 +313,19 @@ class LostPorts:
         self._waits_s[port.role] = PORT_WAIT_S if isinstance(port, ReturningPort) else 0.0
         if isinstance(port, ReturningPort):
             self.away[port.address] = port
-            ports.part(port)
+            self._ports.part(port)
         else:
             self._close(port)
 
-    def recover(self, ports: Ports) -> None:
+    def recover(self) -> None:
         """Use ports again that are back, and close those that never will be."""
         for address, port in list(self.away.items()):
             try:
                 if not port.recover():
                     continue
-                if address in (known.address for known in ports.all if known is not port):
+                if address in (known.address for known in self._ports.all if known is not port):
                     raise ConfigError("the host has added another port to it")
-                ports.take_back(port)
+                self._ports.take_back(port)
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - as of a step

@@ -31,7 +31,7 @@ Level = tuple[int, bool]
 
 
 class Queue:
-    """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them.
+    """Requests that wait. One thread puts, removes and serves them; any thread may count them.
 
     They are kept in order, in a line for each level and tenant. `newcomers` were put in since they were last taken, and
     `next_deadline` is not later than the first deadline of any."""
@@ -45,9 +45,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __iter__(self) -> Iterator[TrackedRequest]:
-        return iter(list(self._waiting))
 
     def put(self, tracked: TrackedRequest) -> None:
         """Add a request, unless it is there. Its place follows from its priority, its tenant and its age."""
@@ -135,16 +132,11 @@ def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedReque
 class WaitLimits:
     """How long queued requests wait for what is missing: ports that hold them, and links between these."""
 
-    def __init__(self, ports: Ports, lost_ports: LostPorts, port_wait_s: float | None) -> None:
+    def __init__(self, ports: Ports, lost_ports: LostPorts) -> None:
         self._ports = ports
         self._lost_ports = lost_ports
-        self._port_wait_s = port_wait_s
         self._num_changes_seen = -1
         self._some_give_up = False
-
-    def port_wait_s(self, side: str) -> float:
-        """Return how long a request waits for a port of a side that has none for it."""
-        return self._lost_ports.waits_s(side) if self._port_wait_s is None else self._port_wait_s
 
     def ends(self, queue: Queue, now: float) -> Iterator[tuple[TrackedRequest, End]]:
         """Yield the queued requests that have to end, and how. While no port or link is missing, and no deadline is
@@ -171,7 +163,7 @@ class WaitLimits:
         if side is not None:
             reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
             reason += f"; {tracked.lost}" if tracked.lost is not None else self._lost_ports.last(side)
-            grace_s = self.port_wait_s(side)
+            grace_s = self._lost_ports.waits_s(side)
         elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
             grace_s = LINK_WAIT_S

@@ -243,15 +243,15 @@ class _Child:
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Wait in a thread until a process has ended whose port is closed. Python waits for that thread before it exits."""
+
+    def reap() -> None:
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            _log.error("process %d did not end within %g s of closing its port; it is killed", process.pid, grace_s)
+            process.kill()
+            process.wait()
+        remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+
     with contextlib.suppress(RuntimeError):  # Python exits already, and the process will notice
-        threading.Thread(target=_reap, args=(process, grace_s), name="pdinfer-reap").start()
-
-
-def _reap(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        _log.error("process %d did not end within %g s after its port was closed; it is killed", process.pid, grace_s)
-        process.kill()
-        process.wait()
-    remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+        threading.Thread(target=reap, name="pdinfer-reap").start()
