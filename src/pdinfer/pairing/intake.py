@@ -71,10 +71,9 @@ class Intake:
 
     def act(self) -> None:
         """Have the broker do what was asked for since the last step, in the thread that steps."""
-        with self.lock:  # so that no submit is half done
-            arrived = self.inbox.take()
-        for tracked in arrived:
-            self._broker.heed(tracked)
+        with self.lock:  # so that no submit is half done, and each request is counted in one place
+            for tracked in self.inbox.take():
+                self._broker.heed(tracked)
 
     @property
     def num_unfinished(self) -> int:
@@ -116,7 +115,7 @@ class Intake:
 
     def _queued(self) -> list[TrackedRequest]:
         """Return the requests that hold a place in the queue or, since the last step, will get one."""
-        requests = list(self._broker.requests.values())
+        requests = dict.fromkeys((*self._broker.queue, *self.inbox.peek()))
         return [tracked for tracked in requests if tracked.attempt.decode is None and tracked.displaced is None]
 
     def _half_empty_in_s(self) -> float | None:

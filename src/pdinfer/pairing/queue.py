@@ -31,7 +31,7 @@ Level = tuple[int, bool]
 
 
 class Queue:
-    """Requests that wait. One thread puts, removes and serves them; any thread may count them.
+    """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them.
 
     They are kept in order, in a line for each level and tenant. `newcomers` were put in since they were last taken, and
     `next_deadline` is not later than the first deadline of any."""
@@ -45,6 +45,9 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(list(self._waiting))
 
     def put(self, tracked: TrackedRequest) -> None:
         """Add a request, unless it is there. Its place follows from its priority, its tenant and its age."""
