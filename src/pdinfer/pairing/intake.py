@@ -128,16 +128,15 @@ class Intake:
         Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
         decode, decodes first generate what the requests ahead are expected to generate.
         """
-        prefills = [port.load() for port in list(self._ports.prefills.values())]
-        decodes = [port.load() for port in list(self._ports.decodes.values())]
+        prefills, decodes = self._ports.brief_loads()
         requests = [tracked for tracked in list(self._broker.requests.values()) if not tracked.attempt.num_grants]
         ahead = [tracked for tracked in requests if tracked.request.priority >= priority]
         to_compute = sum(tracked.num_prompt_tokens for tracked in ahead) + sum(
-            load.num_queued_tokens for load in prefills
+            load.num_queued_tokens for load in prefills.values()
         )
-        full = all(load.num_waiting_requests for load in decodes)
+        full = all(load.num_waiting_requests for load in decodes.values())
         to_generate = sum(tracked.to_generate for tracked in ahead) if full else 0
         return queueing_s(
-            (to_compute, sum(load.tokens_per_s for load in prefills)),
-            (to_generate, sum(load.tokens_per_s for load in decodes)),
+            (to_compute, sum(load.tokens_per_s for load in prefills.values())),
+            (to_generate, sum(load.tokens_per_s for load in decodes.values())),
         )

@@ -132,7 +132,7 @@ class Ports:
         self._version += 1
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
-        """Return what policies are shown of all ports, leaving or not. Called from the thread that steps."""
+        """Return what policies are shown of all ports, leaving or not."""
         prefills: dict[PeerAddress, PrefillLoad] = {}
         decodes: dict[PeerAddress, DecodeLoad] = {}
         for address, member in self._members.items():
@@ -215,11 +215,13 @@ class Ports:
         return self._links[1]
 
     def _measured(self) -> Iterator[Link]:
+        with self._changing:  # other threads may add ports
+            members, prefills, decodes = self._members, self.prefills, self.decodes
         known = {}
-        for address, member in self._members.items():
+        for address, member in members.items():
             peers = self._peers.get(address)
             known[address] = {peer_key(peer.address): peer for peer in (member.peers() if peers is None else peers)}
-        for prefill, decode in product(self.prefills.values(), self.decodes.values()):
+        for prefill, decode in product(prefills.values(), decodes.values()):
             if self.linked(prefill.address, decode.address):
                 yield Link(
                     prefill=prefill.address,
@@ -245,7 +247,7 @@ class Ports:
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
         members = self._members
-        prefills, decodes = (sorted(members[at].max_tokens for at in side) for side in self.fitting(0))
+        prefills, decodes = (sorted(members[at].max_tokens for at in side if at in members) for side in self.fitting(0))
         return prefills, decodes
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
