@@ -192,10 +192,8 @@ class AsyncPairing(NotCopied):
         """End unfinished streams with CANCELLED and close the Pairing, after a step that is under way. Readers still
         get what they have not read. A second call waits for the first."""
         self._is_closing = True
-        if self._loop is None:
-            await asyncio.to_thread(self.pairing.close)
-        else:  # in a thread, since the loop that it was entered in may be another one, and gone
-            await asyncio.to_thread(self._stepping.join)
+        # in a thread, since the loop that it was entered in may be another one, and gone
+        await asyncio.to_thread(self.pairing.close if self._loop is None else self._stepping.join)
         self._submitting.shutdown(wait=False)
 
     # -- in the loop --------------------------------------------------------------------------------------------------

@@ -303,9 +303,8 @@ MUTANTS = [
     ),
     Mutant(
         "whoever closes a host in another loop waits for one that is gone",
-        "            await asyncio.to_thread(self._stepping.join)\n",
-        "            while self._stepping.is_alive():\n                self._news.clear()\n"
-        "                await self._news.wait()\n",
+        "        await asyncio.to_thread(self.pairing.close if self._loop is None else self._stepping.join)\n",
+        "        while self._stepping.is_alive():\n            self._news.clear()\n            await self._news.wait()\n",
         f"{MISUSE}::test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own",
     ),
 ]
