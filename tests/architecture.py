@@ -81,10 +81,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
-        ("ports", "request", "policy", "health"),
-        ("port", "losses", "stopping", "policies"),
+        ("ports", "request", "health"),
+        ("port", "losses", "stopping", "policy"),
     ),
-    "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
+    "pairing.policy": (("traffic_aware",), ("by_load",)),
     "text": (
         ("openai", "schema"),
         ("stream", "dialects"),
@@ -99,7 +99,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("spawning", "child"),
         ("client", "served", "orders"),
         ("session", "known"),
-        ("pages",),
         ("messages", "orphan"),
     ),
     "engine": (

@@ -24,6 +24,7 @@ from pdinfer.errors import ConfigError, PDInferError, RequestError
 from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
+from pdinfer.pairing.request import failed
 from pdinfer.process.forked import NotCopied
 from pdinfer.types import FinishReason, Request, TokenEvent
 
@@ -75,7 +76,6 @@ class AsyncPairing(NotCopied):
         self._num_drains = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
-        self._stopped = asyncio.Event()
         self._submitting = ThreadPoolExecutor(1, thread_name_prefix="pdinfer-submit")
         self._stepping = threading.Thread(target=self._run, name="pdinfer-step", daemon=True)
 
@@ -192,13 +192,8 @@ class AsyncPairing(NotCopied):
         """End unfinished streams with CANCELLED and close the Pairing, after a step that is under way. Readers still
         get what they have not read. A second call waits for the first."""
         self._is_closing = True
-        if self._loop is None:
-            await asyncio.to_thread(self.pairing.close)
-        elif asyncio.get_running_loop() is not self._loop:  # which may be gone, and nobody says there that it has ended
-            await asyncio.to_thread(self._stepping.join)
-        else:
-            await self._stopped.wait()
-            self._stepping.join()  # it has nothing left to do
+        # in a thread, since the loop that it was entered in may be another one, and gone
+        await asyncio.to_thread(self.pairing.close if self._loop is None else self._stepping.join)
         self._submitting.shutdown(wait=False)
 
     # -- in the loop --------------------------------------------------------------------------------------------------
@@ -237,7 +232,6 @@ class AsyncPairing(NotCopied):
 
     def _stop(self) -> None:
         """Note that nothing will come any more."""
-        self._stopped.set()
         closed = self._failure or RequestError("the host of the pairing was closed")
         for request_id in list(self._streams):
             stream = self._streams.pop(request_id)
@@ -339,8 +333,8 @@ class _Stream:
         self._num_at_once = 0
 
     def put(self, event: TokenEvent) -> bool:
-        """Take an event, unless the reader has left or got the last one. Return False when there is no place for it and
-        the stream has ended therefore."""
+        """Take an event, unless nobody reads it any more. Return False, and end the stream, when there is no place for
+        it."""
         if self._is_left or self._has_ended:
             return True
         self._index = event.index
@@ -361,18 +355,9 @@ class _Stream:
         """End the stream, if it has not ended."""
         if not self._has_ended:
             self._has_ended = True
-            self._unread.append(
-                TokenEvent(
-                    request_id=self.request_id,
-                    token=None,
-                    index=self._index,
-                    finish_reason=FinishReason.FAILED,
-                    error=error,
-                )
-            )
+            self._unread.append(failed(self.request_id, error, index=self._index))
 
     def has_reader(self) -> bool:
-        """Return whether somebody may still read it."""
         return not self._is_left
 
     def leave(self) -> bool:

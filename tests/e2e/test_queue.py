@@ -143,7 +143,8 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
         with pytest.raises(pd.Overloaded):
             setup.pairing.submit(request("low", priority=-9))
         events += setup.pairing.step()
-        assert ended(events) == ["c", "b", "a"]
+        # in the order in which they gave way, or in which they came when none had a place yet
+        assert ended(events) == (["c", "b", "a"] if seen else ["a", "b", "c"])
         for event in events:
             assert (event.finish_reason, event.token) == (pd.FinishReason.FAILED, None)
             assert isinstance(event.error, pd.Overloaded)

@@ -74,14 +74,14 @@ MUTANTS = [
     ),
     Mutant(
         "a request whose submit was interrupted keeps its id",
-        "                self._withdraw(tracked, displaced)\n",
+        "                self._broker.requests.pop(tracked.request_id, None)\n",
         "",
         INTERRUPTS + "test_an_id_whose_submit_was_interrupted_is_free",
     ),
     Mutant(
         "an interrupt empties the queue",
-        "        self.queue.restore(waiting)\n",
-        "        self.queue.restore([])\n",
+        "        for tracked in requests:\n            self.heed(tracked)\n",
+        "",
         INTERRUPTS + "test_requests_that_wait_in_the_queue_wait_on",
     ),
     Mutant(

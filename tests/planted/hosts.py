@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "submits are numbered on in a new session",
-        "frozenset()\n        self._num_submitted = self._num_seen = 0\n",
+        "frozenset()\n            self._num_submitted = self._num_seen = 0\n",
         "frozenset()\n",
         _BREAKS,
     ),

@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process dies before it has told what it computes",
-        "lambda: not self._unsent_bytes or self._loss is not None, TOLD_S)",
+        "lambda: not self._unsent_bytes or self.loss is not None, TOLD_S)",
         "lambda: True, TOLD_S)",
         "test_session.py::test_what_is_told_has_left_when_the_call_returns",
     ),
@@ -166,14 +166,14 @@ MUTANTS = [
     ),
     Mutant(
         "a port joins whose joining was given up",
-        "                    del self._tokens[port.address]  # its thread is told\n",
-        "                    pass\n",
+        "        finally:\n            self._end(port, token)\n        joined.result()\n",
+        "        finally:\n            pass\n        joined.result()\n",
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),
     Mutant(
         "a port whose joining was given up belongs to the pairing for ever",
-        "# its thread is told\n                    release(port)\n",
-        "# its thread is told\n",
+        "                if port not in self._ports.all:\n                    self.release(port)\n",
+        "",
         JOINING + "test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later",
     ),
     Mutant(

@@ -117,14 +117,14 @@ MUTANTS = [
     ),
     Mutant(
         "two pairings take each other's events",
-        "if owner is not None and owner is not pairing:",
+        "if owner is not None and owner is not self:",
         "if False:",
         f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
     ),
     Mutant(
         "an engine that was removed belongs to its pairing for ever",
-        '"its port was removed from the pairing"))\n        release(port)\n',
-        '"its port was removed from the pairing"))\n',
+        "        self._broker.remove(port)\n        self._joining.release(port)\n",
+        "        self._broker.remove(port)\n",
         f"{MISUSE}::test_an_engine_is_a_port_of_one_pairing",
     ),
     Mutant(
@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "a policy's number is taken for a choice",
-        "    if choice is None or isinstance(choice, Choice):",
-        "    if True:",
+        "        if not isinstance(choice, Choice):",
+        "        if False:",
         f"{MISUSE}::test_a_policy_that_returns_no_choice_is_told",
     ),
     Mutant(
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "a policy that raises costs the events of other requests",
         "                except OfPolicy as error:\n                    failed = error\n",
-        "                except OfPolicy:\n                    came.clear()\n                    raise\n",
+        "                except OfPolicy:\n                    raise\n",
         "test_interrupts.py::test_what_a_policy_raises_about_one_request_costs_no_event_of_another",
         "pairing/broker.py",
     ),
@@ -303,8 +303,8 @@ MUTANTS = [
     ),
     Mutant(
         "whoever closes a host in another loop waits for one that is gone",
-        "        elif asyncio.get_running_loop() is not self._loop:",
-        "        elif False:",
+        "        await asyncio.to_thread(self.pairing.close if self._loop is None else self._stepping.join)\n",
+        "        while self._stepping.is_alive():\n            self._news.clear()\n            await self._news.wait()\n",
         f"{MISUSE}::test_a_host_of_asyncio_may_be_closed_in_another_loop_than_its_own",
     ),
 ]

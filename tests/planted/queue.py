@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "one request gives way twice",
-        "(*self._broker.queue, *unseen) if tracked.displaced is None]",
-        "(*self._broker.queue, *unseen)]",
+        "if tracked.attempt.decode is None and tracked.displaced is None]",
+        "if tracked.attempt.decode is None]",
         QUEUE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
     ),
     Mutant(
@@ -41,8 +41,9 @@ MUTANTS = [
     ),
     Mutant(
         "who has left the queue is displaced all the same",
-        "if tracked in self.queue and self.requests.get(tracked.request_id) is tracked:",
-        "if True:",
+        "            return\n        tracked.displaced = None\n",
+        "            return\n        if tracked.displaced is not None:\n"
+        "            self.end(tracked, FinishReason.FAILED, tracked.displaced)\n",
         QUEUE + "test_who_has_left_the_queue_meanwhile_is_not_displaced",
     ),
     Mutant(
@@ -83,8 +84,8 @@ MUTANTS = [
     ),
     Mutant(
         "a decode that was removed is heard when it is back",
-        "                self._awaiting_release.add(tracked.request_id, address)\n",
-        "",
+        "        assert decode is not None\n        self._awaiting_release.add(tracked.request_id, decode)\n",
+        "        assert decode is not None\n",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(

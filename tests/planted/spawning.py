@@ -51,8 +51,8 @@ MUTANTS = [
     ),
     Mutant(
         "a process that loads does not notice that its parent is gone",
-        "            if self._parent.poll(LOOK_S):",
-        "            if self._ended.wait(LOOK_S):",
+        "            if parent.poll(LOOK_S):",
+        "            if ended.wait(LOOK_S):",
         _TESTS + "test_a_child_that_loads_ends_with_its_parent",
     ),
     Mutant(
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "the socket folder of a process that was killed stays",
-        "    remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed\n",
+        "        remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed\n",
         "",
         "test_spawn.py::test_engines_in_processes_of_their_own_serve_and_end",
     ),

@@ -31,14 +31,14 @@ MUTANTS = [
     ),
     Mutant(
         "a stopped request waits for its decode for ever",
-        "self.ends_by = min(self.ends_by, now + STOP_GRACE_S)",
-        "self.ends_by = float('inf')",
+        "CANCEL_GRACE_S if self.ending is None else STOP_GRACE_S",
+        "CANCEL_GRACE_S if self.ending is None else float('inf')",
         STOPS + "test_a_decode_that_does_not_answer_holds_the_end_up_for_a_second",
     ),
     Mutant(
         "decode is not told that a request has stopped",
-        "            tracked.stop_requested(self._clock())\n            self._ports.decodes[decode].cancel(tracked.request_id)\n",
-        "            tracked.stop_requested(self._clock())\n",
+        "        elif not has_stopped:\n            self._ask_to_end(tracked)\n",
+        "        elif not has_stopped:\n            tracked.end_requested(self._clock())\n",
         STOPS + "test_a_request_ends_with_the_token_that_completes_its_stop",
     ),
     Mutant(

@@ -343,7 +343,7 @@ def the_head_of_the_queue_hides_the_others(patch: pytest.MonkeyPatch) -> None:
 @bug(ports=("piped",), armed={"crash": 1.0})
 def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """The list of ports is shorter, and who waited for the dead one waits on (sglang#31144)."""
-    patch.setattr(Broker, "part_with", lambda self, address, error: self._ports.drop(address))
+    patch.setattr(Broker, "_part_with", lambda self, address, error: self._ports.drop(address))
 
 
 DEATHS = {"crash": 1.0, "freeze": 0.9}

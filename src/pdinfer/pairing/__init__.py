@@ -10,8 +10,7 @@
     choosing.py   how a policy is asked for a pair, and what it is shown: loads, links, and pages that hold the prompt
     port.py       what an engine must offer
     ports.py      which ports there are, which are linked, which were lost and may come back
-    policy.py     which pair takes a request: pure functions of loads and links
-    policies/     those that come with pdinfer
+    policy/       which pair takes a request: pure functions of loads and links
     health.py     whether it serves, and with all that it was given
     joining.py    how a new port is linked beside the running work, and which pairing has it
 

@@ -11,12 +11,11 @@ Everything here runs in the thread that steps the Pairing.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import le
-
-import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
@@ -27,12 +26,11 @@ from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.stats import LostPort, PairingStats
+from pdinfer.stats import PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 RELEASE_S = 1.0
-"""How long a request's id is withheld from its decode after an interrupt ended the request: the decode's answer may
-have been lost."""
+"""How long ids are withheld from decodes after an interrupt: the events that would have released them may be lost."""
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
 DIAL_S = 5.0
@@ -42,30 +40,6 @@ STRANDED_S = 3.0
 broke are back sooner, or one of their ports is known to be lost."""
 
 _log = logging.getLogger("pdinfer")
-
-
-@attrs.define
-class Progress:
-    """The work in progress. `came` holds events of a port that are not handled yet. `telling` is the request whose
-    event is being passed to the host: the request, its number of tokens before, and the event once it is made. `losing`
-    is a port that is being given up, and why."""
-
-    came: deque[tuple[PeerAddress, Event]] = attrs.field(factory=deque)
-    telling: tuple[TrackedRequest, int, TokenEvent | None] | None = None
-    losing: tuple[Port, LostPort, Exception] | None = None
-
-    def settle(self, told: Sequence[TokenEvent]) -> TrackedRequest | None:
-        """Correct the token count of the request whose event was interrupted. `told` are the last events that the host
-        will get. Return the request if its final event is among them, else None."""
-        telling, self.telling = self.telling, None
-        if telling is None:
-            return None
-        tracked, num_tokens, event = telling
-        if event is None or not any(each is event for each in told):
-            tracked.num_tokens = num_tokens
-            return None
-        tracked.num_tokens = event.index + (event.token is not None)
-        return tracked if event.finish_reason is not None else None
 
 
 class Broker:
@@ -82,16 +56,16 @@ class Broker:
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.queue = Queue(fair_share=config.fair_share)
-        self.lost_ports = LostPorts()
+        self.lost_ports = LostPorts(ports, config.port_wait_s)
         self._ports = ports
         self._config = config
         self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
-        self._wait_limits = WaitLimits(ports, self.lost_ports, config.port_wait_s)
+        self._wait_limits = WaitLimits(ports, self.lost_ports)
         self._awaiting_release = AwaitingRelease()
-        self._progress = Progress()
-        self._look_at = self._dial_at = float("-inf")
+        self._emitting: tuple[TrackedRequest, TokenEvent] | None = None
+        self._look_at = self._dial_at = -math.inf
         self._num_changes = 0
         self._stranded = False
         self._num_retries = 0
@@ -102,7 +76,7 @@ class Broker:
     def advance(self) -> None:
         """Take one step: send what can be sent, step every port, and end what has to end."""
         now = self._clock()
-        self.lost_ports.recover(self._ports)
+        self.lost_ports.recover()
         if (self.requests or self._ports.links_down) and now >= self._look_at:
             self._ports.look()
             self._look_at = now + LOOK_S
@@ -113,10 +87,8 @@ class Broker:
             self._relink(now)
         self._dispatch(now)
         num_moved = self._num_moved
-        for address, decode in list(self._ports.decodes.items()):
-            self.step_port(address, decode)
-        for address, prefill in list(self._ports.prefills.items()):
-            self.step_port(address, prefill)
+        for port in self._ports.all:
+            self.step_port(port)
         if num_moved != self._num_moved:  # nothing else would wake the host for moved requests
             self._dispatch(now)
         self._end_overdue()
@@ -129,11 +101,10 @@ class Broker:
             wakes.append(self._look_at)
         if wakes:
             wakes += self._awaiting_release.ends_at()
-        return min(wakes, default=float("inf"))
+        return min(wakes, default=math.inf)
 
     @property
     def stats(self) -> PairingStats:
-        """A snapshot of counts."""
         now = self._clock()
         return PairingStats(
             num_queued_requests=len(self.queue),
@@ -148,51 +119,40 @@ class Broker:
             ports_away=tuple(self.lost_ports.away),
         )
 
-    def recover(self, told: Sequence[TokenEvent]) -> None:
-        """Make everything consistent after an interrupted step. Queued requests keep waiting and ports that are away
-        stay away. All other requests end, since nobody knows what was lost on the way. `told` are the events that the
-        host has not fetched."""
-        if (ended := self._progress.settle(told)) is not None and self.requests.get(ended.request_id) is ended:
-            del self.requests[ended.request_id]
-        if (losing := self._progress.losing) is not None and losing[0] in self._ports.all:
-            self._give_up(*losing)
-        now = self._clock()
+    def recover(self, unread: Sequence[TokenEvent]) -> None:
+        """Make everything consistent after an interrupted step. Queued requests keep waiting. All others end, since
+        nobody knows which events were lost on the way, and ids are withheld from their decodes for RELEASE_S. A port
+        that was being given up raises again in its next step. `unread` are the events that the host has not fetched."""
+        if self._emitting is not None and any(event is self._emitting[1] for event in unread):
+            self._emitted(*self._emitting)
         lost = TransferError("its pairing was interrupted while the request was under way")
-        waiting = []
-        for tracked in list(self.requests.values()):
-            if (decode := tracked.attempt.decode) is not None:
-                self._awaiting_release.add(tracked.request_id, decode, forget_at=now + RELEASE_S)
-                if decode in self._ports.decodes:
-                    self._ports.decodes[decode].cancel(tracked.request_id)
+        requests = list(self.requests.values())
+        for tracked in requests:
+            if tracked.attempt.decode is not None:
+                self._recall(tracked)
                 self.end(tracked, FinishReason.FAILED, lost)
-            elif tracked.displaced is not None:
-                self.end(tracked, FinishReason.FAILED, tracked.displaced)
-            else:
-                waiting.append(tracked)
-        self.queue.restore(waiting)
-        while self._progress.came:
-            decode, event = self._progress.came.popleft()
-            self._handle(event, decode)
+        self._awaiting_release.forget_at(self._clock() + RELEASE_S)
+        self.queue.clear()
+        for tracked in requests:
+            self.heed(tracked)
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
-    def cancel(self, tracked: TrackedRequest) -> None:
-        """End a request that is queued, or ask its decode to end it."""
+    def heed(self, tracked: TrackedRequest) -> None:
+        """Do what a host's thread wants done with a request: queue it or, when it was cancelled or gives its place to
+        another one, end it. A request that has left the queue loses no place, and its decode ends it."""
         if self.requests.get(tracked.request_id) is not tracked:
             return
-        if (decode := tracked.attempt.decode) is None:
-            self.queue.remove(tracked)
-            self.end(tracked, FinishReason.CANCELLED)
-        else:
-            tracked.cancel_requested(self._clock())
-            self._ports.decodes[decode].cancel(tracked.request_id)
-
-    def displace(self, tracked: TrackedRequest) -> None:
-        """End a request that gives its place in the queue to one of higher priority, unless it has left the queue."""
-        if tracked in self.queue and self.requests.get(tracked.request_id) is tracked:
-            self.queue.remove(tracked)
-            self.end(tracked, FinishReason.FAILED, tracked.displaced)
+        if tracked.attempt.decode is None:
+            self.queue.put(tracked)
+            if tracked.displaced is not None or tracked.cancel_wanted:
+                self.queue.remove(tracked)
+                reason = FinishReason.FAILED if tracked.displaced is not None else FinishReason.CANCELLED
+                self.end(tracked, reason, tracked.displaced)
+            return
         tracked.displaced = None
+        if tracked.cancel_wanted:
+            self._ask_to_end(tracked)
 
     def _dispatch(self, now: float) -> None:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
@@ -219,43 +179,42 @@ class Broker:
                 held.append(fitting)
 
     def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
-        choice = self._chooser.pair(tracked, board)
+        choice = self._chooser.choose(tracked, board)
         if choice is None:
             return False
         self.queue.serve(tracked)
         tracked.chosen(choice, now)
-        self._ports.decodes[choice.decode].submit(tracked.request_at(now), writers=self._ports.writers(choice.prefill))
+        self._ports.decodes[choice.decode].submit(
+            tracked.request_at(now), writers=self._ports.prefills[choice.prefill].addresses
+        )
         return True
 
     # -- what ports say ---------------------------------------------------------------------------------------------
 
-    def step_port(self, address: PeerAddress, port: Port) -> None:
+    def step_port(self, port: Port) -> None:
         """Step one port and act on its events. A port that raises or sends an impossible event is lost; the other ports
         go on. Raises OfPolicy when all of that is done."""
-        came, failed = self._progress.came, None
+        failed = None
         try:
             events = port.step()
         except MemoryError:  # this process has none left, whichever port asked for it
             raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
-            self._lose(address, port, error)
+            self._lose(port, error)
             return
-        came.extend((address, event) for event in events)
         try:
-            while came:
+            for event in events:
                 try:
-                    self._handle(came[0][1], address)
+                    self._handle(event, port.address)
                 except OfPolicy as error:
                     failed = error
-                came.popleft()
         except TransferError as error:
-            came.clear()
-            self._lose(address, port, error)
+            self._lose(port, error)
             return
         if failed is not None:
             raise failed
-        if getattr(port, "closed", False):  # behind our back
-            self._lose(address, port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
+        if getattr(port, "closed", False):  # by its host
+            self._lose(port, TransferError(f"its {port.role} engine was closed, and not by its pairing"))
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -267,28 +226,29 @@ class Broker:
         elif isinstance(event, Refused):
             self._refused(tracked, event.error)
         else:
-            self._hear(tracked, event, decode)
+            self._hear(tracked, event)
 
-    def _hear(self, tracked: TrackedRequest, event: TokenEvent, decode: PeerAddress) -> None:
+    def _hear(self, tracked: TrackedRequest, event: TokenEvent) -> None:
         """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
         has_stopped = tracked.ending is not None
-        self._progress.telling = tracked, tracked.num_tokens, None
         passed_on = tracked.passed_on(event, self._clock())
         if passed_on is not None:
-            self._tell(tracked, event.index, passed_on)
+            self._tell(tracked, passed_on)
         elif not has_stopped:
-            tracked.stop_requested(self._clock())
-            self._ports.decodes[decode].cancel(tracked.request_id)
-        self._progress.telling = None
+            self._ask_to_end(tracked)
 
-    def _tell(self, tracked: TrackedRequest, num_tokens: int, event: TokenEvent) -> None:
-        """Emit an event of a request that had `num_tokens` tokens before. A final event ends the request."""
-        self._progress.telling = tracked, num_tokens, event
+    def _tell(self, tracked: TrackedRequest, event: TokenEvent) -> None:
+        """Emit an event of a request. A final event ends the request."""
+        self._emitting = tracked, event  # after an interrupt, the host's events show whether it was emitted
         self._emit(event)
-        if event.finish_reason is not None:
-            self.requests.pop(tracked.request_id)
+        self._emitted(tracked, event)
+
+    def _emitted(self, tracked: TrackedRequest, event: TokenEvent) -> None:
+        tracked.num_tokens = event.index + (event.token is not None)
+        if event.finish_reason is not None and self.requests.get(tracked.request_id) is tracked:
+            del self.requests[tracked.request_id]
             self._ended[event.finish_reason] += 1
-        self._progress.telling = None
+        self._emitting = None
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
         """Drop an event that nobody waits for any more."""
@@ -328,38 +288,29 @@ class Broker:
         """Return the unfinished requests that still need this port."""
         return [tracked for tracked in list(self.requests.values()) if tracked.attempt.needs(address)]
 
-    def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
+    def _lose(self, port: Port, error: Exception) -> None:
         """Give up a port that failed: its process is gone, silent or hangs, or the port broke."""
-        role = "decode" if address in self._ports.decodes else "prefill"
-        reason = escaped(str(error) or type(error).__name__)
-        lost = LostPort(address=address, role=role, age_s=0.0, reason=reason, is_back=False)
-        self._progress.losing = port, lost, error
-        self._give_up(port, lost, error)
-        _log.error("a port was lost: %s: %s", address, error)
-
-    def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
-        address, computing = lost.address, port.computing if isinstance(port, TellingPort) else None
+        address, computing = port.address, port.computing if isinstance(port, TellingPort) else None
         for tracked in self.assigned(address):
             tracked.losses.add(address, was_computing=tracked.was_computed(computing))
-        self.lost_ports.set_aside(port, self._ports)
-        self._ports.drop(address)
+        reason = escaped(str(error) or type(error).__name__)
+        self.lost_ports.add(port, reason, self._clock())
         self._awaiting_release.drop(address)
-        self.lost_ports.add(lost, self._clock())
-        self._progress.losing = None
-        self.part_with(address, error)
+        self._part_with(address, error)
+        _log.error("a port was lost: %s: %s", address, error)
 
-    def take_back(self, address: PeerAddress, port: Port) -> None:
-        """Make a decode that is removed release its requests. It may live on, be added again, and still send events of
-        requests that other decodes serve by then. Nothing is kept about ports that were removed before."""
+    def remove(self, port: Port) -> None:
+        """Let go of a port that may live on, be added again, and still send events of requests that other decodes serve
+        by then. Nothing is kept about ports that were removed before."""
         self._awaiting_release.keep(self._ports.decodes)
-        for tracked in self.assigned(address):
-            if tracked.attempt.decode == address:
-                self._awaiting_release.add(tracked.request_id, address)
-                port.cancel(tracked.request_id)
+        for tracked in self.assigned(port.address):
+            if tracked.attempt.decode == port.address:
+                self._recall(tracked)
+        self._part_with(port.address, TransferError("its port was removed from the pairing"))
 
-    def part_with(self, address: PeerAddress, error: Exception) -> None:
+    def _part_with(self, address: PeerAddress, error: Exception) -> None:
         """Remove a port, and move what it had to other ports as far as possible. What runs at a decode needs no
-        prefill; the rest gets another one there, but a request that has to run alone is told to all anew."""
+        prefill. The rest gets another one there, but a request that has to run alone starts anew at another pair."""
         had = self.assigned(address)
         self._ports.drop(address)
         for tracked in had:
@@ -381,7 +332,8 @@ class Broker:
         decode = tracked.attempt.decode
         assert decode is not None
         self._awaiting_release.add(tracked.request_id, decode)
-        self._ports.decodes[decode].cancel(tracked.request_id)
+        if decode in self._ports.decodes:  # or else an interrupt hit its removal
+            self._ports.decodes[decode].cancel(tracked.request_id)
 
     def _move(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Queue a request for another decode after its own is gone, or end it. Events of the old decode are dropped
@@ -406,12 +358,12 @@ class Broker:
             if decode is None or tracked.failure is not None:
                 continue
             if self._ports.linked(attempt.prefill, decode):
-                attempt.give_up_at = attempt.stranded_at = None
+                attempt.give_up_at = attempt.stranded_at = math.inf
                 continue
-            prefill = self._chooser.prefill(tracked, decode, board)
-            if prefill is None:
+            choice = self._chooser.choose(tracked, board, decode)
+            if choice is None:
                 is_stranded = True
-                self._strand(tracked, decode, now)
+                self._strand(tracked, now)
                 continue
             if attempt.num_grants and not attempt.landed and attempt.prefill in self._ports.prefills:
                 tracked.losses.links.append(attempt.prefill)
@@ -419,39 +371,46 @@ class Broker:
                     self._take_away(tracked, TransferError(f"its attempts failed{tracked.losses}"))
                     continue
             self._num_reroutes += 1
-            attempt.prefill, attempt.forwarded = prefill, attempt.landed
-            attempt.give_up_at = attempt.stranded_at = None
-            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
+            attempt.prefill, attempt.forwarded = choice.prefill, attempt.landed
+            attempt.give_up_at = attempt.stranded_at = math.inf
+            self._ports.decodes[decode].change_writers(
+                tracked.request_id, writers=self._ports.prefills[choice.prefill].addresses
+            )
         self._stranded = is_stranded
 
-    def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
-        """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
-        after WRITER_GRACE_S. If it does not, another pair may serve the request. When there is no prefill at all, only
-        a port that joins can help."""
+    def _strand(self, tracked: TrackedRequest, now: float) -> None:
+        """Let a request wait for a prefill. A link may come back: decode itself waits WRITER_GRACE_S for that. If it
+        does not, another pair may serve the request. Where there is no prefill at all, only a port that joins can help.
+        """
         attempt = tracked.attempt
         prefills, _ = self._ports.fitting(tracked.max_tokens)
-        attempt.stranded_at = now if attempt.stranded_at is None else attempt.stranded_at
+        attempt.stranded_at = min(attempt.stranded_at, now)
         if attempt.landed or prefills:
-            attempt.give_up_at = None
+            attempt.give_up_at = math.inf
             is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
             if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
                 self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
-        elif attempt.gives_up(now, self._wait_limits.port_wait_s("prefill")):
+        elif attempt.gives_up(now, self.lost_ports.waits_s("prefill")):
             last = self.lost_ports.last("prefill")
-            tracked.cancel_requested(now, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
-            self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
+            self._ask_to_end(tracked, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def end(self, tracked: TrackedRequest, reason: FinishReason, error: PDInferError | None = None) -> None:
         """End a request that no decode ends."""
-        self._tell(tracked, tracked.num_tokens, tracked.final_event(reason, error, self._clock()))
+        self._tell(tracked, tracked.final_event(reason, error, self._clock()))
+
+    def _ask_to_end(self, tracked: TrackedRequest, failure: PDInferError | None = None) -> None:
+        """Ask the decode of a request to end it. Its answer ends the request here."""
+        assert tracked.attempt.decode is not None
+        tracked.end_requested(self._clock(), failure)
+        self._ports.decodes[tracked.attempt.decode].cancel(tracked.request_id)
 
     def _end_overdue(self) -> None:
         """End requests that their decode should have ended by now. It may be frozen, or in a long step."""
         now = self._clock()
         late = [tracked for tracked in list(self.requests.values()) if tracked.ends_by <= now]
         for tracked in late:
-            if (end := tracked.overdue(now)) is not None:
+            if tracked.attempt.decode is not None:
                 self._recall(tracked)
-                self.end(tracked, *end)
+                self.end(tracked, *tracked.overdue_end)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
+import math
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from pdinfer.config import PairingConfig
@@ -19,18 +18,9 @@ from pdinfer.scheduling.rules import queueing_s
 from pdinfer.types import Request
 
 
-class Intent(enum.Enum):
-    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
-    place."""
-
-    SERVE = enum.auto()
-    CANCEL = enum.auto()
-    DISPLACE = enum.auto()
-
-
 class Intake:
-    """Takes requests from any thread, and hands them to the broker in the thread that steps. `lock` is held only
-    briefly, since a step needs it too. Nothing comes in once it is `closed`."""
+    """Takes requests from any thread. The `inbox` has those that the thread that steps has to look at. `lock` is held
+    only briefly, since a step needs it too. Nothing comes in once it is `closed`."""
 
     def __init__(
         self,
@@ -40,7 +30,7 @@ class Intake:
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
     ) -> None:
-        self.inbox: Inbox[tuple[TrackedRequest, Intent]] = Inbox()
+        self.inbox: Inbox[TrackedRequest] = Inbox()
         self.lock = threading.RLock()
         self.closed = False
         self._broker = broker
@@ -48,15 +38,12 @@ class Intake:
         self._config = config
         self._clock = clock
         self._random_bytes = random_bytes
-        self._intents: deque[tuple[TrackedRequest, Intent]] = deque()  # taken by a step and not handled yet
-
-    # -- any thread -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> str:
-        """Take a request and return its id, as `Pairing.submit` does."""
         request = check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
-        tracked.keys.prepare(self._ports.key_schemes)
+        for scheme in self._ports.key_schemes:
+            tracked.keys.of(scheme)  # before the thread that steps needs them
         with self.lock:  # only one of two threads gets an id, or the last place in the queue
             if self.closed:
                 raise RequestError("the pairing is closed")
@@ -66,27 +53,34 @@ class Intake:
             try:
                 self._broker.requests[tracked.request_id] = tracked
                 if displaced is not None:
-                    self.inbox.put((displaced, Intent.DISPLACE))
-                self.inbox.put((tracked, Intent.SERVE))
+                    self.inbox.put(displaced)
+                self.inbox.put(tracked)
                 return tracked.request_id
             except BaseException:  # the caller never learns that it was taken
-                self._withdraw(tracked, displaced)
+                self._broker.requests.pop(tracked.request_id, None)
+                if displaced is not None:
+                    displaced.displaced = None
                 raise
 
     def cancel(self, request_id: str) -> None:
         """Have a request ended, unless it has ended."""
         tracked = self._broker.requests.get(request_id)  # now, since the id may name another request later
         if tracked is not None:
-            self.inbox.put((tracked, Intent.CANCEL))
+            tracked.cancel_wanted = True
+            self.inbox.put(tracked)
+
+    def act(self) -> None:
+        """Have the broker do what was asked for since the last step, in the thread that steps."""
+        with self.lock:  # so that no submit is half done, and each request is counted in one place
+            for tracked in self.inbox.take():
+                self._broker.heed(tracked)
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests came in and have not ended."""
         return len(self._broker.requests)
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue has a free place."""
         return len(self._queued()) < self._config.max_queued_requests
 
     def _find_place(self, tracked: TrackedRequest) -> TrackedRequest | None:
@@ -108,14 +102,8 @@ class Intake:
             )
         return displaced
 
-    def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
-        """Take back a request whose `submit` was interrupted. The request that was to give way for it still does."""
-        self._broker.requests.pop(tracked.request_id, None)
-        if displaced is not None:
-            self.inbox.put((displaced, Intent.DISPLACE))
-
     def _check_deadline(self, tracked: TrackedRequest) -> None:
-        if tracked.deadline_at is None:
+        if tracked.deadline_at == math.inf:  # no load has to be asked for
             return
         waits_s = self._turn_in_s(tracked.request.priority)
         left_s = tracked.deadline_at - tracked.submitted_at
@@ -126,51 +114,29 @@ class Intake:
             )
 
     def _queued(self) -> list[TrackedRequest]:
-        """Return the requests that hold a place in the queue after the last step and the submits since then."""
-        unseen = [tracked for tracked, intent in self.inbox.peek() if intent is Intent.SERVE]
-        return [tracked for tracked in (*self._broker.queue, *unseen) if tracked.displaced is None]
+        """Return the requests that hold a place in the queue or, since the last step, will get one."""
+        requests = dict.fromkeys((*self._broker.queue, *self.inbox.peek()))
+        return [tracked for tracked in requests if tracked.attempt.decode is None and tracked.displaced is None]
 
     def _half_empty_in_s(self) -> float | None:
         waits_s = self._turn_in_s()
         return None if waits_s is None else waits_s / 2
 
-    def _turn_in_s(self, priority: float = float("-inf")) -> float | None:
+    def _turn_in_s(self, priority: float = -math.inf) -> float | None:
         """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
 
         Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
         decode, decodes first generate what the requests ahead are expected to generate.
         """
-        prefills = [port.load() for port in list(self._ports.prefills.values())]
-        decodes = [port.load() for port in list(self._ports.decodes.values())]
+        prefills, decodes = self._ports.brief_loads()
         requests = [tracked for tracked in list(self._broker.requests.values()) if not tracked.attempt.num_grants]
         ahead = [tracked for tracked in requests if tracked.request.priority >= priority]
         to_compute = sum(tracked.num_prompt_tokens for tracked in ahead) + sum(
-            load.num_queued_tokens for load in prefills
+            load.num_queued_tokens for load in prefills.values()
         )
-        full = all(load.num_waiting_requests for load in decodes)
+        full = all(load.num_waiting_requests for load in decodes.values())
         to_generate = sum(tracked.to_generate for tracked in ahead) if full else 0
         return queueing_s(
-            (to_compute, sum(load.tokens_per_s for load in prefills)),
-            (to_generate, sum(load.tokens_per_s for load in decodes)),
+            (to_compute, sum(load.tokens_per_s for load in prefills.values())),
+            (to_generate, sum(load.tokens_per_s for load in decodes.values())),
         )
-
-    # -- the thread that steps --------------------------------------------------------------------------------------
-
-    def take(self) -> None:
-        """Take what came in. The caller holds the lock."""
-        self._intents.extend(self.inbox.take())
-
-    def act(self) -> None:
-        """Queue, cancel and displace what was asked for since the last step."""
-        with self.lock:  # a thread that counts the queue sees each request in one place
-            self.take()
-            for tracked, intent in self._intents:
-                if intent is Intent.SERVE and self._broker.requests.get(tracked.request_id) is tracked:
-                    self._broker.queue.put(tracked)
-        while self._intents:
-            tracked, intent = self._intents[0]
-            if intent is Intent.CANCEL:
-                self._broker.cancel(tracked)
-            elif intent is Intent.DISPLACE:
-                self._broker.displace(tracked)
-            self._intents.popleft()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
@@ -62,32 +63,11 @@ def _connect(one: Port, other: Port, timeout_s: float) -> None:
         prefill.connect(rank, timeout_s=timeout_s)
 
 
-class _Owners:
-    """The pairings by their ports: a second pairing over an engine would take events that are the first one's."""
-
-    def __init__(self) -> None:
-        self.by_port: WeakKeyDictionary[Port, ref[Joining]] = WeakKeyDictionary()
-
-
-_OWNERS = _Owners()
-
-
-def claim(port: Port, pairing: Joining) -> None:
-    """Make it a port of this pairing. Raise ConfigError while it is one of another."""
-    owner = _OWNERS.by_port.get(port, lambda: None)()
-    if owner is not None and owner is not pairing:
-        raise ConfigError(f"{port} is a port of another pairing; remove it there, or close that pairing, first")
-    _OWNERS.by_port[port] = ref(pairing)
-
-
-def release(port: Port) -> None:
-    """Let any pairing have it."""
-    _OWNERS.by_port.pop(port, None)
-
-
 class Joining:
     """The ports that are being linked, each in the thread that adds it or in one of its own. `find_lost` steps ports
-    that did not answer."""
+    that did not answer. A port has one owner: another pairing over it would take events that are the first one's."""
+
+    _owners: ClassVar[WeakKeyDictionary[Port, ref[Joining]]] = WeakKeyDictionary()
 
     def __init__(
         self, ports: Ports, intake: Intake, find_lost: Callable[[Iterable[Port]], None], timeout_s: float
@@ -99,18 +79,33 @@ class Joining:
         self._tokens: dict[PeerAddress, object] = {}
 
     def beside(self, port: Port) -> Iterator[float]:
-        """Add a port in a thread of its own, as `Pairing.joining` does."""
+        """Add a port in a thread of its own, see `Pairing.joining`."""
         token, end = object(), time.monotonic() + self._timeout_s
         joined = _beside(partial(self.add, port, token), then=self._intake.inbox.wake)
         try:
             while not joined.done():
                 yield max(0.0, end - time.monotonic())
         finally:
-            with self._intake.lock:
-                if self._tokens.get(port.address) is token:
-                    del self._tokens[port.address]  # its thread is told
-                    release(port)
+            self._end(port, token)
         joined.result()
+
+    def _end(self, port: Port, token: object) -> None:
+        """End a joining. A port that has not joined by now does not join, and any pairing may have it."""
+        with self._intake.lock:
+            if self._tokens.get(port.address) is token:
+                del self._tokens[port.address]
+                if port not in self._ports.all:
+                    self.release(port)
+
+    def _claim(self, port: Port) -> None:
+        owner = self._owners.get(port, lambda: None)()
+        if owner is not None and owner is not self:
+            raise ConfigError(f"{port} is a port of another pairing; remove it there, or close that pairing, first")
+        self._owners[port] = ref(self)
+
+    def release(self, port: Port) -> None:
+        """Let any pairing have it."""
+        self._owners.pop(port, None)
 
     def give_up(self, address: PeerAddress) -> None:
         """Let a port that is being linked not join."""
@@ -124,15 +119,11 @@ class Joining:
             with self._intake.lock:
                 if port.address in self._tokens or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
-                claim(port, self)
+                self._claim(port)
                 self._tokens[port.address] = token
             self._join(port, token)
         finally:
-            with self._intake.lock:
-                if self._tokens.get(port.address) is token and port not in self._ports.all:
-                    release(port)
-                if self._tokens.get(port.address) is token:
-                    del self._tokens[port.address]
+            self._end(port, token)
             if self._intake.num_unfinished:
                 self._intake.inbox.wake()
 

@@ -20,7 +20,7 @@ from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -30,11 +30,11 @@ from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.intake import Intake
-from pdinfer.pairing.joining import Joining, release
+from pdinfer.pairing.joining import Joining
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.request import refusal
+from pdinfer.pairing.request import failed
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
@@ -197,7 +197,8 @@ class Pairing(OfOneProcess):
                     except Overloaded:
                         break  # another thread, or `requests` itself, has filled the queue meanwhile
                     except RequestError as error:
-                        yield refusal(pulled, error, self._random_bytes(8).hex())
+                        request_id = pulled.request_id
+                        yield failed(request_id if isinstance(request_id, str) else self._random_bytes(8).hex(), error)
                     pulled = None
                 yield from self._advance_for(mine)
                 collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
@@ -304,13 +305,13 @@ class Pairing(OfOneProcess):
         return self._joining.beside(port)
 
     def _find_lost(self, others: Iterable[Port]) -> None:
-        """Step the ports that did not answer, which may be lost: that is no reason to refuse a new one. When another
-        thread is stepping, it finds out itself."""
+        """Step the ports that did not answer: those that are lost are no reason to refuse a new one. Another thread
+        that steps finds them itself."""
         if self._stepping.acquire(blocking=False):
             try:
                 for other in others:
                     if other in self._ports.all:
-                        self._change(partial(self._broker.step_port, other.address, other))
+                        self._change(partial(self._broker.step_port, other))
             finally:
                 self._stepping.release()
 
@@ -337,15 +338,14 @@ class Pairing(OfOneProcess):
                 self._change(partial(self._part_with, port))
                 self._advance()
                 # so that it answers the peers that took its rooms away
-                self._change(partial(self._broker.step_port, address, port))
+                self._change(partial(self._broker.step_port, port))
         finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
 
     def _part_with(self, port: Port) -> None:
-        self._broker.take_back(port.address, port)
-        self._broker.part_with(port.address, TransferError("its port was removed from the pairing"))
-        release(port)
-        self._broker.step_port(port.address, port)
+        self._broker.remove(port)
+        self._joining.release(port)
+        self._broker.step_port(port)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -369,7 +369,6 @@ class Pairing(OfOneProcess):
         if self._unfinished_call:
             let_go()
             with self._intake.lock:
-                self._intake.take()
                 self._broker.recover(self._undelivered)
         self._unfinished_call, failed = True, None  # until this one has ended
         try:

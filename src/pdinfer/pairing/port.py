@@ -65,31 +65,26 @@ class DecodePort(Port, Protocol):
 
 @runtime_checkable
 class ReturningPort(Port, Protocol):
-    """A port that may come back after it was lost, without the requests it had. `recover` returns whether it is back,
-    and raises when it never will be."""
+    """A port that may be lost and come back, without its requests. `recover` returns whether it is back, and raises
+    when it never will be."""
 
     def recover(self) -> bool: ...
 
 
 @runtime_checkable
 class BriefPort(Protocol):
-    """A port that quickly tells what policies need. Others are asked for all of their load."""
+    """A port that quickly reports the part of its load that policies need, and its links, which are the load's
+    `kv.peers`. Others are asked for all of their load."""
 
     def brief_load(self) -> EngineLoad: ...
 
-
-@runtime_checkable
-class LinkedPort(Protocol):
-    """A port that tells of its links alone. Others are asked for all of their load."""
-
-    def peers(self) -> tuple[PeerStats, ...]:
-        """Return what is `kv.peers` of its load."""
+    def peers(self) -> tuple[PeerStats, ...]: ...
 
 
 @runtime_checkable
 class TellingPort(Protocol):
-    """A port that tells of which requests it computes rows, also after it was lost. Of others it is taken for all that
-    were granted pages there."""
+    """A port that reports of which requests it computes rows, also once it is lost. Others may compute all that they
+    were granted."""
 
     @property
     def computing(self) -> Collection[str]: ...
@@ -97,7 +92,7 @@ class TellingPort(Protocol):
 
 @runtime_checkable
 class CachingPort(Protocol):
-    """A port that tells which pages it holds. A port need not."""
+    """A port that reports which pages it holds."""
 
     @property
     def addresses(self) -> tuple[PeerAddress, ...]: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TypeVar, cast
 
@@ -15,7 +15,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, LinkedPort, Port, PrefillPort, ReturningPort
+from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
@@ -26,30 +26,48 @@ PORT_WAIT_S = 60.0
 """How long requests wait for a port where the last one was in another process, which comes back or is replaced."""
 
 AnyPort = TypeVar("AnyPort", bound=Port)
-T = TypeVar("T")
 
 _log = logging.getLogger("pdinfer")
 
 
+ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
+"""Ports that report which pages they hold, by how the keys of these pages are made."""
+
+
+@attrs.frozen
+class _Member:
+    """A port, the longest request that it holds, and how it reports a brief load and its links."""
+
+    port: Port
+    max_tokens: int
+    brief_load: Callable[[], EngineLoad]
+    peers: Callable[[], tuple[PeerStats, ...]]
+
+    @classmethod
+    def of(cls, port: Port) -> _Member:
+        if isinstance(port, BriefPort):
+            return cls(port, port.limits.max_tokens, port.brief_load, port.peers)
+        return cls(port, port.limits.max_tokens, port.load, lambda: port.load().kv.peers)
+
+
 class Ports:
     """The ports of both sides by address, and which of them reach each other. A port in `leaving` serves what it has
-    and is not chosen any more. `caching` are the prefills and the decodes that tell which pages they hold.
+    and is not chosen any more. `caching` are the prefills and the decodes that report which pages they hold.
     `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`, while any thread may add and
     drop ports: `prefills`, `decodes` and `caching` are replaced, never changed."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
         self.decodes: dict[PeerAddress, DecodePort] = {}
-        self.caching = CachingPorts(), CachingPorts()
+        self.caching: tuple[ByScheme, ByScheme] = {}, {}
         self.leaving: set[PeerAddress] = set()
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
+        self._members: dict[PeerAddress, _Member] = {}
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
         self._version = 0
         self._links: tuple[int, Links] = (-1, Links())
         self._peers: dict[PeerAddress, tuple[PeerStats, ...]] = {}
-        self._longest: dict[PeerAddress, int] = {}
-        self._tell: dict[PeerAddress, Callable[[], EngineLoad]] = {}
         self._changing = new_lock()
 
     @property
@@ -71,66 +89,59 @@ class Ports:
     @property
     def fits_all(self) -> int:
         """The longest request that every port can hold; 0 while one side has no port. Any thread may read it."""
-        longest = self._longest
-        return min(longest.values(), default=0) if self.prefills and self.decodes else 0
+        held = [member.max_tokens for member in self._members.values()]
+        return min(held, default=0) if self.prefills and self.decodes else 0
 
     def opposite(self, port: Port) -> list[Port]:
-        """Return the ports of the other side."""
         return [*(self.decodes if port.role == "prefill" else self.prefills).values()]
 
     def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
-        """Add a port that is connected to all ports of the other side except the `unlinked` ones. Those pairs are down
-        until one end reports a link."""
+        """Add a port that is linked to all of the other side but the `unlinked` ones. Those pairs are down until one
+        end reports a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
-        address, tell = port.address, port.brief_load if isinstance(port, BriefPort) else port.load
+        down = [(port, other) if port.role == "prefill" else (other, port) for other in others]
+        member = _Member.of(port)
         with self._changing:
-            self._longest = {**self._longest, address: port.limits.max_tokens}
-            self._tell = {**self._tell, address: tell}
-            if isinstance(port, CachingPort):
-                prefills, decodes = self.caching
-                is_prefill = port.role == "prefill"
-                self.caching = (
-                    prefills.plus(address, port) if is_prefill else prefills,
-                    decodes if is_prefill else decodes.plus(address, port),
-                )
-            if port.role == "prefill":
-                down: list[tuple[Port, Port]] = [(port, other) for other in others]
-                self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
-                if isinstance(port, PrefillEngine):
-                    port.take_turns(self._decoding_s)
-            else:
-                down = [(other, port) for other in others]
-                self.decodes = {**self.decodes, port.address: cast(DecodePort, port)}
             self._met |= {
                 (peer_key(prefill.address), peer_key(rank)) for prefill, decode in down for rank in decode.addresses
             }
             self.links_down |= {(prefill.address, decode.address) for prefill, decode in down}
-            self.num_changes += 1
-            self._version += 1
+            self._replace({**self._members, port.address: member})
+        if isinstance(port, PrefillEngine):
+            port.take_turns(self._decoding_s)
 
     def drop(self, address: PeerAddress) -> None:
-        """Remove a port and its links."""
         with self._changing:
-            keys = set(map(peer_key, self._ranks_of(address)))
-            if isinstance(left := self.prefills.get(address), PrefillEngine):
-                left.take_turns(None)
+            members = dict(self._members)
+            left = members.pop(address, None)
+            keys = set(map(peer_key, (address,) if left is None else left.port.addresses))
+            if left is not None and isinstance(left.port, PrefillEngine):
+                left.port.take_turns(None)
+            self._replace(members)
             self.leaving.discard(address)
-            self._longest = _without(self._longest, address)
-            self.caching = self.caching[0].minus(address), self.caching[1].minus(address)
-            self._tell = _without(self._tell, address)
-            self.prefills = _without(self.prefills, address)
-            self.decodes = _without(self.decodes, address)
             self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
             self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
-            self.num_changes += 1
-            self._version += 1
+
+    def _replace(self, members: dict[PeerAddress, _Member]) -> None:
+        self._members = members
+        ports = [(address, member.port) for address, member in members.items()]
+        self.prefills = {address: cast(PrefillPort, port) for address, port in ports if port.role == "prefill"}
+        self.decodes = {address: cast(DecodePort, port) for address, port in ports if port.role == "decode"}
+        self.caching = by_scheme(self.prefills.values()), by_scheme(self.decodes.values())
+        self.num_changes += 1
+        self._version += 1
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
-        """Return what policies are told of all ports, leaving or not. Called from the thread that steps."""
-        with self._changing:
-            tell, prefills, decodes = self._tell, self.prefills, self.decodes
-        loads = {address: cast(PrefillLoad, tell[address]()) for address in prefills}
-        return loads, {address: cast(DecodeLoad, tell[address]()) for address in decodes}
+        """Return what policies are shown of all ports, leaving or not."""
+        prefills: dict[PeerAddress, PrefillLoad] = {}
+        decodes: dict[PeerAddress, DecodeLoad] = {}
+        for address, member in self._members.items():
+            load = member.brief_load()
+            if isinstance(load, PrefillLoad):
+                prefills[address] = load
+            elif isinstance(load, DecodeLoad):
+                decodes[address] = load
+        return prefills, decodes
 
     def _decoding_s(self) -> float | None:
         """Return how many seconds the decodes in this process compute in their next steps together, or None when
@@ -143,11 +154,7 @@ class Ports:
     def key_schemes(self) -> set[KeyScheme]:
         """The ways in which prefills, and decodes that trust all prefills alike, make the keys of their pages."""
         prefills, decodes = self.caching
-        return {*prefills.by_scheme, *(scheme for scheme in decodes.by_scheme if not scheme.by_writer)}
-
-    def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
-        port: Port | None = self.prefills.get(address) or self.decodes.get(address)
-        return (address,) if port is None else port.addresses
+        return {*prefills, *(scheme for scheme in decodes if not scheme.by_writer)}
 
     def part(self, port: Port) -> None:
         """Make the ports of the other side close their links to a lost port, which may still be alive."""
@@ -172,7 +179,7 @@ class Ports:
     def look(self) -> None:
         """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
         Channels dial again by themselves, so a pair may be back at the next look."""
-        peers = {port.address: _peers_of(port) for port in self.all}
+        peers = {address: member.peers() for address, member in self._members.items()}
         told = {
             (peer_key(address), peer_key(peer.address)): peer.connected
             for address, of_port in peers.items()
@@ -181,12 +188,12 @@ class Ports:
         with self._changing:
             self._peers = peers
             self._met |= told.keys()
-            lost = {pair for pair in self._met if not told.get(pair, False)}
+            lost = {frozenset(pair) for pair in self._met if not told.get(pair, False)}
             links_down = frozenset(
                 (prefill, decode)
                 for prefill in self.prefills
                 for decode, port in self.decodes.items()
-                if any(_meets(lost, prefill, rank) for rank in port.addresses)
+                if lost and any(frozenset((peer_key(prefill), peer_key(rank))) in lost for rank in port.addresses)
             )
             self.num_changes += links_down != self.links_down
             self.links_down = links_down
@@ -197,7 +204,6 @@ class Ports:
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
     def has_linked_pair(self, total: int) -> bool:
-        """Return whether any prefill and decode that can hold `total` tokens reach each other."""
         prefills, decodes = self.fitting(total)
         return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
 
@@ -209,9 +215,12 @@ class Ports:
         return self._links[1]
 
     def _measured(self) -> Iterator[Link]:
-        prefills, decodes = self.prefills, self.decodes
-        looked: list[Port] = [*prefills.values(), *decodes.values()]
-        known = {port.address: {peer_key(peer.address): peer for peer in self._peers_of(port)} for port in looked}
+        with self._changing:  # other threads may add ports
+            members, prefills, decodes = self._members, self.prefills, self.decodes
+        known = {}
+        for address, member in members.items():
+            peers = self._peers.get(address)
+            known[address] = {peer_key(peer.address): peer for peer in (member.peers() if peers is None else peers)}
         for prefill, decode in product(prefills.values(), decodes.values()):
             if self.linked(prefill.address, decode.address):
                 yield Link(
@@ -221,22 +230,10 @@ class Ports:
                     inflight_bytes=_inflight(known[prefill.address], decode),
                 )
 
-    def _peers_of(self, port: Port) -> tuple[PeerStats, ...]:
-        """Return the peers that a port had at the last look. A port that came since is asked now."""
-        peers = self._peers.get(port.address)
-        return _peers_of(port) if peers is None else peers
-
-    def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
-        """Return the ranks that write what is submitted to this prefill."""
-        return self.prefills[prefill].addresses
-
     def roomiest_limits(self) -> list[RequestLimits]:
-        """Return, for each side, the limits of the port that takes the longest request, with the logits processors of
-        all ports. Any thread may call it."""
-        sides = [
-            [port.limits for port in list(self.prefills.values())],
-            [port.limits for port in list(self.decodes.values())],
-        ]
+        """Return, for each side, the limits of the port that takes the longest request, with all ports' logits
+        processors. Any thread may call it."""
+        sides = [[port.limits for port in side.values()] for side in (self.prefills, self.decodes)]
         return [
             attrs.evolve(
                 max(side, key=lambda limits: limits.max_tokens),
@@ -249,56 +246,30 @@ class Ports:
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
-        prefills, decodes = self.fitting(0)
-        longest = self._longest
-        return sorted([longest.get(at, 0) for at in prefills]), sorted([longest.get(at, 0) for at in decodes])
+        members = self._members
+        prefills, decodes = (sorted(members[at].max_tokens for at in side if at in members) for side in self.fitting(0))
+        return prefills, decodes
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
         return self._fitting(self.prefills, total), self._fitting(self.decodes, total)
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
-        longest, leaving = self._longest, self.leaving
+        members, leaving = self._members, self.leaving
         return {
             address: port
             for address, port in ports.items()
-            if longest.get(address, 0) >= total and not (leaving and address in leaving)
+            if address in members and members[address].max_tokens >= total and not (leaving and address in leaving)
         }
 
 
-@attrs.frozen
-class CachingPorts:
-    """The ports of one side that tell which pages they hold, by how they make the keys of their pages."""
-
-    by_scheme: Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]] = attrs.field(factory=dict)
-
-    def plus(self, address: PeerAddress, port: CachingPort) -> CachingPorts:
-        """Return these ports and another one, if that caches pages."""
-        scheme = port.key_scheme
-        if scheme is None:
-            return self
-        return CachingPorts({**self.by_scheme, scheme: {**self.by_scheme.get(scheme, {}), address: port}})
-
-    def minus(self, address: PeerAddress) -> CachingPorts:
-        """Return these ports without one."""
-        left = {
-            scheme: {known: port for known, port in ports.items() if known != address}
-            for scheme, ports in self.by_scheme.items()
-        }
-        return CachingPorts({scheme: ports for scheme, ports in left.items() if ports})
-
-
-def _peers_of(port: Port) -> tuple[PeerStats, ...]:
-    return port.peers() if isinstance(port, LinkedPort) else port.load().kv.peers
-
-
-def _without(known: Mapping[PeerAddress, T], address: PeerAddress) -> dict[PeerAddress, T]:
-    return {other: item for other, item in known.items() if other != address}
-
-
-def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:
-    keys = peer_key(one), peer_key(other)
-    return keys in pairs or keys[::-1] in pairs
+def by_scheme(ports: Iterable[Port]) -> ByScheme:
+    """Return those of the ports that report which pages they hold, unless they keep none."""
+    found: dict[KeyScheme, dict[PeerAddress, CachingPort]] = {}
+    for port in ports:
+        if isinstance(port, CachingPort) and (scheme := port.key_scheme) is not None:
+            found.setdefault(scheme, {})[port.address] = port
+    return found
 
 
 def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float | None:
@@ -314,14 +285,15 @@ def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
 class LostPorts:
     """The losses of a Pairing. `away` are the ports that may come back; `num_lost` counts all losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, ports: Ports, port_wait_s: float | None) -> None:
+        self._ports = ports
+        self._port_wait_s = port_wait_s
         self.away: dict[PeerAddress, ReturningPort] = {}
         self.num_lost = 0
         self._lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
         self._waits_s: dict[str, float] = {}
 
     def told(self, now: float) -> tuple[LostPort, ...]:
-        """Return the newest losses, in order of time."""
         return tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._lost))
 
     def last(self, role: str) -> str:
@@ -330,33 +302,32 @@ class LostPorts:
         return f"; the last that was lost is {found.address}: {found.reason}" if found else ""
 
     def waits_s(self, role: str) -> float:
-        """Return how long requests wait for a port of a role where none is left: not at all for an engine of this
-        process, which only its host can replace."""
-        return self._waits_s.get(role, 0.0)
+        """Return how long requests wait where no port of a role is left or holds them. Unless that is configured, they
+        do not wait for an engine of this process, which only its host can replace."""
+        return self._waits_s.get(role, 0.0) if self._port_wait_s is None else self._port_wait_s
 
-    def set_aside(self, port: Port, ports: Ports) -> None:
-        """Close a port, which proves that it has stopped. Of one that may come back the others close their links."""
+    def add(self, port: Port, reason: str, now: float) -> None:
+        """Record a loss, and close the port, which proves that it has stopped. If it may come back, the others close
+        their links to it."""
+        self.num_lost += 1
+        lost = LostPort(address=port.address, role=port.role, age_s=0.0, reason=reason, is_back=False)
+        self._lost.append((now, lost))
         self._waits_s[port.role] = PORT_WAIT_S if isinstance(port, ReturningPort) else 0.0
         if isinstance(port, ReturningPort):
             self.away[port.address] = port
-            ports.part(port)
+            self._ports.part(port)
         else:
             self._close(port)
 
-    def add(self, lost: LostPort, now: float) -> None:
-        """Count and record a loss."""
-        self.num_lost += 1
-        self._lost.append((now, lost))
-
-    def recover(self, ports: Ports) -> None:
+    def recover(self) -> None:
         """Use ports again that are back, and close those that never will be."""
         for address, port in list(self.away.items()):
             try:
                 if not port.recover():
                     continue
-                if address in (known.address for known in ports.all if known is not port):
+                if address in (known.address for known in self._ports.all if known is not port):
                     raise ConfigError("the host has added another port to it")
-                ports.take_back(port)
+                self._ports.take_back(port)
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - as of a step

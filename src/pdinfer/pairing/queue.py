@@ -39,11 +39,9 @@ class Queue:
     def __init__(self, *, fair_share: bool = False) -> None:
         self._fair_share = fair_share
         self._shares = Shares()
-        self._waiting: dict[TrackedRequest, tuple[Level, bytes]] = {}
-        self._lines: dict[Level, dict[bytes, list[TrackedRequest]]] = {}
         self._num_turns = 0
-        self._newcomers: list[TrackedRequest] = []
         self.next_deadline = math.inf
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -54,17 +52,15 @@ class Queue:
     def put(self, tracked: TrackedRequest) -> None:
         """Add a request, unless it is there. Its place follows from its priority, its tenant and its age."""
         if tracked in self._waiting:
-            return  # it was put in by a step that was interrupted
+            return
         level = -tracked.request.priority, not tracked.is_resumed
         tenant = tracked.request.cache_salt if self._fair_share and not tracked.is_resumed else b""
         self._waiting[tracked] = level, tenant
         insort(self._lines.setdefault(level, {}).setdefault(tenant, []), tracked, key=attrgetter("due_at"))
         self._newcomers.append(tracked)
-        if tracked.deadline_at is not None:
-            self.next_deadline = min(self.next_deadline, tracked.deadline_at)
+        self.next_deadline = min(self.next_deadline, tracked.deadline_at)
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Remove a request that has ended without being served."""
         level, tenant = self._waiting.pop(tracked)
         tenants = self._lines[level]
         line = tenants[tenant]
@@ -81,11 +77,12 @@ class Queue:
         if self._fair_share and not tracked.is_resumed:
             self._shares.add(tracked.request.cache_salt, forecast_tokens(tracked.request))
 
-    def restore(self, requests: Iterable[TrackedRequest]) -> None:
-        """Make these the waiting requests, whatever an interrupt has left in the queue. Shares stay as they are."""
-        self._waiting, self._lines, self._newcomers, self.next_deadline = {}, {}, [], math.inf
-        for tracked in requests:
-            self.put(tracked)
+    def clear(self) -> None:
+        """Remove all requests. Shares stay as they are."""
+        self._waiting: dict[TrackedRequest, tuple[Level, bytes]] = {}
+        self._lines: dict[Level, dict[bytes, list[TrackedRequest]]] = {}
+        self._newcomers: list[TrackedRequest] = []
+        self.next_deadline = math.inf
 
     def take_newcomers(self) -> list[TrackedRequest]:
         """Return the requests that were put in since the last call and still wait."""
@@ -95,8 +92,7 @@ class Queue:
     def take_all(self) -> list[TrackedRequest]:
         """Return all requests, newcomers or not, and work out the next deadline."""
         self._newcomers = []
-        ends = (tracked.deadline_at for tracked in self._waiting)
-        self.next_deadline = min((end for end in ends if end is not None), default=math.inf)
+        self.next_deadline = min((tracked.deadline_at for tracked in self._waiting), default=math.inf)
         return list(self._waiting)
 
     def in_turn(self, now: float) -> Iterator[TrackedRequest]:
@@ -131,8 +127,7 @@ class Queue:
 
 
 def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedRequest | None:
-    """Return the request that loses its place to one of this priority: the newest of the lowest priority below it whose
-    stream has not begun, or None."""
+    """Return the newest of the lowest priority below this one among requests without a stream; None without one."""
     below = [one for one in requests if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
 
@@ -140,16 +135,11 @@ def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedReque
 class WaitLimits:
     """How long queued requests wait for what is missing: ports that hold them, and links between these."""
 
-    def __init__(self, ports: Ports, lost_ports: LostPorts, port_wait_s: float | None) -> None:
+    def __init__(self, ports: Ports, lost_ports: LostPorts) -> None:
         self._ports = ports
         self._lost_ports = lost_ports
-        self._port_wait_s = port_wait_s
         self._num_changes_seen = -1
         self._some_give_up = False
-
-    def port_wait_s(self, side: str) -> float:
-        """Return how long a request waits for a port of a side that has none for it."""
-        return self._lost_ports.waits_s(side) if self._port_wait_s is None else self._port_wait_s
 
     def ends(self, queue: Queue, now: float) -> Iterator[tuple[TrackedRequest, End]]:
         """Yield the queued requests that have to end, and how. While no port or link is missing, and no deadline is
@@ -163,25 +153,25 @@ class WaitLimits:
         most = ports.most_tokens if waiting else {}
         for tracked in waiting:
             end = self._end(tracked, now, most)
-            self._some_give_up |= tracked.attempt.give_up_at is not None
+            self._some_give_up |= tracked.attempt.give_up_at < math.inf
             if end is not None:
                 yield tracked, end
 
     def _end(self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]) -> End | None:
         """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
         can hold."""
-        if tracked.expired(now):
+        if now >= tracked.deadline_at:
             return FinishReason.DEADLINE, None
         side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
         if side is not None:
             reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
             reason += f"; {tracked.lost}" if tracked.lost is not None else self._lost_ports.last(side)
-            grace_s = self.port_wait_s(side)
+            grace_s = self._lost_ports.waits_s(side)
         elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
             grace_s = LINK_WAIT_S
         else:
-            tracked.attempt.give_up_at = None
+            tracked.attempt.give_up_at = math.inf
             return None
         return (FinishReason.FAILED, TransferError(reason)) if tracked.attempt.gives_up(now, grace_s) else None
 
@@ -206,7 +196,6 @@ class Shares:
         self._least = min(map(self.of, tenants), default=self._least)
 
     def add(self, tenant: bytes, num_tokens: int) -> None:
-        """Count a turn of a tenant for this many tokens."""
         self._had[tenant] = self.of(tenant) + num_tokens
         if len(self._had) > MAX_TENANTS:
             most = sorted(self._had.items(), key=lambda item: item[1])[MAX_TENANTS // 2 :]
@@ -223,12 +212,15 @@ class AwaitingRelease:
     def __len__(self) -> int:
         return len(self._forget_at)
 
-    def add(self, request_id: str, decode: PeerAddress, *, forget_at: float = float("inf")) -> None:
-        """Reserve an id until the decode releases it, or until `forget_at` by the broker's clock."""
-        self._forget_at[request_id, decode] = forget_at
+    def add(self, request_id: str, decode: PeerAddress) -> None:
+        """Reserve an id until the decode releases it."""
+        self._forget_at[request_id, decode] = math.inf
+
+    def forget_at(self, at: float) -> None:
+        """Free all these ids at `at` by the broker's clock even if no decode has released them."""
+        self._forget_at = dict.fromkeys(self._forget_at, at)
 
     def discard(self, request_id: str, decode: PeerAddress) -> None:
-        """Free an id that the decode has released."""
         self._forget_at.pop((request_id, decode), None)
 
     def waits(self, request_id: str, decodes: Iterable[PeerAddress]) -> bool:
@@ -240,13 +232,11 @@ class AwaitingRelease:
         self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] in decodes}
 
     def drop(self, decode: PeerAddress) -> None:
-        """Forget the ids of a decode that is lost."""
         self._forget_at = {each: at for each, at in self._forget_at.items() if each[1] != decode}
 
     def expire(self, now: float) -> None:
-        """Forget the ids whose time is over."""
         self._forget_at = {each: at for each, at in self._forget_at.items() if now < at}
 
     def ends_at(self) -> Iterator[float]:
         """Return when ids will be forgotten, where that is known."""
-        return (at for at in list(self._forget_at.values()) if at < float("inf"))
+        return (at for at in list(self._forget_at.values()) if at < math.inf)

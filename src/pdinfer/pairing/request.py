@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection
 from functools import cached_property
 
 import attrs
@@ -30,14 +31,14 @@ TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReas
 
 @attrs.define(eq=False)
 class PromptKeys:
-    """The keys of the full pages of one prompt, and of the output so far. They are made once for each scheme, and for
-    each set of writers where these matter."""
+    """The keys of the full pages of one prompt and its output so far, made once for each scheme and set of writers."""
 
     request: Request
     _made: dict[tuple[KeyScheme, tuple[PeerAddress, ...]], list[bytes]] = attrs.field(factory=dict, init=False)
 
     def of(self, scheme: KeyScheme, writers: tuple[PeerAddress, ...] = ()) -> list[bytes]:
         """Return the keys that a pool would find, which leaves out the page of the last token: that one runs."""
+        writers = writers if scheme.by_writer else ()
         keys = self._made.get((scheme, writers))
         if keys is None:
             chain = scheme.chain(self.request.cache_salt, writers)
@@ -45,11 +46,6 @@ class PromptKeys:
             chain.extend(tokens)
             keys = self._made[scheme, writers] = chain.keys[: (len(tokens) - 1) // scheme.page_size]
         return keys
-
-    def prepare(self, schemes: Iterable[KeyScheme]) -> None:
-        """Make the keys of pages that an engine fills itself."""
-        for scheme in schemes:
-            self.of(scheme)
 
 
 @attrs.define(eq=False)
@@ -61,7 +57,8 @@ class Attempt:
     compute `prefill_tokens`, and `link_bytes` had to cross the link. `forwarded` says that prefill has the last of its
     grants; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a grant,
     when prefill is done with it. `tokens` came in this attempt, the first of them at `runs_from_s`. `give_up_at` is
-    when it stops waiting for a missing port or link, and `stranded_at` since when its decode has no prefill for it."""
+    when it stops waiting for a missing port or link. Its decode has no prefill for it since `stranded_at`. Both are
+    infinite where nothing is missing."""
 
     waiting_since: float
     prefill: PeerAddress | None = None
@@ -73,8 +70,8 @@ class Attempt:
     landed: bool = False
     tokens: list[int] = attrs.field(factory=list)
     runs_from_s: float | None = None
-    give_up_at: float | None = None
-    stranded_at: float | None = None
+    give_up_at: float = math.inf
+    stranded_at: float = math.inf
 
     def needs(self, address: PeerAddress) -> bool:
         """Return whether it cannot go on without this port."""
@@ -82,8 +79,7 @@ class Attempt:
 
     def gives_up(self, now: float, grace_s: float) -> bool:
         """Return whether it has waited in vain for `grace_s`, counted from the first call."""
-        give_up_at = now + grace_s
-        self.give_up_at = give_up_at if self.give_up_at is None else min(self.give_up_at, give_up_at)
+        self.give_up_at = min(self.give_up_at, now + grace_s)
         return now >= self.give_up_at
 
 
@@ -91,9 +87,10 @@ class Attempt:
 class TrackedRequest:
     """One unfinished request with its id and seed filled in, and the `attempt` to serve it.
 
-    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. `failure` is why decode
-    was asked to end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `displaced` is why it
-    gives its place in the queue to another request. `lost` is why it had to leave its last decode, and `losses` are all
+    `choice` is the last that was made for it, and `queued_s` is how long it waited for that. The host's threads set
+    `cancel_wanted`, and `displaced`, which is why it gives its place in the queue to another request. `cancelled` says
+    that decode was asked to end it, `failure` why if its host did not ask, and `ends_by` when the Pairing ends it even
+    if decode does not answer. `lost` is why it had to leave its last decode, and `losses` are all
     ports that it has lost. Of the decodes that it left, `num_decodes_lost` had granted it pages, and they ran it for
     `streamed_s`. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the matcher has
     failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
@@ -101,16 +98,18 @@ class TrackedRequest:
     request_id: str
     request: Request
     submitted_at: float
-    deadline_at: float | None
+    deadline_at: float
+    ends_by: float
     attempt: Attempt
+    keys: PromptKeys
     num_tokens: int = 0
     choice: Choice | None = None
     queued_s: float = 0.0
     granted_s: float | None = None
     first_token_s: float | None = None
+    cancel_wanted: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
-    ends_by: float = float("inf")
     displaced: PDInferError | None = None
     lost: PDInferError | None = None
     losses: Losses = attrs.field(factory=Losses)
@@ -119,7 +118,6 @@ class TrackedRequest:
     streamed_s: float = 0.0
     stopping: Stopping | None = None
     ending: TokenEvent | None = None
-    _keys: PromptKeys | None = None
 
     @classmethod
     def of(
@@ -132,18 +130,18 @@ class TrackedRequest:
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
         deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
-        tracked = cls(
+        deadline_at = math.inf if deadline_s is None else now + deadline_s
+        return cls(
             request_id,
             attrs.evolve(request, request_id=request_id, sampling=sampling, stop=()),
             submitted_at=now,
-            deadline_at=None if deadline_s is None else now + deadline_s,
+            deadline_at=deadline_at,
+            ends_by=deadline_at + DEADLINE_GRACE_S,
             attempt=Attempt(waiting_since=now),
+            keys=PromptKeys(request),
             num_tokens=len(request.output),
             stopping=Stopping(request) if request.stop != () else None,
         )
-        if tracked.deadline_at is not None:
-            tracked.ends_by = tracked.deadline_at + DEADLINE_GRACE_S
-        return tracked
 
     @property
     def max_tokens(self) -> int:
@@ -170,36 +168,18 @@ class TrackedRequest:
         """The key by which requests of one priority are ordered."""
         return due_at(self.submitted_at, self.deadline_at)
 
-    @property
-    def keys(self) -> PromptKeys:
-        """The keys of its pages, by which ports find them."""
-        if self._keys is None or self._keys.request.output != self.request.output:
-            self._keys = PromptKeys(self.request)
-        return self._keys
-
     # -- when it ends -----------------------------------------------------------------------------------------------
 
-    def expired(self, now: float) -> bool:
-        """Return whether its deadline has passed."""
-        return self.deadline_at is not None and now >= self.deadline_at
-
-    def cancel_requested(self, now: float, failure: PDInferError | None = None) -> None:
-        """Note that decode was asked to end it, since it was cancelled or, with `failure`, cannot go on."""
+    def end_requested(self, now: float, failure: PDInferError | None = None) -> None:
+        """Note that decode was asked to end it: it was cancelled, has stopped or, with `failure`, cannot go on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
-        self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
-        self.attempt.give_up_at = None
+        self.ends_by = min(self.ends_by, now + (CANCEL_GRACE_S if self.ending is None else STOP_GRACE_S))
+        self.attempt.give_up_at = math.inf
 
-    def stop_requested(self, now: float) -> None:
-        """Note that decode was asked to end it, since `ending` says how it ends."""
-        self.cancelled = True
-        self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
-        self.attempt.give_up_at = None
-
-    def overdue(self, now: float) -> End | None:
-        """Return how it ends when its decode has used up its time, else None."""
-        if self.attempt.decode is None or now < self.ends_by:
-            return None
+    @property
+    def overdue_end(self) -> End:
+        """How it ends when its decode has used up its time."""
         if self.cancelled:
             return FinishReason.CANCELLED, None
         if self.failure is not None:
@@ -207,25 +187,23 @@ class TrackedRequest:
         return FinishReason.DEADLINE, None
 
     def wakes_at(self, now: float) -> float:
-        """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
-        own, so look again a little later."""
-        attempt = self.attempt
-        give_up_at = float("inf") if attempt.give_up_at is None else attempt.give_up_at
-        deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
-        if attempt.decode is None:
-            return min(deadline_at, give_up_at)
-        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, give_up_at)
+        """Return when to look at it again. Its decode ends it by a clock of its own, so look a little after its
+        deadline."""
+        if self.attempt.decode is None:
+            return min(self.deadline_at, self.attempt.give_up_at)
+        look_at = now + OVERDUE_S if now >= self.deadline_at else self.deadline_at
+        return min(look_at, self.ends_by, self.attempt.give_up_at)
 
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
     def was_computed(self, computing: Collection[str] | None) -> bool:
-        """Return whether one of its ports computed rows of it. `computing` are the requests of which the port has told
-        so; of one that tells nothing, all that were granted pages count."""
+        """Return whether its port computed rows of it, which that has reported to be `computing`; None if it reports
+        nothing."""
         return self.attempt.forwarded if computing is None else self.request_id in computing
 
     def stays_lost(self, *, may_continue: bool) -> bool:
-        """Return whether it cannot go to another decode: it may be what breaks them, or it has given tokens and the
-        host does not want that."""
+        """Return whether no other decode may have it: it may break them, or it has given tokens and the host wants no
+        more."""
         return self.losses.are_too_many or (self.first_token_s is not None and not may_continue)
 
     def leave(self, now: float, lost: PDInferError) -> None:
@@ -243,6 +221,7 @@ class TrackedRequest:
         if attempt.runs_from_s is not None:
             self.continued = True
             self.request = attrs.evolve(self.request, output=(*self.request.output, *attempt.tokens))
+            self.keys = PromptKeys(self.request)
             self.streamed_s += now - self.submitted_at - attempt.runs_from_s
         self.attempt = Attempt(waiting_since)  # last: what is interrupted before still has its decode, which ends it
 
@@ -250,12 +229,11 @@ class TrackedRequest:
 
     def request_at(self, now: float) -> Request:
         """Return the request for the next hop, with the seconds that are left."""
-        if self.deadline_at is None:
+        if self.deadline_at == math.inf:
             return self.request
         return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
     def chosen(self, choice: Choice, now: float) -> None:
-        """Note the pair that serves it from now on."""
         self.choice, self.attempt.prefill, self.attempt.decode = choice, choice.prefill, choice.decode
         self.queued_s = now - self.submitted_at
 
@@ -273,7 +251,6 @@ class TrackedRequest:
         attempt = self.attempt
         attempt.landed = True
         if event.token is not None:
-            self.num_tokens += 1
             attempt.tokens.append(event.token)
             if attempt.runs_from_s is None:
                 attempt.runs_from_s = now - self.submitted_at
@@ -286,11 +263,13 @@ class TrackedRequest:
             self.ending = self._stopped(event, self.stopping)
         if self.ending is None:
             return event
-        return None if event.finish_reason is None else self._ended(self.ending, event.usage)
+        if event.finish_reason is not None:
+            return self._ended(self.ending, event.usage)
+        self.num_tokens += 1  # those that the host sees count once it has them
+        return None
 
     def _last(self, event: TokenEvent) -> TokenEvent:
-        """Return decode's last event with its usage as the host counts: from the Pairing's submit, where decode counts
-        from its own."""
+        """Return decode's last event with times since the Pairing's submit, where decode counts from its own."""
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
         if (usage := event.usage) is None:
@@ -312,13 +291,7 @@ class TrackedRequest:
             if event.token is None or not stopping.ends_with(event.token):
                 return None
         except RequestError as error:
-            return TokenEvent(
-                request_id=self.request_id,
-                token=None,
-                index=event.index,
-                finish_reason=FinishReason.FAILED,
-                error=error,
-            )
+            return failed(self.request_id, error, index=event.index)
         return attrs.evolve(event, finish_reason=FinishReason.STOP)
 
     @staticmethod
@@ -350,8 +323,7 @@ class TrackedRequest:
             raise TransferError(f"a decode sent an impossible event for request {self.request_id!r}: {reason}")
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
-        """Return the final event of a request that decode never accepted, does not answer for, or lost. One that has
-        stopped ends as it would have."""
+        """Return the final event of a request that no decode ends. One that has stopped ends as it would have."""
         usage = Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
@@ -385,7 +357,6 @@ class TrackedRequest:
         return Timeline(**stages)
 
 
-def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:
-    """Return the final event of a request that was never accepted. `spare_id` is its id when it has no usable one."""
-    request_id = request.request_id if isinstance(request.request_id, str) else spare_id
-    return TokenEvent(request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error)
+def failed(request_id: str, error: PDInferError, *, index: int = 0) -> TokenEvent:
+    """Return the final event of a request that fails after `index` tokens, without a usage."""
+    return TokenEvent(request_id=request_id, token=None, index=index, finish_reason=FinishReason.FAILED, error=error)

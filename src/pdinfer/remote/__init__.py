@@ -4,8 +4,7 @@
     child.py      that process
     orders.py     what it is told, and what it says until it serves
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
-    known.py      what a client knows of its engine
-    pages.py      which pages an engine can find, told and mirrored
+    known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
     session.py    the threads that carry messages, and notice when the other end is silent
     messages.py   the messages

@@ -1,8 +1,8 @@
-"""The process of a spawned engine: it loads a model, makes an engine and serves it, until its parent is gone or closes
-the port."""
+"""The process of a spawned engine: it serves a model until its parent is gone or closes the port."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -22,7 +22,8 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import load_model
-from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, Warming, decode_order, frozen
+from pdinfer.progress import Tell
+from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, Warming, decode_order
 from pdinfer.remote.served import serve
 
 LOOK_S = 0.05
@@ -39,8 +40,8 @@ def main(connection: int, stderr: int) -> None:
 
 
 def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None:
-    """Make and serve the engine that the parent orders. `loaded` is called in between. Exits with status 1 when there
-    will be no engine."""
+    """Make and serve the engine that the parent orders, with a call of `loaded` in between. Exits with status 1 on
+    failure."""
     try:
         order = decode_order(parent.recv_bytes())
     except EOFError:
@@ -59,10 +60,10 @@ def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None
 def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngine:
     """Load the model, telling the parent how far it is, and make the engine with a channel of its own. Raises what
     `load_model`, the channel and the engine raise."""
-    cache, config = CacheConfig(**frozen(order.cache)), EngineConfig(**frozen(order.engine))
+    cache, config = CacheConfig(**order.cache), EngineConfig(**order.engine)
     make_transport = order.transport.find()
     processors = {name: named.find() for name, named in order.logits_processors.items()}
-    with _Watch(parent) as watch:
+    with _watched(parent) as progress:
         model = load_model(
             order.checkpoint,
             device=order.device,
@@ -70,7 +71,7 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
             mtp=config.num_draft_tokens > 0,
             cache=cache,
             trusted_roots=order.trusted_roots,
-            progress=watch.progress,
+            progress=progress,
         )
     channel = KVChannel(PagePool(model, cache), make_transport(), key=order.key)
     try:
@@ -84,34 +85,31 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
     return engine
 
 
-class _Watch:
-    """Ends this process with its parent while it loads, when nothing else listens to it. A parent says nothing then, so
-    a connection that can be read is one that has ended."""
+@contextlib.contextmanager
+def _watched(parent: Connection) -> Iterator[Tell]:
+    """Give a function that tells the parent how many bytes are loaded, and end this process with its parent meanwhile,
+    when nothing else listens to it. A parent says nothing then, so a connection that can be read has ended."""
+    ended, told_at = threading.Event(), 0.0
 
-    def __init__(self, parent: Connection) -> None:
-        self._parent = parent
-        self._told_at = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="pdinfer-parent", daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        now = time.monotonic()
-        if done_bytes == total_bytes or now > self._told_at + LOOK_S:
-            self._told_at = now
-            _say(self._parent, Loading(done_bytes, total_bytes))
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            if self._parent.poll(LOOK_S):
+    def watch() -> None:
+        while not ended.is_set():
+            if parent.poll(LOOK_S):
                 os._exit(1)  # nothing was made yet that would be left behind
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        nonlocal told_at
+        now = time.monotonic()
+        if done_bytes == total_bytes or now > told_at + LOOK_S:
+            told_at = now
+            _say(parent, Loading(done_bytes, total_bytes))
+
+    thread = threading.Thread(target=watch, name="pdinfer-parent", daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _say(parent: Connection, what: Said) -> None:

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, Generic
 
 import attrs
 
@@ -35,10 +33,10 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
 from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.messages import Command, Connected, PackedRequest, Ready, Report, Stepped
+from pdinfer.remote.messages import AnyLoad, Command, Connected, PackedRequest, Ready, Report, Stepped
 from pdinfer.remote.session import MessageStream, Session
 from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
-from pdinfer.types import Event, Granted, PageGrant, PeerAddress, Request
+from pdinfer.types import Event, PageGrant, PeerAddress, Request
 
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
@@ -48,12 +46,13 @@ REDIAL_S = (0.1, 5.0)
 
 _log = logging.getLogger("pdinfer")
 
-M = TypeVar("M")
 
-
-class EngineClient(OfOneProcess):
+class EngineClient(OfOneProcess, Generic[AnyLoad]):
     """What both clients share. Methods other than `step`, `recover` and `close` may be called from any thread. Only
-    `connect` waits for the engine's process, and it delays no other method."""
+    `connect` waits for the engine's process, and it delays no other method.
+
+    The session's threads note what is heard in `_engine`, and put events into `_inbox`. The thread that steps learns of
+    a loss by its number: `_num_losses_seen` are those after which the host was told that the engine is back."""
 
     role: ClassVar[str]
 
@@ -66,14 +65,12 @@ class EngineClient(OfOneProcess):
         config: RemoteConfig | None = None,
     ) -> None:
         self._config = config or RemoteConfig()
-        self._inbox: Inbox[Report | None] = Inbox()
-        self._arrived: deque[Report | None] = deque()
+        self._inbox: Inbox[list[Event]] = Inbox()
         self._lock = new_lock()
         self._answered = threading.Condition(new_lock())
         self._answers: dict[PeerAddress, Connected | None] = {}
-        self._events: list[Event] = []
-        self._lost = self._is_back = False
-        self._engine = KnownEngine(self.role)
+        self._engine: KnownEngine[AnyLoad] = KnownEngine(self.role)
+        self._num_losses_seen = 0
         self._reason = ""
         self._gone = False
         self._closing = threading.Event()
@@ -81,7 +78,7 @@ class EngineClient(OfOneProcess):
         self._session: Session[Report]
         self._meet(connection() if callable(connection) else connection)
         try:
-            ready = self._await(Ready, timeout_s)
+            ready = self._await_ready(timeout_s)
             if ready.load.of_role(self.role) is None:
                 served = ready.limits.name
                 raise TransferError(f"a {self.role} engine was asked for, but the other end serves a {served} engine")
@@ -93,7 +90,7 @@ class EngineClient(OfOneProcess):
         self.addresses = ready.addresses or (ready.address,)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address}{', lost' if self._lost else ''})"
+        return f"{type(self).__name__}({self.address}{', lost' if self._is_lost else ''})"
 
     def _meet(self, connection: MessageStream) -> None:
         with self._lock:  # its threads may deliver a message at once
@@ -115,8 +112,8 @@ class EngineClient(OfOneProcess):
 
     @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
-        wait."""
+        """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, return at
+        once."""
         if timeout_s <= 0:
             self._session.post(messages.ConnectMessage(peer, timeout_s))
             return
@@ -132,42 +129,42 @@ class EngineClient(OfOneProcess):
 
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
-        """Make the engine close its channel's link to a peer."""
         self._session.post(messages.Disconnect(peer))
 
     @typed
     def cancel(self, request_id: str) -> None:
-        """Make the engine end a request. Never blocks."""
         self._session.post(messages.CancelMessage(request_id))
 
     def step(self) -> list[Event]:
-        """Return the engine's events since the last call. Raises TransferError when its process is lost: gone, silent,
-        or in a step that hangs."""
-        self._read_all()
-        events, self._events = self._events, []
-        if self._lost and not events:
+        """Return the engine's events since the last call. Raises TransferError when its process is gone, silent or
+        hangs."""
+        events = [event for report in self._inbox.take() for event in report]
+        if self._is_lost and not events:
             raise self._loss()
         return events
 
+    @property
+    def _is_lost(self) -> bool:
+        return self._engine.num_losses != self._num_losses_seen
+
     def recover(self) -> bool:
-        """Return whether a lost engine is back, without the requests it had. Raises TransferError when it never will
-        be."""
-        self._read_all()
+        """Return whether a lost engine is back, without its requests. Raises TransferError when it never will be."""
         if self._gone:
             raise self._loss()
-        if self._is_back:
-            self._lost = self._is_back = False
-        return not self._lost
+        num_losses = self._engine.num_losses  # first: it may be lost again in the next line
+        if self._engine.is_live:
+            self._inbox.take()  # events of requests that were given up with it
+            self._num_losses_seen = num_losses
+        return not self._is_lost
 
     @typed
     def notify(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
     @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
-        return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
+        return self._is_lost or self._inbox.wait(timeout_s)
 
     def close(self) -> None:
         """Make the engine's process close it, without waiting for that. A second call does nothing."""
@@ -181,28 +178,26 @@ class EngineClient(OfOneProcess):
 
     @property
     def key_scheme(self) -> KeyScheme | None:
-        """How the keys of the engine's cached pages are made; None when it caches none."""
         return None if self._engine.ready is None else self._engine.ready.key_scheme
 
     @property
     def computing(self) -> frozenset[str]:
-        """The requests of which the engine computes rows, as far as it has said. They stay when the port is lost."""
         return self._engine.computing
 
     @typed
     def count_known(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, from the first, belong to pages that the engine has told of."""
         return self._engine.pages.count_known(keys)
 
     def peers(self) -> tuple[PeerStats, ...]:
-        """Return what is `kv.peers` of the load that the engine reported."""
         return self._engine.peers
 
-    def _told(self, *, brief: bool = False) -> Any:
+    def load(self) -> AnyLoad:
         with self._lock:
-            if brief:
-                return self._engine.brief_load()
             return attrs.evolve(self._engine.load_now(), step_age_s=self._engine.step_age_s)
+
+    def brief_load(self) -> AnyLoad:
+        with self._lock:
+            return self._engine.brief_load()
 
     # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
 
@@ -214,9 +209,13 @@ class EngineClient(OfOneProcess):
             self._engine.lose()
             self._reason = reason
             self._session.forget()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the host, and whoever waits for an answer."""
         with self._answered:
             self._answered.notify_all()
-        self._inbox.put(None)
+        self._inbox.wake()
 
     def _renew(self) -> None:
         with self._lock:
@@ -230,8 +229,8 @@ class EngineClient(OfOneProcess):
             self._renew()
 
     def _check_step(self, age_s: float) -> None:
-        """Give up a port whose step takes too long. It is back when the step ends, unless that takes `return_s`
-        more."""
+        """Give up a port whose step takes too long, for good if it takes `return_s` more. It is back when the step
+        ends."""
         limit_s = self.hung_s
         if limit_s is None or age_s <= limit_s:
             return
@@ -240,7 +239,7 @@ class EngineClient(OfOneProcess):
             self._renew()
         elif age_s > limit_s + self._config.return_s and not self._gone:
             self._gone = True
-            self._inbox.wake()
+            self._wake()
 
     def _disconnected(self) -> None:
         """Note that nothing more will come over this connection."""
@@ -252,7 +251,7 @@ class EngineClient(OfOneProcess):
             threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
             return
         self._reason, self._gone = self._reason or reason, True
-        self._inbox.put(None)
+        self._wake()
 
     def _redial(self) -> None:
         """Make another connection."""
@@ -272,51 +271,34 @@ class EngineClient(OfOneProcess):
                 self._session.close(messages.Close())
             return
         self._gone = True
-        self._inbox.wake()
+        self._wake()
 
     def _deliver(self, report: Report | None) -> None:
-        """Take a report in the reading thread. Only the newest load is kept, so that a host that does not step collects
-        nothing but events."""
+        """Take a report in the reading thread. If the host does not step, nothing but events collects."""
         if report is None:
             self._disconnected()
-            return
-        if isinstance(report, messages.BeatMessage):
+        elif isinstance(report, messages.BeatMessage):
+            age_s = report.step_age_s or 0.0
             with self._lock:
-                self._engine.beat(report.step_age_s or 0.0)
-            self._check_step(report.step_age_s or 0.0)
-            return
-        if isinstance(report, Connected):
+                self._engine.beat(age_s)
+            self._check_step(age_s)
+        elif isinstance(report, Connected):
             with self._answered:
                 if report.peer in self._answers:  # otherwise it comes too late
                     self._answers[report.peer] = report
                 self._answered.notify_all()
-            return
-        if isinstance(report, Ready | messages.Computing | Stepped):
-            with self._lock:
-                if not self._engine.take(report):
-                    return
-        if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
-            self._inbox.wake()
-        else:
-            self._inbox.put(report)
+        elif self._take(report):
+            if isinstance(report, Ready) and not self._is_lost:  # the first one
+                with self._answered:
+                    self._answered.notify_all()
+            elif isinstance(report, Stepped) and (events := report.events):
+                self._inbox.put(events)
+            else:
+                self._inbox.wake()
 
-    def _read_all(self) -> None:
-        """Read the reports that have come, each kept until it is read. All requests of an interrupted host end, but it
-        must not miss that the port was lost or came back."""
-        self._arrived.extend(self._inbox.take())
-        while self._arrived:
-            self._read(self._arrived[0])
-            self._arrived.popleft()
-
-    def _read(self, report: Report | None) -> None:
-        if report is None:
-            self._lost, self._is_back = True, False
-        elif isinstance(report, Ready):
-            self._is_back = True
-        elif isinstance(report, Stepped):
-            self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
-            self._events += report.refused
-            self._events += report.tokens
+    def _take(self, report: Ready | messages.Computing | Stepped) -> bool:
+        with self._lock:
+            return self._engine.take(report)
 
     def _loss(self) -> TransferError:
         return TransferError(f"the process at the other end of a port {self._reason}")
@@ -324,26 +306,15 @@ class EngineClient(OfOneProcess):
     def _no_answer(self, timeout_s: float) -> TransferError:
         return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
 
-    def _await(self, kind: type[M], timeout_s: float) -> M:
-        """Return the next report of this kind. Other reports that arrive meanwhile are kept for `step`."""
-        end = time.monotonic() + timeout_s
-        while True:
-            woken = self._inbox.wait(max(0.0, end - time.monotonic()))
-            found = None
-            for report in self._inbox.take():
-                if isinstance(report, kind):
-                    found = report
-                else:
-                    self._read(report)
-            if found is not None:
-                return found
-            if self._lost:
-                raise self._loss()
-            if not woken:
-                raise self._no_answer(timeout_s)
+    def _await_ready(self, timeout_s: float) -> Ready:
+        with self._answered:
+            self._answered.wait_for(lambda: self._engine.ready or self._gone, timeout_s)
+        if self._engine.ready is None:
+            raise self._loss() if self._gone else self._no_answer(timeout_s)
+        return self._engine.ready
 
 
-class PrefillClient(EngineClient):
+class PrefillClient(EngineClient[PrefillLoad]):
     """A prefill engine behind a connection: a `PrefillPort`. The constructor waits until the engine is ready, and
     raises TransferError when its process goes away, takes longer than `timeout_s`, or serves a decode engine.
 
@@ -357,15 +328,8 @@ class PrefillClient(EngineClient):
         message = messages.SubmitPrefillMessage(PackedRequest.of(request), PackedGrant.of(grant))
         self._send_submit(message, len(request.prompt) + len(request.output))
 
-    def load(self) -> PrefillLoad:
-        return cast(PrefillLoad, self._told())
 
-    def brief_load(self) -> PrefillLoad:
-        """Return the part of `load` that policies need, as it was after the last report or `submit`."""
-        return cast(PrefillLoad, self._told(brief=True))
-
-
-class DecodeClient(EngineClient):
+class DecodeClient(EngineClient[DecodeLoad]):
     """A decode engine behind a connection: a `DecodePort`. In all else like `PrefillClient`."""
 
     role = "decode"
@@ -378,10 +342,3 @@ class DecodeClient(EngineClient):
     @typed
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
         self._session.post(messages.ChangeWritersMessage(request_id, tuple(writers)))
-
-    def load(self) -> DecodeLoad:
-        return cast(DecodeLoad, self._told())
-
-    def brief_load(self) -> DecodeLoad:
-        """Return the part of `load` that policies need, as it was after the last report or `submit`."""
-        return cast(DecodeLoad, self._told(brief=True))

@@ -3,38 +3,72 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Generic, cast
 
 import attrs
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.prefix import count_known
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Computing, LoadMessage, Ready, Stepped
-from pdinfer.remote.pages import MirroredPages
+from pdinfer.remote.messages import KEY_BYTES, AnyLoad, Computing, PageChanges, Ready, Stepped
 from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
+from pdinfer.types import TokenEvent
 
 
-class KnownEngine:
-    """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
-    port is lost. `pages` are those that it can find, and `computing` are the requests of which it computed rows when it
-    last said so. `num_renewals` is the number of the last Renew that was sent.
-    The client calls it under one lock."""
+class MirroredPages:
+    """The pages of an engine in another process, as its last report tells."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key[:KEY_BYTES] in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        return count_known(keys, self)
+
+    def take(self, changes: PageChanges | None, *, num_pages: int) -> None:
+        """Follow the engine, which has `num_pages`. Raises TransferError when it tells of more."""
+        if changes is None:
+            return
+        if changes.forgotten:
+            self._keys = set()
+        self._keys.update(_split(changes.added))
+        self._keys.difference_update(_split(changes.dropped))
+        if len(self._keys) > num_pages:
+            raise TransferError(f"it tells of {len(self._keys)} pages and has {num_pages}")
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+class KnownEngine(Generic[AnyLoad]):
+    """An engine as its reports describe it. It `is_live` from a Ready until it is lost, for which `num_losses` are
+    counted. `pages` are those that it can find, and `computing` are the requests of which it last reported to compute
+    rows. `num_renewals` is the number of the last Renew that was sent. The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.ready: Ready | None = None
         self.is_live = False
-        self.load = LoadMessage()
+        self.num_losses = 0
         self.pages = MirroredPages()
         self.computing: frozenset[str] = frozenset()
-        self._brief: PrefillLoad | DecodeLoad | None = None
         self.num_renewals = 0
+        self._load: AnyLoad | None = None
+        self._brief: AnyLoad | None = None
         self._num_submitted = self._num_seen = 0
         self._unseen: list[tuple[int, int]] = []
         self._step_age_s, self._told_at = 0.0, time.monotonic()
 
-    def load_now(self) -> PrefillLoad | DecodeLoad:
+    def load_now(self) -> AnyLoad:
         """Return the load that the engine reported, with the requests submitted since."""
-        load, new = self.load.of_role(self.role), [tokens for _, tokens in self._unseen]
+        load, new = self._load, [tokens for _, tokens in self._unseen]
         if isinstance(load, PrefillLoad):
             return attrs.evolve(
                 load,
@@ -42,14 +76,14 @@ class KnownEngine:
                 num_queued_tokens=load.num_queued_tokens + sum(new),
                 queued=load.queued.plus(new),
             )
-        assert load is not None
+        assert isinstance(load, DecodeLoad)
         return attrs.evolve(
             load,
             num_waiting_requests=load.num_waiting_requests + len(new),
             num_waiting_tokens=load.num_waiting_tokens + sum(new),
         )
 
-    def brief_load(self) -> PrefillLoad | DecodeLoad:
+    def brief_load(self) -> AnyLoad:
         """Return the part of it that policies need, which is made again only when something has changed."""
         if self._brief is None:
             self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
@@ -57,9 +91,7 @@ class KnownEngine:
 
     @property
     def peers(self) -> tuple[PeerStats, ...]:
-        """The links that the engine reported."""
-        load = self.load.of_role(self.role)
-        return () if load is None else load.kv.peers
+        return () if self._load is None else self._load.kv.peers
 
     @property
     def step_age_s(self) -> float:
@@ -67,7 +99,6 @@ class KnownEngine:
         return self._step_age_s + time.monotonic() - self._told_at
 
     def beat(self, step_age_s: float) -> None:
-        """Note the age of its last step, as a beat tells it."""
         self._step_age_s, self._told_at = step_age_s, time.monotonic()
 
     def submit(self, num_tokens: int) -> bool:
@@ -82,52 +113,45 @@ class KnownEngine:
     def lose(self) -> None:
         """Note that the port is lost, and give up what was submitted."""
         self.is_live = False
+        self.num_losses += 1
         self._brief = None
         self._unseen.clear()
 
     def take(self, report: Ready | Computing | Stepped) -> bool:
-        """Take a report. Return False for one from before the session was renewed, and for one that is no news for a
-        host. Raises TransferError for a report that this engine cannot send now."""
-        if self._is_old(report):
+        """Take a report, and return whether it brings a host news. Those from before a renewal are ignored. Raises
+        TransferError for what the engine cannot report now: policies rely on its load."""
+        is_renewing = self.ready is not None and not self.is_live
+        if is_renewing and (not isinstance(report, Ready) or report.session < self.num_renewals):
             return False
         if isinstance(report, Computing):
             self.computing = frozenset(report.request_ids)
             return False
-        self._check(report)
-        self.load = report.load
-        self._brief = None
-        self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
-        return True
-
-    def _is_old(self, report: Ready | Computing | Stepped) -> bool:
-        if self.is_live or self.ready is None:
-            return False
-        return not isinstance(report, Ready) or report.session < self.num_renewals
-
-    def _check(self, report: Ready | Stepped) -> None:
-        """Check a report strictly, since policies rely on its load."""
-        if isinstance(report, Ready):
-            self._meet(report)
-        ready, load = self.ready, report.load.of_role(self.role)
+        load = cast(AnyLoad | None, report.load.of_role(self.role))
+        ready = report if isinstance(report, Ready) else self.ready
         if ready is None or (load is not None and load.address != ready.address):
             raise TransferError("it tells the load of another engine than the one it said it is")
-        if load is not None:
-            self.pages.take(report.pages, num_pages=load.num_total_pages)
         if isinstance(report, Ready):
-            return
-        if load is None:
+            self._check_ready(report)
+        elif load is None:
             raise TransferError(f"it tells of no load of a {self.role} engine")
-        if not self._num_seen <= report.num_seen <= self._num_submitted:
+        elif not self._num_seen <= report.num_seen <= self._num_submitted:
             raise TransferError(
                 f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
             )
-        self._num_seen = report.num_seen
-        for event in report.tokens:
-            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
-            if max(ids) >= ready.limits.vocab_size:
-                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
+        else:
+            _check_tokens(report.tokens, ready.limits.vocab_size)
+        if load is not None:
+            self.pages.take(report.pages, num_pages=load.num_total_pages)
+        if isinstance(report, Ready):
+            self.ready, self.is_live, self.computing = report, True, frozenset()
+            self._num_submitted = self._num_seen = 0
+        else:
+            self._num_seen = report.num_seen
+        self._load, self._brief = load, None
+        self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
+        return True
 
-    def _meet(self, ready: Ready) -> None:
+    def _check_ready(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:
             raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
@@ -136,5 +160,10 @@ class KnownEngine:
             raise TransferError(f"it requires features this end does not have: {', '.join(sorted(unknown))}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
             raise TransferError("it is another engine than before")
-        self.ready, self.is_live, self.computing = ready, True, frozenset()
-        self._num_submitted = self._num_seen = 0
+
+
+def _check_tokens(events: Sequence[TokenEvent], vocab_size: int) -> None:
+    for event in events:
+        ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
+        if max(ids) >= vocab_size:
+            raise TransferError(f"token {max(ids)} is not one of a vocabulary of {vocab_size}")

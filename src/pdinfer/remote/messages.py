@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import attrs
@@ -18,7 +18,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
-from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
+from pdinfer.types import Event, Granted, PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 from pdinfer.values import changed_fields, fields_of
 
 VERSION, MINOR = 7, 0
@@ -28,6 +28,7 @@ MINOR counts what else is new: an end makes use of it when the other one is of t
 FEATURES: frozenset[str] = frozenset()
 """What an engine may require of its client. A client refuses an engine that requires anything else."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
+M = TypeVar("M")
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
 MAX_EVENTS = 1 << 20
 """The most events of one step: a token for each of its sequences, and the drafted ones."""
@@ -62,8 +63,7 @@ else:
 
 
 class PackedRequest(msgspec.Struct):
-    """A request without the fields that are at their defaults, whose names are `required`: whoever does not know one of
-    them cannot serve it."""
+    """A request without the fields at their defaults. Whoever does not know one of the `required` cannot serve it."""
 
     request: TravellingRequest
     required: Annotated[tuple[Name, ...], FEW] = ()
@@ -111,15 +111,6 @@ class LoadMessage(msgspec.Struct):
     def of_role(self, role: str) -> PrefillLoad | DecodeLoad | None:
         """Return the load of a "prefill" or a "decode" engine, or None when it is that of the other role."""
         return self.prefill if role == "prefill" else self.decode
-
-    def ageless(self) -> LoadMessage:
-        """Return the load without ages, which change as time passes. Two equal loads bring no news."""
-        return LoadMessage(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
-
-
-def _ageless(load: AnyLoad) -> AnyLoad:
-    peers = tuple(attrs.evolve(peer, step_age_s=None) for peer in load.kv.peers)
-    return attrs.evolve(load, kv=attrs.evolve(load.kv, peers=peers))
 
 
 KEY_BYTES = 16
@@ -237,7 +228,6 @@ class Connected(msgspec.Struct, tag="connected"):
     fields: Differences = ()
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
         if self.error is not None and self.fields:
             self.error.fields = self.fields  # type: ignore[attr-defined]
         if self.error is not None:
@@ -245,15 +235,14 @@ class Connected(msgspec.Struct, tag="connected"):
 
 
 class Computing(msgspec.Struct, tag="computing"):
-    """The requests of which the engine has begun to compute rows. It comes before the step that computes the first rows
-    of one, and names all."""
+    """All requests of which the engine computes rows. It comes before the step that computes the first of one."""
 
     request_ids: Annotated[tuple[Name, ...], MANY]
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
-    """The events of a step, and how the pages that can be found have changed. `num_seen` counts the submits taken since
-    Ready, which the load includes."""
+    """The events of a step, and changes of the pages that can be found. The load includes `num_seen` submits since
+    Ready."""
 
     num_seen: Count
     load: LoadMessage
@@ -261,6 +250,18 @@ class Stepped(msgspec.Struct, tag="stepped"):
     refused: Annotated[list[Refused], MANY] = []
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
     pages: PageChanges | None = None
+
+    @classmethod
+    def of(cls, engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
+        report = cls(num_seen, LoadMessage.of(engine))
+        for event in events:
+            if isinstance(event, Granted):
+                report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
+            elif isinstance(event, Refused):
+                report.refused.append(event)
+            else:
+                report.tokens.append(event)
+        return report
 
     def __post_init__(self) -> None:
         """Raise ValueError, which refuses the message, when a grant and the request next to it do not match, or for a
@@ -270,6 +271,12 @@ class Stepped(msgspec.Struct, tag="stepped"):
                 raise ValueError(f"a granted request sets {request.unknown}, which is unknown here")
             if grant.grant.request_id != request.request.request_id:
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
+
+    @property
+    def events(self) -> list[Event]:
+        """The events, as the engine's own `step` returns them."""
+        granted = [Granted(grant=grant.unpack(), request=request.unpack()) for grant, request in self.granted]
+        return [*granted, *self.refused, *self.tokens]
 
 
 Report = BeatMessage | Ready | Connected | Computing | Stepped
@@ -288,18 +295,19 @@ def encode(message: Command | Report) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """Return a client's command. Raises TransferError for bytes that are not one."""
-    try:
-        return _commands.decode(_verified(data))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"a client sent something that is not a command: {broken_bound(error)}") from error
+    return _decoded(_commands, data, "a client sent something that is not a command")
 
 
 def decode_report(data: bytes) -> Report:
     """Return an engine's report. Raises TransferError for bytes that are not one."""
+    return _decoded(_reports, data, "an engine sent something that is not a report")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], data: bytes, complaint: str) -> M:
     try:
-        return _reports.decode(_verified(data))
+        return decoder.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"an engine sent something that is not a report: {broken_bound(error)}") from error
+        raise TransferError(f"{complaint}: {broken_bound(error)}") from error
 
 
 PIECE_BYTES = 1 << 17

@@ -104,7 +104,6 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
     def error(self) -> PDInferError:
-        """Return the error that the child raised."""
         return error_from_code(self.code, self.message)
 
 
@@ -112,8 +111,7 @@ Said = Loading | Warming | Loaded | Failed
 
 
 def plain(what: str, value: Any) -> Any:
-    """Return `value` with tuples for sequences and strings for paths. Raises ConfigError, which calls it `what`, when
-    it is not plain data."""
+    """Return `value` with tuples for sequences and strings for paths. Raises ConfigError unless it is plain data."""
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     if isinstance(value, os.PathLike):
@@ -126,13 +124,6 @@ def plain(what: str, value: Any) -> Any:
         f"{what} has the argument {clip(value)}; what another process is told is plain data: numbers, strings, bytes, "
         "lists and dicts of them"
     )
-
-
-def frozen(value: Any) -> Any:
-    """Return decoded plain data with tuples for lists."""
-    if isinstance(value, list | tuple):
-        return tuple(map(frozen, value))
-    return {key: frozen(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def decode_order(data: bytes) -> Order:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
+import attrs
+
 from pdinfer.checks import typed
 from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
@@ -24,31 +26,14 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import turn_away
-from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.kv.pool import PagePool
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
-from pdinfer.remote.messages import (
-    BeatMessage,
-    CancelMessage,
-    ChangeWritersMessage,
-    Close,
-    Command,
-    Computing,
-    Connected,
-    ConnectMessage,
-    Disconnect,
-    LoadMessage,
-    PackedRequest,
-    Ready,
-    Renew,
-    Stepped,
-    SubmitDecodeMessage,
-    SubmitPrefillMessage,
-)
-from pdinfer.remote.pages import PageNews
+from pdinfer.remote.messages import KEY_BYTES, Command, LoadMessage, PageChanges, Ready, Stepped
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.types import Event, Granted, PeerAddress, Refused
+from pdinfer.stats import EngineLoad, PeerStats
+from pdinfer.types import Event, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old the reported load of a busy engine may get while no event carries a newer one."""
@@ -61,8 +46,7 @@ _log = logging.getLogger("pdinfer")
 
 @runtime_checkable
 class SessionListener(Protocol):
-    """The place where clients connect, such as a `multiprocessing.connection.Listener`, whose `authkey` says who
-    may."""
+    """The place where clients connect, such as a `multiprocessing.connection.Listener` with an `authkey`."""
 
     def accept(self) -> MessageStream: ...
 
@@ -121,7 +105,7 @@ class _Host(OfOneProcess):
         self.num_steps = 0
         self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
-        self.reported: LoadMessage | None = None
+        self.reported: tuple[EngineLoad, list[PeerStats]] | None = None
         self.reported_at = 0.0
         self.dismissed = False
         self.links: dict[PeerAddress, threading.Thread] = {}
@@ -161,7 +145,6 @@ class _Host(OfOneProcess):
         )
 
     def accept(self) -> None:
-        """Accept one connection."""
         while not self.ended.is_set():
             try:
                 connection = self.listener.accept()  # type: ignore[union-attr]
@@ -175,17 +158,13 @@ class _Host(OfOneProcess):
             return
 
     def deliver(self, command: Command | None) -> None:
-        if isinstance(command, Close) or (command is None and not self.may_return):
+        if isinstance(command, messages.Close) or (command is None and self.listener is None):
             self.dismissed = True  # so that `watch` sees it even if the step hangs
-        if not isinstance(command, BeatMessage):
+        if not isinstance(command, messages.BeatMessage):
             self.inbox.put(command)
 
-    @property
-    def may_return(self) -> bool:
-        return self.listener is not None
-
-    def beat(self) -> BeatMessage:
-        return BeatMessage(time.monotonic() - self.stepped_at)
+    def beat(self) -> messages.BeatMessage:
+        return messages.BeatMessage(time.monotonic() - self.stepped_at)
 
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
@@ -196,7 +175,7 @@ class _Host(OfOneProcess):
             if self.is_armed:
                 orphan.disarm()
             now = time.monotonic()
-            is_away = self.may_return and self.session is not None and self.session.loss is not None
+            is_away = self.listener is not None and self.session is not None and self.session.loss is not None
             away_s = away.look(now, heard_ago_s=math.inf if is_away else 0.0)
             if away_s > self.config.return_s and not self.dismissed:
                 self.dismissed = True
@@ -218,7 +197,7 @@ class _Host(OfOneProcess):
             self.begin()
             items = self.inbox.take()
             for item in items:
-                if isinstance(item, Close):
+                if isinstance(item, messages.Close):
                     _log.info("a served engine stops: its client has closed it")
                     return
                 self.obey(item)
@@ -268,10 +247,10 @@ class _Host(OfOneProcess):
     def obey(self, item: Command | MessageStream | None) -> None:
         if item is None:
             self.renewal = 0
-            if self.may_return:
+            if self.listener is not None:
                 _log.warning("the client of a served engine %s; it may come back", self.session and self.session.loss)
                 _start(self.accept)
-        elif isinstance(item, Renew):
+        elif isinstance(item, messages.Renew):
             self.renewal = item.session
         elif not isinstance(item, Command):
             self.meet(item)
@@ -281,24 +260,24 @@ class _Host(OfOneProcess):
     def act(self, command: Command) -> None:
         """Act on a command that was sent after Ready."""
         engine = self.engine
-        if isinstance(command, ConnectMessage):
+        if isinstance(command, messages.ConnectMessage):
             self.about(command.peer, self.connect, command, self.session)
-        elif isinstance(command, Disconnect):
+        elif isinstance(command, messages.Disconnect):
             self.about(command.peer, engine.disconnect, command.peer)
-        elif isinstance(command, CancelMessage):
+        elif isinstance(command, messages.CancelMessage):
             engine.cancel(command.request_id)
-        elif isinstance(command, ChangeWritersMessage) and isinstance(engine, DecodeEngine):
+        elif isinstance(command, messages.ChangeWritersMessage) and isinstance(engine, DecodeEngine):
             engine.change_writers(command.request_id, writers=command.writers)
-        elif isinstance(command, SubmitPrefillMessage) and isinstance(engine, PrefillEngine):
+        elif isinstance(command, messages.SubmitPrefillMessage) and isinstance(engine, PrefillEngine):
             self.num_seen += 1
             self.submit_prefill(engine, command)
-        elif isinstance(command, SubmitDecodeMessage) and isinstance(engine, DecodeEngine):
+        elif isinstance(command, messages.SubmitDecodeMessage) and isinstance(engine, DecodeEngine):
             self.num_seen += 1
             self.submit_decode(engine, command)
         else:
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
-    def submit_prefill(self, engine: PrefillEngine, command: SubmitPrefillMessage) -> None:
+    def submit_prefill(self, engine: PrefillEngine, command: messages.SubmitPrefillMessage) -> None:
         """Submit a prompt, or end its room when it requires what this engine does not know."""
         grant = command.grant.unpack()
         try:
@@ -308,7 +287,7 @@ class _Host(OfOneProcess):
         else:
             engine.submit(request, grant)
 
-    def submit_decode(self, engine: DecodeEngine, command: SubmitDecodeMessage) -> None:
+    def submit_decode(self, engine: DecodeEngine, command: messages.SubmitDecodeMessage) -> None:
         """Submit a request, or refuse it when it requires what this engine does not know."""
         try:
             request = command.request.unpack()
@@ -330,7 +309,7 @@ class _Host(OfOneProcess):
 
         self.links[peer] = _start(work_in_turn)
 
-    def connect(self, command: ConnectMessage, session: Session[Command]) -> None:
+    def connect(self, command: messages.ConnectMessage, session: Session[Command]) -> None:
         """Connect to a peer, and answer in any case."""
         error: PDInferError | None = None
         try:
@@ -340,40 +319,64 @@ class _Host(OfOneProcess):
         except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
             _log.exception("connecting to a peer failed")
             error = TransferError(f"connecting failed: {type(problem).__name__}")
-        session.post(Connected(command.peer, error, getattr(error, "fields", ())))
+        session.post(messages.Connected(command.peer, error, getattr(error, "fields", ())))
 
     def tell_computing(self, request_ids: frozenset[str]) -> None:
         """Tell the client, before a step that may end this process, of which requests it computes rows."""
         if self.renewal is None and self.session is not None:
-            self.session.tell(Computing(tuple(sorted(request_ids))))
+            self.session.tell(messages.Computing(tuple(sorted(request_ids))))
 
     def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
         """Report the events of a step or, after a step without any, a new load now and then."""
         assert self.session is not None
-        report = _stepped(self.engine, events, self.num_seen)
-        now = time.monotonic()
-        load = report.load.ageless()
-        if urgent or (
-            load != self.reported and not self.session.is_behind and (not busy or now > self.reported_at + REPORT_S)
-        ):
+        peers = [attrs.evolve(peer, step_age_s=None) for peer in self.engine.peers()]  # ages grow all the time
+        load, now = (self.engine.brief_load(), peers), time.monotonic()
+        is_news = load != self.reported and not self.session.is_behind
+        if urgent or (is_news and (not busy or now > self.reported_at + REPORT_S)):
+            report = Stepped.of(self.engine, events, self.num_seen)
             report.pages = None if self.pages is None else self.pages.take()
             self.session.post(report)
             self.reported, self.reported_at = load, now
+
+
+class PageNews:
+    """What a client has not been told yet about the pages of its engine's pool. The pool calls it as a watcher."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._is_there: dict[bytes, bool] = {}
+        self._forgotten = False
+        pool.watch(self)
+
+    def all(self) -> PageChanges:
+        """Return all pages that can be found now. What changed before is told by it."""
+        self.take()
+        return PageChanges(True, b"".join(key[:KEY_BYTES] for key in self._pool.keys))
+
+    def take(self) -> PageChanges | None:
+        """Return what has changed since the last call, or None."""
+        is_there, self._is_there = self._is_there, {}
+        forgotten, self._forgotten = self._forgotten, False
+        if not is_there and not forgotten:
+            return None
+        return PageChanges(
+            forgotten,
+            b"".join(key for key, there in is_there.items() if there),
+            b"".join(key for key, there in is_there.items() if not there),
+        )
+
+    def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
+        for key in keys:
+            self._is_there[key[:KEY_BYTES]] = True
+
+    def removed(self, key: bytes) -> None:
+        self._is_there[key[:KEY_BYTES]] = False
+
+    def cleared(self) -> None:
+        self._is_there, self._forgotten = {}, True
 
 
 def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
     thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
     thread.start()
     return thread
-
-
-def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, LoadMessage.of(engine))
-    for event in events:
-        if isinstance(event, Granted):
-            report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
-        elif isinstance(event, Refused):
-            report.refused.append(event)
-        else:
-            report.tokens.append(event)
-    return report

@@ -29,9 +29,9 @@ BEAT_S = 0.4
 MAX_UNSENT_BYTES = 256 << 20
 """A live process empties its connection at once, so this much waits only for a process that does not read."""
 FLUSH_S = 0.2
+"""How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 TOLD_S = 0.02
 """How long `tell` may wait. A pipe with room takes a message in a fraction of that."""
-"""How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -56,7 +56,8 @@ class Session(OfOneProcess, Generic[M]):
 
     `deliver` gets every message that arrives, and a last None once the other end is lost or this end was closed. The
     other end is lost when it is gone, does not read, or has been silent for `silent_s` plus `return_s` after its first
-    message. `beat` makes the sign of life. `on_silence` is told when the other end falls silent, and when it is heard
+    message. Then `loss` says how, such as "is gone". If the connection itself `broke`, another one may lead to the same
+    process. `beat` makes the sign of life. `on_silence` is told when the other end falls silent, and when it is heard
     again. All are called from the session's threads.
     """
 
@@ -83,8 +84,8 @@ class Session(OfOneProcess, Generic[M]):
         self._unsent_bytes = 0
         self._num_heard = 0
         self._closing = False
-        self._loss: str | None = None
-        self._broke = False
+        self.loss: str | None = None
+        self.broke = False
         self._stopping = threading.Event()
         self._reader, self._sender, timekeeper = (
             threading.Thread(target=work, name="pdinfer-remote", daemon=True)
@@ -95,22 +96,10 @@ class Session(OfOneProcess, Generic[M]):
             thread.start()
 
     @property
-    def loss(self) -> str | None:
-        """How the other end was lost, such as "is gone"; None before."""
-        return self._loss
-
-    @property
-    def broke(self) -> bool:
-        """Whether the connection itself ended. Another one may lead to the same process."""
-        return self._broke
-
-    @property
     def is_behind(self) -> bool:
-        """Whether messages wait to be sent."""
         return bool(self._outgoing)
 
     def forget(self) -> None:
-        """Drop the messages that wait to be sent."""
         with self._changed:
             self._unsent_bytes -= sum(map(len, self._outgoing))
             self._outgoing.clear()
@@ -119,7 +108,7 @@ class Session(OfOneProcess, Generic[M]):
         """Queue a message. Never blocks. Once the other end is lost, the message is dropped."""
         data = messages.encode(message)
         with self._changed:
-            if self._loss is None and not self._closing:
+            if self.loss is None and not self._closing:
                 self._outgoing.append(data)
                 self._unsent_bytes += len(data)
                 self._changed.notify_all()
@@ -131,11 +120,11 @@ class Session(OfOneProcess, Generic[M]):
         """Post a message, and wait until it has left or TOLD_S are over: it then arrives even if this process ends."""
         self.post(message)
         with self._changed:
-            self._changed.wait_for(lambda: not self._unsent_bytes or self._loss is not None, TOLD_S)
+            self._changed.wait_for(lambda: not self._unsent_bytes or self.loss is not None, TOLD_S)
 
     def close(self, *last_messages: Command | Report) -> None:
-        """Send `last_messages` instead of those that wait, and end the connection, within a second whatever the other
-        end does. A second call does nothing."""
+        """Send `last_messages` instead of those that wait, and end the connection within a second. A second call does
+        nothing."""
         with self._changed:
             if self._closing:
                 return
@@ -148,8 +137,8 @@ class Session(OfOneProcess, Generic[M]):
         for thread in self._threads:
             thread.join(FLUSH_S)
         self.connection.close()
-        if self._loss is None:
-            self._loss = "is not heard any more: its port was closed here"
+        if self.loss is None:
+            self.loss = "is not heard any more: its port was closed here"
             self._deliver(None)
 
     # -- our threads ------------------------------------------------------------------------------------------------
@@ -178,8 +167,8 @@ class Session(OfOneProcess, Generic[M]):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._outgoing or self._closing or self._loss)
-                    if self._loss is not None or not self._outgoing:
+                    self._changed.wait_for(lambda: self._outgoing or self._closing or self.loss)
+                    if self.loss is not None or not self._outgoing:
                         return
                     data = self._outgoing.popleft()
                 for piece in messages.pieces(data):
@@ -197,7 +186,7 @@ class Session(OfOneProcess, Generic[M]):
         itself has heard nothing either, and has to read what has arrived before it judges."""
         num_heard, beaten_at, is_silent = 0, -math.inf, False
         silence = SilenceWatch(SESSIONS, time.monotonic())
-        while not self._stopping.is_set() and self._loss is None:
+        while not self._stopping.is_set() and self.loss is None:
             if (now := time.monotonic()) >= beaten_at + BEAT_S:
                 beaten_at = now
                 if not self._outgoing:  # a waiting message is as good a sign of life
@@ -215,9 +204,9 @@ class Session(OfOneProcess, Generic[M]):
 
     def _give_up(self, reason: str, *, broke: bool = False) -> None:
         with self._changed:
-            if self._loss is not None or self._closing:
+            if self.loss is not None or self._closing:
                 return
-            self._loss, self._broke = reason, broke
+            self.loss, self.broke = reason, broke
             self._outgoing.clear()
             self._changed.notify_all()
         self._shut()

@@ -35,11 +35,12 @@ from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, EngineClient, PrefillClient
-from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said, plain
+from pdinfer.remote.messages import AnyLoad
+from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order, Said, Warming, decode_said
+from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CODE = "import sys; sys.path[:] = sys.argv[4:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
-"""What the process runs. Its arguments are two descriptors, a name for whoever lists processes, and the parent's
-`sys.path`."""
+"""The code of the process. Its arguments are two descriptors, a name for whoever lists processes, and `sys.path`."""
 GRACE_S = 5.0
 """How much longer than `RemoteConfig.exit_s` a process may take to end before it is killed."""
 LAST_BYTES = 4096
@@ -49,7 +50,7 @@ STDERR = 2
 _log = logging.getLogger("pdinfer")
 
 
-class _Spawned(EngineClient):
+class _Spawned(EngineClient[AnyLoad]):
     """A port to an engine that was spawned. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
@@ -124,11 +125,11 @@ class _Spawned(EngineClient):
                 raise
 
 
-class SpawnedPrefill(_Spawned, PrefillClient):
+class SpawnedPrefill(_Spawned[PrefillLoad], PrefillClient):
     """A prefill engine that `spawn_prefill` started."""
 
 
-class SpawnedDecode(_Spawned, DecodeClient):
+class SpawnedDecode(_Spawned[DecodeLoad], DecodeClient):
     """A decode engine that `spawn_decode` started."""
 
 
@@ -142,13 +143,10 @@ def _path(what: str, folder: AnyPath) -> str:
     return os.fspath(folder)
 
 
-def _fields(what: str, config: object, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
-    """Return the fields of a configuration as plain data; none of them means the default."""
-    if config is None:
-        return {}
-    if not isinstance(config, kind):
+def _fields(what: str, config: attrs.AttrsInstance | None, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
+    if not isinstance(config, kind | None):
         raise ConfigError(f"{what} must be a {kind.__name__}, got {clip(config)}")
-    return {name: plain(what, value) for name, value in attrs.asdict(config, recurse=False).items()}
+    return {} if config is None else attrs.asdict(config)
 
 
 def _started(role: str) -> _Child:
@@ -185,10 +183,10 @@ class _Child:
         self._stderr = self.process.stderr
 
     def obey(self, order: Order, tells: Mapping[type[Said], Tell], timeout_s: float) -> None:
-        """Give the order, and return when the process serves. `tells` says how far it is with what. Raises what the
-        process raised, and TransferError."""
+        """Give the order, and return when the process serves. `tells` take its progress. Raises TransferError, or its
+        error."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
-            self.connection.send_bytes(msgspec.msgpack.encode(order))
+            self.connection.send_bytes(msgspec.msgpack.encode(order, enc_hook=os.fspath))
         while not isinstance(said := self._hear(timeout_s), Loaded):
             if isinstance(said, Failed):
                 raise said.error()
@@ -245,15 +243,15 @@ class _Child:
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Wait in a thread until a process has ended whose port is closed. Python waits for that thread before it exits."""
+
+    def reap() -> None:
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            _log.error("process %d did not end within %g s of closing its port; it is killed", process.pid, grace_s)
+            process.kill()
+            process.wait()
+        remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+
     with contextlib.suppress(RuntimeError):  # Python exits already, and the process will notice
-        threading.Thread(target=_reap, args=(process, grace_s), name="pdinfer-reap").start()
-
-
-def _reap(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        _log.error("process %d did not end within %g s after its port was closed; it is killed", process.pid, grace_s)
-        process.kill()
-        process.wait()
-    remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+        threading.Thread(target=reap, name="pdinfer-reap").start()

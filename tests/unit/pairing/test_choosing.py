@@ -9,10 +9,10 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
+from pdinfer.pairing.choosing import Board, Chooser, FoundTokens, OfPolicy
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 from tests.unit.pairing.test_found import Cache, scheme
 from tests.unit.pairing.test_ports import DECODES, PREFILLS, FakePort, linked_fakes, ports_of
@@ -30,6 +30,9 @@ class CachingFake(FakePort):
 
     def count_known(self, keys: list[bytes]) -> int:
         return self.cache.count_known(keys)
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        return self.load().kv.peers
 
     def brief_load(self) -> PrefillLoad | DecodeLoad:
         self.num_loads -= 1  # this one is brief
@@ -54,6 +57,14 @@ def tracked(name: str, prompt: tuple[int, ...] = PROMPT) -> TrackedRequest:
     return TrackedRequest.of(request, 0.0, None, bytes)
 
 
+def test_a_port_that_left_is_not_asked_what_it_holds() -> None:
+    ports = caching_ports()
+    assert set(FoundTokens(tracked("a").keys, *ports.caching)) == {*PREFILLS, *DECODES}
+    ports.drop(PREFILLS[1])
+    ports.drop(DECODES[0])
+    assert set(FoundTokens(tracked("a").keys, *ports.caching)) == {PREFILLS[0], PREFILLS[2], *DECODES[1:]}
+
+
 class Watching:
     """The policy `least_tokens`, or one that takes the first pair; it keeps what it is shown."""
 
@@ -76,7 +87,7 @@ class Watching:
 
 
 def send(chooser: Chooser, one: TrackedRequest, board: Board) -> Choice:
-    choice = chooser.pair(one, board)
+    choice = chooser.choose(one, board)
     assert choice is not None
     one.chosen(choice, 0.0)
     return choice
@@ -100,7 +111,7 @@ def test_what_was_chosen_is_in_the_next_loads_until_the_engines_know_it() -> Non
     send(chooser, requests["a"], board)
     assert watching.shape.found_tokens.get(PREFILLS[0], 0) == 40
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 0)
-    chooser.pair(requests["b"], board)
+    chooser.choose(requests["b"], board)
     assert watching.decodes[0].num_waiting_requests == 1  # on the same board; later the decode itself tells of it
     for _ in range(2):  # on the same board, and on one that was made later
         shown = watching.prefills[0]
@@ -108,14 +119,14 @@ def test_what_was_chosen_is_in_the_next_loads_until_the_engines_know_it() -> Non
         assert sum(shown.queued.num_tokens) == 60
         assert watching.backlog() == 100 * TOKEN_BYTES
         del chooser._coming[requests["b"]]
-        chooser.pair(requests["b"], chooser.board(requests))
+        chooser.choose(requests["b"], chooser.board(requests))
     del chooser._coming[requests["b"]]
     requests["a"].attempt.forwarded = True  # prefill knows it, and the link still has its bytes to carry
-    chooser.pair(requests["b"], chooser.board(requests))
+    chooser.choose(requests["b"], chooser.board(requests))
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 100 * TOKEN_BYTES)
     del chooser._coming[requests["b"]]
     requests["a"].attempt.landed = True
-    chooser.pair(requests["b"], chooser.board(requests))
+    chooser.choose(requests["b"], chooser.board(requests))
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 0)
 
 
@@ -125,7 +136,7 @@ def test_requests_that_ended_are_forgotten() -> None:
     chooser = Chooser(caching_ports(), watching, 100)
     send(chooser, requests["a"], chooser.board(requests))
     del requests["a"]
-    chooser.pair(requests["b"], chooser.board(requests))
+    chooser.choose(requests["b"], chooser.board(requests))
     assert (watching.prefills[0].num_queued_requests, watching.backlog()) == (0, 0)
 
 
@@ -137,7 +148,7 @@ def test_a_decode_is_not_shown_once_its_line_is_full() -> None:
     for name in "ab":
         send(chooser, requests[name], board)
     with pytest.raises(OfPolicy, match="is full"):
-        chooser.pair(requests["c"], board)
+        chooser.choose(requests["c"], board)
     assert set(watching.decodes) == {1, 2}
     assert {link.decode for link in watching.shape.links} == set(DECODES[1:])
 

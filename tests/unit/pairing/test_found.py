@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.kv.prefix import KeyScheme, PrefixChain, count_known
 from pdinfer.pairing.choosing import FoundTokens
-from pdinfer.pairing.ports import CachingPorts
+from pdinfer.pairing.ports import ByScheme, by_scheme
 from pdinfer.pairing.request import PromptKeys
 from pdinfer.types import PeerAddress
 
@@ -54,19 +54,16 @@ def scheme(page_size: int = 4, *, by_writer: bool = False, lookahead: int = 0) -
     return KeyScheme(layout_id=b"layout", page_size=page_size, lookahead=lookahead, by_writer=by_writer)
 
 
-def side(*ports: Cache) -> CachingPorts:
-    found = CachingPorts()
-    for port in ports:
-        found = found.plus(port.address, port)
-    return found
+def side(*ports: Cache) -> ByScheme:
+    return by_scheme(ports)  # type: ignore[arg-type]
 
 
 def request(**more: object) -> pd.Request:
     return attrs.evolve(pd.Request(prompt=PROMPT), **more)
 
 
-def found(prefills: CachingPorts, decodes: CachingPorts | None = None, **more: object) -> FoundTokens:
-    return FoundTokens(PromptKeys(request(**more)), prefills, decodes or CachingPorts())
+def found(prefills: ByScheme, decodes: ByScheme | None = None, **more: object) -> FoundTokens:
+    return FoundTokens(PromptKeys(request(**more)), prefills, decodes or {})
 
 
 def test_each_page_size_has_its_own_keys() -> None:
@@ -117,15 +114,10 @@ def test_nothing_is_looked_up_before_it_is_asked_for_and_then_once() -> None:
 
 def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = PromptKeys(request())
-    keys.prepare({scheme(4), scheme(16)})
+    for size in (4, 16):
+        keys.of(scheme(size))
     monkeypatch.setattr(PrefixChain, "extend", None)
     assert (len(keys.of(scheme(4))), len(keys.of(scheme(16)))) == (12, 3)
-
-
-def test_a_port_that_left_is_not_asked() -> None:
-    ports = side(Cache(PREFILLS[0], scheme()), Cache(PREFILLS[1], scheme(16)))
-    assert set(found(ports.minus(PREFILLS[1]))) == {PREFILLS[0]}
-    assert ports.minus(PREFILLS[0]).minus(PREFILLS[1]) == CachingPorts()
 
 
 @given(st.integers(0, 70), st.integers(0, 70))

@@ -78,6 +78,8 @@ def ports_of(fakes: dict[PeerAddress, FakePort]) -> Ports:
 class LinkedFake(FakePort):
     """A port that tells of its links alone."""
 
+    brief_load = FakePort.load
+
     def peers(self) -> tuple[PeerStats, ...]:
         return tuple(PeerStats(address=at, connected=on) for at, on in self.links.items())
 

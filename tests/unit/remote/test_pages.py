@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pdinfer as pd
+from pdinfer.remote.known import MirroredPages
 from pdinfer.remote.messages import KEY_BYTES, PageChanges
-from pdinfer.remote.pages import MirroredPages, PageNews
+from pdinfer.remote.served import PageNews
 from tests.unit.kv.test_events import keep, pool_of
 
 WHAT = st.sampled_from(["keep", "rebuild", "tell", "begin anew"])
 
 
+@example([("keep", 0, 1), ("tell", 0, 1), ("rebuild", 0, 1)])
 @given(st.lists(st.tuples(WHAT, st.integers(0, 5), st.integers(1, 5)), max_size=30))
 def test_the_mirror_has_the_pages_of_the_pool(happens: list[tuple[str, int, int]]) -> None:
     pool = pool_of(8)

@@ -159,9 +159,7 @@ def test_a_child_is_told_everything_over_the_pipe(monkeypatch: pytest.MonkeyPatc
     assert (order.role, order.checkpoint, order.device, order.dtype) == ("prefill", "a/folder", "cpu", "float32")
     assert (order.key, order.warm_up) == (key, True)
     assert pd.CacheConfig(**order.cache) == pd.CacheConfig(page_size=16)
-    assert pd.EngineConfig(**orders.frozen(order.engine)) == pd.EngineConfig(
-        graph_batch_sizes=(1, 2), trace=str(tmp_path)
-    )
+    assert pd.EngineConfig(**order.engine) == pd.EngineConfig(graph_batch_sizes=(1, 2), trace=str(tmp_path))
     assert pd.remote.RemoteConfig(**order.remote).silent_s == 5.0
     assert order.logits_processors["all"].find()("") is not None
     made = order.transport.find()()

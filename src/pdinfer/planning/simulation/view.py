@@ -34,7 +34,7 @@ class View:
             Link(prefill=prefill, decode=decode, bytes_per_s=rate)
             for prefill in self._prefills
             for decode in self._decodes
-            if self.linked(prefill, decode)
+            if not cluster.colocated or self._prefills[prefill].rival is self._decodes[decode]
         )
 
     # -- what the host asks ------------------------------------------------------------------------------------------
@@ -96,28 +96,20 @@ class View:
 
     # -- what `choose` asks: see `Shown` ------------------------------------------------------------------------------
 
-    def fitting(self, total: int) -> tuple[Collection[PeerAddress], Collection[PeerAddress]]:
-        return self._prefills, self._decodes
-
-    def prefill_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, PrefillLoad]:
-        return {address: self._prefill_load(address) for address in addresses}
-
-    def decode_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, DecodeLoad]:
+    def loads(
+        self, total: int, decode: PeerAddress | None
+    ) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
+        prefills = {address: self._prefill_load(address) for address in self._prefills}
+        if decode is not None:
+            return prefills, {decode: self._decodes[decode].load()}
         most = self._cluster.pairing.max_queued_per_decode
-        loads = ((at, self._decodes[at].load()) for at in addresses)
-        return {at: load for at, load in loads if load.num_waiting_requests < most}
-
-    def decode_load(self, address: PeerAddress) -> dict[PeerAddress, DecodeLoad]:
-        return {address: self._decodes[address].load()}
+        loads = ((at, each.load()) for at, each in self._decodes.items())
+        return prefills, {at: load for at, load in loads if load.num_waiting_requests < most}
 
     def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
         if len(prefills) == len(self._prefills) and len(decodes) == len(self._decodes):
             return self._links
         return self._links.among(set(prefills), set(decodes))
-
-    def linked(self, prefill: PeerAddress, decode: PeerAddress) -> bool:
-        here = prefill in self._prefills and decode in self._decodes
-        return here and (not self._cluster.colocated or self._prefills[prefill].rival is self._decodes[decode])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.model.batch import Row
 from pdinfer.planning import Cluster, StepRows
-from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
 from tests.sim.fakes import CellMemory, FakeConfig, FakeModel
 from tests.sim.ranks import Fiber
@@ -129,6 +129,9 @@ class TimedPort:
     def submit(self, request: pd.Request, *args: Any, **more: Any) -> None:
         self.engine.submit(request, *args, **more)
         self._since.append(len(request.tokens))
+
+    def peers(self) -> tuple[PeerStats, ...]:
+        return self.engine.peers()
 
     def brief_load(self) -> PrefillLoad | DecodeLoad:
         if not self.runner.fiber.busy:

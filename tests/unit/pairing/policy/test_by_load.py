@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pdinfer.pairing import policy
-from pdinfer.pairing.policies.by_load import least
+from pdinfer.pairing.policy.by_load import least
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, RequestShape
 

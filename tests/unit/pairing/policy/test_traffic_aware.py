@@ -16,7 +16,7 @@ import pdinfer as pd
 from pdinfer.pairing import policy
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.types import Choice, Link, RequestShape
-from tests.unit.pairing.policies.test_by_load import address
+from tests.unit.pairing.policy.test_by_load import address
 
 FAST = PrefillCost(step_s=0.03, token_s=1 / 14000, chunk_tokens=8192)
 SLOW = PrefillCost(step_s=0.06, token_s=1 / 7000, chunk_tokens=8192)

@@ -1,10 +1,7 @@
 """Policies choose the prefill and the decode for a request. They are pure functions of snapshots and show their scores.
 
-    traffic_aware   the pair that is predicted to give the first token soonest, and the tokens after it
-    cache_aware     the prefill that holds most of the prompt, while the queues are balanced; the emptiest decode
-    power_of_two    the better of two ports of each side, drawn at random
-    least_tokens    the port of each side with the fewest tokens
-    round_robin     every port in turn
+    traffic_aware.py   `traffic_aware`: the pair that is predicted to give the first token and those after it soonest
+    by_load.py         `cache_aware`, `power_of_two`, `least_tokens`, `round_robin`: each side by itself
 
 A policy gets the loads of the ports that can take one more request, and every link between them in `shape.links`. It
 returns a `Choice`, or None to let the request wait. It may score each side by itself, or each pair as a whole:
@@ -15,15 +12,16 @@ returns a `Choice`, or None to let the request wait. It may score each side by i
 
 What a policy is asked twice with equal arguments it answers twice with equal choices. Ports that are as good as each
 other have their turns by `shape.ordinal`, so that none gets a whole burst because it is the first in a list.
+
+May import: the ground.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdinfer.pairing.policies.by_load import PowerOfTwo, least_tokens, power_of_two, round_robin
-from pdinfer.pairing.policies.cache_aware import CacheAware, cache_aware
-from pdinfer.pairing.policies.traffic_aware import TrafficAware, traffic_aware
+from pdinfer.pairing.policy.by_load import CacheAware, PowerOfTwo, cache_aware, least_tokens, power_of_two, round_robin
+from pdinfer.pairing.policy.traffic_aware import TrafficAware, traffic_aware
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 

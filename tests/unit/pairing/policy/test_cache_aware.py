@@ -9,7 +9,7 @@ import pdinfer as pd
 from pdinfer.pairing import policy
 from pdinfer.stats import PrefillLoad
 from pdinfer.types import RequestShape
-from tests.unit.pairing.policies.test_by_load import address, decode, prefill
+from tests.unit.pairing.policy.test_by_load import address, decode, prefill
 
 
 def queued(*requests: int) -> list[PrefillLoad]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
 
 from pdinfer.checks import as_float, float_in
-from pdinfer.pairing.policies.by_load import weight
+from pdinfer.pairing.policy.by_load import weight
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
 from pdinfer.types import Choice, Link, RequestShape
 
@@ -56,10 +56,9 @@ class TrafficAware:
         if not prefills or not decodes:
             return None
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-        costs = self._prefill_costs(prefills, num_tokens)
         found = [shape.found_at([load.address for load in loads]) for loads in (prefills, decodes)]
-        slow = self._prefills(prefills, costs, num_tokens, found[0])
-        late = self._decodes(decodes, self._decode_costs(decodes), num_tokens, found[1])
+        slow = self._prefills(prefills, num_tokens, found[0])
+        late = self._decodes(decodes, num_tokens, found[1])
         pair = self._best_pair(
             shape, prefills, [one + two + three for one, two, three in slow], decodes, [a + b + c for a, b, c in late]
         )
@@ -76,47 +75,14 @@ class TrafficAware:
             ),
         )
 
-    def _prefill_costs(self, loads: Sequence[PrefillLoad], num_tokens: int) -> list[PrefillCost]:
-        costs = [load.cost for load in loads]
-        seconds = [cost.seconds(num_tokens) for cost in costs]
-        alike = _alike(costs, seconds, self.pace_ratio)
-        count = len(alike)
-        if not count:
-            return [UNMEASURED_PREFILL] * len(costs)
-        mean = PrefillCost(
-            step_s=sum([cost.step_s for cost in alike]) / count,
-            token_s=sum([cost.token_s for cost in alike]) / count,
-            chunk_tokens=max([cost.chunk_tokens for cost in alike]),
-        )
-        if count == len(costs):
-            return [mean] * count
-        most = self.pace_ratio * min(took_s for took_s in seconds if took_s)
-        return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
-
-    def _decode_costs(self, loads: Sequence[DecodeLoad]) -> list[DecodeCost]:
-        costs = [load.cost for load in loads]
-        batch = 1 + sum([load.num_running_requests for load in loads]) / len(loads)
-        context = sum([load.num_running_tokens for load in loads]) / len(loads)
-        seconds = [cost.seconds(batch, context) for cost in costs]
-        alike = _alike(costs, seconds, self.pace_ratio)
-        count = len(alike)
-        if not count:
-            return [UNMEASURED_DECODE] * len(costs)
-        mean = DecodeCost(
-            step_s=sum([cost.step_s for cost in alike]) / count,
-            sequence_s=sum([cost.sequence_s for cost in alike]) / count,
-            token_s=sum([cost.token_s for cost in alike]) / count,
-        )
-        if count == len(costs):
-            return [mean] * count
-        most = self.pace_ratio * min(took_s for took_s in seconds if took_s)
-        return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
-
     def _prefills(
-        self, loads: Sequence[PrefillLoad], costs: Sequence[PrefillCost], num_tokens: int, found: Sequence[int]
+        self, loads: Sequence[PrefillLoad], num_tokens: int, found: Sequence[int]
     ) -> list[tuple[float, float, float]]:
         """Return, for each prefill, the seconds until it has computed what it lacks of `num_tokens` behind what it has,
         those of this work, and of the delay that it means to others."""
+        costs = [load.cost for load in loads]
+        seconds = [cost.seconds(num_tokens) for cost in costs]
+        costs = _reckoned(costs, seconds, self.pace_ratio, _mean_prefill, UNMEASURED_PREFILL)
         terms = []
         for load, cost, known in zip(loads, costs, found, strict=True):
             size = max(1, num_tokens - known)
@@ -136,10 +102,15 @@ class TrafficAware:
         return terms
 
     def _decodes(
-        self, loads: Sequence[DecodeLoad], costs: Sequence[DecodeCost], num_tokens: int, found: Sequence[int]
+        self, loads: Sequence[DecodeLoad], num_tokens: int, found: Sequence[int]
     ) -> list[tuple[float, float, float]]:
-        """Return, for each decode, the seconds in its line for a request of `num_tokens`, of its step, and those that
-        stand for the share of its pool."""
+        """Return, for each decode, the seconds in its line, those of its step with `num_tokens` more, and those for the
+        share of its pool."""
+        costs = [load.cost for load in loads]
+        batch = 1 + sum([load.num_running_requests for load in loads]) / len(loads)
+        context = sum([load.num_running_tokens for load in loads]) / len(loads)
+        seconds = [cost.seconds(batch, context) for cost in costs]
+        costs = _reckoned(costs, seconds, self.pace_ratio, _mean_decode, UNMEASURED_DECODE)
         terms = []
         for load, cost, known in zip(loads, costs, found, strict=True):
             waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
@@ -201,14 +172,38 @@ traffic_aware = TrafficAware()
 
 
 def _in_turn(scores: Sequence[float], equal: Sequence[int], turn: int) -> Iterator[int]:
-    """Return the places of scores in the order in which to try them: those that count as `equal` first, in turn, and
-    then the others, the least first."""
+    """Yield the places of scores in the order in which to try them: the `equal` in turn, then the others by score."""
     first = turn % len(equal)
     yield from (*equal[first:], *equal[:first])
     yield from sorted(set(range(len(scores))).difference(equal), key=lambda at: (scores[at], at))
 
 
-def _alike(costs: Sequence[Cost], seconds: Sequence[float], ratio: float) -> list[Cost]:
-    """Return the costs whose seconds are at most `ratio` times the least that were measured."""
+def _reckoned(
+    costs: list[Cost], seconds: Sequence[float], ratio: float, mean: Callable[[Sequence[Cost]], Cost], unmeasured: Cost
+) -> list[Cost]:
+    """Return the costs to reckon with: the mean of those whose `seconds` are at most `ratio` times the least that were
+    measured, for them and for ports that were not measured, and their own for slower ones."""
     least = min(seconds) or min([took_s for took_s in seconds if took_s], default=0.0)
-    return [cost for cost, took_s in zip(costs, seconds, strict=True) if 0 < took_s <= ratio * least]
+    alike = [cost for cost, took_s in zip(costs, seconds, strict=True) if 0 < took_s <= ratio * least]
+    if not alike:
+        return [unmeasured] * len(costs)
+    of_most = mean(alike)
+    if len(alike) == len(costs):
+        return [of_most] * len(costs)
+    return [cost if took_s > ratio * least else of_most for cost, took_s in zip(costs, seconds, strict=True)]
+
+
+def _mean_prefill(alike: Sequence[PrefillCost]) -> PrefillCost:
+    return PrefillCost(
+        step_s=sum([cost.step_s for cost in alike]) / len(alike),
+        token_s=sum([cost.token_s for cost in alike]) / len(alike),
+        chunk_tokens=max([cost.chunk_tokens for cost in alike]),
+    )
+
+
+def _mean_decode(alike: Sequence[DecodeCost]) -> DecodeCost:
+    return DecodeCost(
+        step_s=sum([cost.step_s for cost in alike]) / len(alike),
+        sequence_s=sum([cost.sequence_s for cost in alike]) / len(alike),
+        token_s=sum([cost.token_s for cost in alike]) / len(alike),
+    )
