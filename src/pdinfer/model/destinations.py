@@ -14,7 +14,7 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.floats import FloatWithBias, Plain
 from pdinfer.kernels.formats.format import WHOLE, Format, Shape, Shard, Weight
-from pdinfer.kernels.formats.int8_static import Int8Static
+from pdinfer.kernels.formats.int8 import Int8Static
 from pdinfer.kernels.formats.strips import fit
 from pdinfer.kernels.formats.weights import expert, places, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
