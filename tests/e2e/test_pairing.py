@@ -79,8 +79,13 @@ def test_a_full_line_raises_overloaded_and_takes_nothing() -> None:
 
 def speed_of(engine: pd.PrefillEngine | pd.DecodeEngine, tokens_per_s: int) -> None:
     """What the engine's loads tell."""
-    load: Any = engine.load
-    engine.load = lambda: attrs.evolve(load(), num_tokens=tokens_per_s, busy_s=1.0)  # type: ignore[method-assign]
+    load: Any = engine._make_brief_load
+
+    def made() -> Any:
+        return attrs.evolve(load(), num_tokens=tokens_per_s, busy_s=1.0)
+
+    engine._make_brief_load = made  # type: ignore[method-assign]
+    engine._brief = None
 
 
 def test_who_would_wait_beyond_its_deadline_is_turned_away() -> None:

@@ -219,8 +219,8 @@ def pages_of_a_failed_attempt_are_known(patch: pytest.MonkeyPatch) -> None:
 @bug(ports=("piped", "local", "shared"))
 def tenants_share_their_prefixes(patch: pytest.MonkeyPatch) -> None:
     """The salt is not part of the keys."""
-    chain = PagePool.chain
-    patch.setattr(PagePool, "chain", lambda self, salt, **more: chain(self, b"", **more))
+    chain = KeyScheme.chain
+    patch.setattr(KeyScheme, "chain", lambda self, salt, *writers, **more: chain(self, b"", *writers, **more))
 
 
 @bug(ports=("piped", "local", "shared"), tight=1.0)

@@ -272,13 +272,14 @@ class CellRunner(ModelRunner):
         if self._follows:
             self._told = iter(self._attention.broadcast(shared).tolist())
         self._drawn = []
-        drawn = [self._turn(*one) for one in zip(rows, draws, drafts, strict=True)]
+        in_order = range(len(rows)) if self._follows else self.order(rows)  # a follower gets rows in order
+        drawn = {at: self._turn(rows[at], draws[at], drafts[at]) for at in in_order}
         if self._work is not None:
             self._work()
         if self._attention.size > 1 and not self._follows:
             shared[: len(self._drawn)] = torch.tensor(self._drawn)
             self._attention.broadcast(shared)
-        return drawn
+        return [drawn[at] for at in range(len(rows))]
 
     @property
     def _follows(self) -> bool:
