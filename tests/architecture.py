@@ -173,7 +173,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
-    "config": (("options",), ("model",), ("hf",), ("fields", "rope"), ("families",)),
+    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields", "rope"), ("families",)),
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
@@ -188,7 +188,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels.torch": (("provider",), ("attention", "experts", "rows"), ("products", "flash")),
     "kernels.formats": (
         ("fp8_strips", "weights", "int8", "cache_rows", "activations"),
-        ("strips", "fp8", "int8_static"),
+        ("strips", "fp8", "int8_static", "four_bits"),
         ("floats",),
         ("format",),
     ),

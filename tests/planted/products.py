@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank holds experts in strips that another reads as plain",
-        "reduce(and_, theirs[:, -1].tolist())",
+        "reduce(and_, [int.from_bytes(bytes(each)) for each in theirs[:, -CHOICE_BYTES:].tolist()])",
         "bits",
         "test_ranks.py::test_ranks_hold_experts_alike",
     ),

@@ -1,8 +1,9 @@
 """The scheme in which each matrix of a model folder is stored, and its value once read and checked.
 
 FP8 is known by the `weight_scale_inv` next to a weight, never by its name. INT8 is known by the description file that
-modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT). A
-weight and the tensors that belong to it may be in different files.
+modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT).
+INT4 and MXFP4 are known by the `weight_packed` that compressed-tensors has in place of a weight, and the MXFP4 of
+DeepSeek-V4 by the `scale` next to one. A weight and the tensors that belong to it may be in different files.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from torch import Tensor
 
 from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, renamed
 from pdinfer.checks import clip
+from pdinfer.config import ModelConfig
+from pdinfer.config.packed import PackedWeights
 from pdinfer.errors import CheckpointError
 from pdinfer.files import read_json
 from pdinfer.kernels.formats.floats import Plain, all_finite
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.int8_static import Int8Static
@@ -43,6 +47,9 @@ class Scheme(enum.Enum):
     FP8_BLOCKS = "FP8"
     INT8_DYNAMIC = "W8A8_DYNAMIC"
     INT8_STATIC = "W8A8"
+    INT4 = "INT4"
+    MXFP4 = "MXFP4"
+    MXFP4_PLAIN = "MXFP4 without a format of its own"
 
 
 @attrs.frozen
@@ -58,6 +65,10 @@ class Companion:
         """Return the shapes it may have, the usual one first."""
         if self.per == "block":
             return ((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)),)
+        if self.per == "group":
+            return ((rows, columns // GROUP),)
+        if self.per == "shape":
+            return ((2,),)
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
 
 
@@ -67,6 +78,9 @@ FORMATS: Mapping[Scheme, type[Format]] = MappingProxyType(
         Scheme.FP8_BLOCKS: FP8Blocks,
         Scheme.INT8_DYNAMIC: Int8Dynamic,
         Scheme.INT8_STATIC: Int8Static,
+        Scheme.INT4: Int4,
+        Scheme.MXFP4: MXFP4,
+        Scheme.MXFP4_PLAIN: MXFP4,
     }
 )
 NUMBERS: Mapping[Scheme, tuple[torch.dtype, ...]] = {
@@ -74,7 +88,15 @@ NUMBERS: Mapping[Scheme, tuple[torch.dtype, ...]] = {
     Scheme.FP8_BLOCKS: (torch.float8_e4m3fn,),
     Scheme.INT8_DYNAMIC: (torch.int8,),
     Scheme.INT8_STATIC: (torch.int8,),
+    Scheme.INT4: (torch.int32,),
+    Scheme.MXFP4: (torch.uint8,),
+    Scheme.MXFP4_PLAIN: (torch.int8,),
 }
+CODES: Mapping[Scheme, int] = {Scheme.INT4: 8, Scheme.MXFP4: 2, Scheme.MXFP4_PLAIN: 2}
+"""How many codes of 4 bits one element of the numbers has; the first is lowest."""
+PACKED = f"{SUFFIX}_packed"
+NEVER_PACKED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
+"""What belongs to packed weights of other kinds, which would mean other numbers."""
 _ROW_SCALES = (Companion("weight_scale", FLOATS), Companion("weight_offset", FLOATS + INTS))
 COMPANIONS: Mapping[Scheme, tuple[Companion, ...]] = {
     Scheme.FLOAT: (),
@@ -87,21 +109,31 @@ COMPANIONS: Mapping[Scheme, tuple[Companion, ...]] = {
         Companion("deq_scale", (*FLOATS, torch.int64)),
         Companion("quant_bias", (torch.int32,)),
     ),
+    Scheme.INT4: (
+        Companion("weight_scale", (torch.bfloat16,), per="group"),
+        Companion("weight_shape", (torch.int64, torch.int32), per="shape"),
+    ),
+    Scheme.MXFP4: (Companion("weight_scale", (torch.uint8,), per="group"),),
+    Scheme.MXFP4_PLAIN: (Companion("scale", (torch.float8_e8m0fnu, torch.uint8), per="group"),),
 }
 
 
 @attrs.frozen
 class StoredWeights:
-    """The weights of an open checkpoint. `ue8m0` is what the config says about the scales of FP8 activations."""
+    """The weights of an open checkpoint. `ue8m0` is what the config says about the scales of FP8 activations, and
+    `packed` what it says of packed weights."""
 
     files: Checkpoint
     ue8m0: bool
+    packed: PackedWeights | None
     check_finite: bool
     description: Mapping[str, object]
     description_path: Path | None
 
     @classmethod
-    def survey(cls, files: Checkpoint, *, ue8m0: bool = False, check_finite: bool = True) -> StoredWeights:
+    def survey(
+        cls, files: Checkpoint, config: ModelConfig | None = None, *, check_finite: bool = True
+    ) -> StoredWeights:
         """Read the description file, if there is one; its names are those in the files. Raises CheckpointError."""
         paths = sorted(files.folder.glob(DESCRIPTION))
         if len(paths) > 1:
@@ -113,7 +145,8 @@ class StoredWeights:
             else {}
         )
         described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
-        return cls(files, ue8m0, check_finite, described, path)
+        ue8m0 = config is not None and config.scale_fmt == "ue8m0"
+        return cls(files, ue8m0, None if config is None else config.packed, check_finite, described, path)
 
     def scheme(self, name: str) -> Scheme:
         """Return how the tensor `name` is stored, which is FLOAT where no tensor has that name. Raises
@@ -126,9 +159,35 @@ class StoredWeights:
                 f"{self.description_path}: scheme {clip(described)} of {clip(name)} is not supported; supported: "
                 "FLOAT, W8A8, W8A8_DYNAMIC"
             ) from None
-        if scheme is Scheme.FLOAT and name.endswith(SUFFIX) and f"{name}_scale_inv" in self.files.tensors:
+        if scheme is not Scheme.FLOAT or not name.endswith(SUFFIX):
+            return scheme
+        tensors, base = self.files.tensors, name.removesuffix(SUFFIX)
+        if f"{name}_scale_inv" in tensors:
             return Scheme.FP8_BLOCKS
+        if f"{base}{PACKED}" in tensors:
+            return Scheme.INT4 if self.packed is None or self.packed.format == "int4" else Scheme.MXFP4
+        if f"{base}scale" in tensors and name in tensors and tensors[name].dtype == torch.int8:
+            return Scheme.MXFP4_PLAIN
         return scheme
+
+    def numbers(self, name: str) -> str:
+        """Return the name of the tensor that holds the numbers of the matrix, or other tensor, `name`."""
+        packed = self.scheme(name) in (Scheme.INT4, Scheme.MXFP4)
+        return f"{name.removesuffix(SUFFIX)}{PACKED}" if packed else name
+
+    @staticmethod
+    def matrix(name: str) -> str:
+        """Return the name of the matrix whose numbers a tensor holds."""
+        return f"{name.removesuffix(PACKED)}{SUFFIX}" if name.endswith(PACKED) else name
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the tensor that holds the numbers of a matrix."""
+        return self.files.tensors[self.numbers(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the matrix, or other tensor, `name`."""
+        shape, codes = self.info(name).shape, CODES.get(self.scheme(name), 1)
+        return (*shape[:-1], shape[-1] * codes) if shape else shape
 
     @property
     def quantized_schemes(self) -> frozenset[Scheme]:
@@ -137,15 +196,16 @@ class StoredWeights:
         schemes = {scheme for scheme in Scheme if scheme.value in described}
         if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
             schemes.add(Scheme.FP8_BLOCKS)
+        schemes |= {self.scheme(self.matrix(name)) for name in self.files.tensors if name.endswith((PACKED, ".scale"))}
         return frozenset(schemes - {Scheme.FLOAT})
 
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
-        return name in self.files.tensors
+        return self.numbers(name) in self.files.tensors
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a matrix is stored in, its numbers first."""
-        return [name, *self._companions(name)]
+        return [self.numbers(name), *self._companions(name)]
 
     def infos(self, name: str) -> list[TensorInfo]:
         """Return the tensors that a matrix is stored in, its numbers first."""
@@ -153,9 +213,11 @@ class StoredWeights:
 
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
-        info, scheme = self.files.tensors[name], self.scheme(name)
-        if info.shape != shape:
-            yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
+        info, scheme = self.info(name), self.scheme(name)
+        if scheme in CODES:
+            yield from self._complaints_of_four_bits(name, info)
+        if self.shape(name) != shape:
+            yield f"{name} is {list(self.shape(name))} in {info.file}, the config says {list(shape)}"
         elif info.dtype not in NUMBERS[scheme]:
             yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, scheme)}"
         elif scheme is not Scheme.FLOAT and len(shape) != 2:
@@ -175,6 +237,22 @@ class StoredWeights:
             elif found.dtype not in companion.dtypes:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
+    def _complaints_of_four_bits(self, name: str, info: TensorInfo) -> Iterator[str]:
+        base = name.removesuffix(SUFFIX)
+        if self.numbers(name) != name:
+            if name in self.files.tensors:
+                yield f"{name} is in {self.files.tensors[name].file}, and packed in {info.file} too"
+            if self.packed is None:
+                yield f"{info.name} is packed, and config.json has no quantization_config of compressed-tensors"
+            elif self.packed.ignores(base.removesuffix(".")):
+                yield f"{info.name} is packed, and config.json says that it is not (ignore)"
+        for suffix in NEVER_PACKED:
+            if f"{base}{suffix}" in self.files.tensors:
+                yield f"{base}{suffix} belongs to packed weights of another kind, which are not supported"
+        columns = self.shape(name)[-1]
+        if columns % GROUP:
+            yield f"{name} has {columns} columns, not a multiple of the {GROUP} that share a scale"
+
     def read(self, name: str, shard: Shard = WHOLE) -> Weight:
         """Return the matrix, or any other tensor, `name` as it is stored, or a part of it, on the CPU. Rows outside the
         part and its blocks are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
@@ -183,7 +261,7 @@ class StoredWeights:
         return self._rows(name, shard)
 
     def _rows(self, name: str, shard: Shard) -> Weight:
-        scheme, info = self.scheme(name), self.files.tensors[name]
+        scheme, info = self.scheme(name), self.info(name)
         rows = shard.of(info.shape[0]) if shard.size > 1 else None
         if scheme is Scheme.FLOAT:
             return self._finite(info, rows)
@@ -191,7 +269,10 @@ class StoredWeights:
         companions = {}
         for part, companion in self._companions(name).items():
             found = self.files.tensors[part]
-            cut = shard.of(found.shape[0]) if rows is not None and companion.per != "matrix" else None
+            whole = rows is None or companion.per in ("matrix", "shape")
+            cut = None if whole else shard.of(found.shape[0])
+            if scheme in CODES and companion.per == "group":
+                return self._four_bits(name, numbers, self._group_scales(found, cut))
             companions[companion.suffix] = self._finite(found, cut)
         if scheme is Scheme.FP8_BLOCKS:
             if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
@@ -211,6 +292,28 @@ class StoredWeights:
             output_scale=self._positive(name, "deq_scale", companions).view(-1, 1),
             output_offset=companions["quant_bias"].view(-1, 1),
         )
+
+    def _group_scales(self, found: TensorInfo, rows: range | None) -> Tensor:
+        scale = self.files.read(found, rows)
+        if found.dtype != torch.bfloat16:
+            scale = scale.view(torch.uint8)
+        floats = scale if found.dtype == torch.bfloat16 else scale.view(torch.float8_e8m0fnu).float()
+        if self.check_finite and not all_finite(floats):
+            raise CheckpointError(f"{found.file}: tensor {found.name} holds NaN or infinite values")
+        if self.check_finite and bool((floats <= 0).any()):
+            raise CheckpointError(
+                f"{found.file}: tensor {found.name} holds values that are zero or negative, which a scale cannot be"
+            )
+        return scale
+
+    def _four_bits(self, name: str, numbers: Tensor, scale: Tensor) -> Weight:
+        shape = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}weight_shape")
+        if shape is not None and (said := self.files.read(shape).tolist()) != list(self.shape(name)):
+            raise CheckpointError(
+                f"{shape.file}: tensor {shape.name} says {said}, and {self.numbers(name)} is {list(self.shape(name))}"
+            )
+        kind = FORMATS[self.scheme(name)]
+        return kind(numbers=numbers.view(torch.uint8), scale=scale)  # type: ignore[call-arg]
 
     def _companions(self, name: str) -> dict[str, Companion]:
         base = name.removesuffix(SUFFIX)

@@ -70,6 +70,7 @@ class Linear(Protocol):
             fp8, fp8_strips       as `quantize_fp8` does by `weight.ue8m0`, unless x comes as `FP8Rows`. Products are
                                   summed in float32 within a block, then scaled and summed
             w8a8_dynamic          to int8 per token, scale amax / 127. Products are summed exactly
+            int4, mxfp4           x as it is; of the weight the product of number and scale, unrounded
             w8a8                  (clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) *
                                   output_scale, where each part of the rows has its own input scale and offset. Products
                                   are summed exactly

@@ -20,6 +20,7 @@ from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
 from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation, int8_sums
 from pdinfer.kernels.formats.int8_static import Int8Static, int8_static_activation
@@ -111,6 +112,13 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
     ]
     y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(exact(x_TI).dtype)
     return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
+
+
+def linear_four_bits(x_TI: Tensor, weight: FourBits) -> Tensor:
+    x = exact(x_TI)
+    floats_OI = x.new_empty(len(weight.numbers), x.shape[1])
+    weight.floats_into(floats_OI)
+    return (x @ floats_OI.T).to(x_TI.dtype)
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -354,6 +362,8 @@ WEIGHTS: Mapping[type[Format], Products] = MappingProxyType(
         FP8Blocks: Products(linear_fp8, grouped_mlp),
         Int8Dynamic: Products(linear_int8, grouped_mlp),
         Int8Static: Products(linear_int8_static),
+        Int4: Products(linear_four_bits, grouped_mlp),
+        MXFP4: Products(linear_four_bits, grouped_mlp),
     }
 )
 

@@ -41,6 +41,8 @@ LAYER_TENSORS = 7
 """The least that a layer has: of attention a query, two projections and a norm for the latent, and an output; and the
 two norms of the layer."""
 MLP_TENSORS = 3
+CHOICE_BYTES = 4
+"""A bit for each format that weights may be held in."""
 MANY = 2000
 """With up to this many tensors missing, their names are still found and told."""
 
@@ -92,7 +94,7 @@ def load_model(
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
-        stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
+        stored = StoredWeights.survey(files, config, check_finite=check_finite)
         formats = [FORMAT_OF_SCHEME[scheme] for scheme in stored.quantized_schemes]
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
@@ -167,15 +169,16 @@ def _met(files: Checkpoint, target: Target, kept: frozenset[Scheme], strips: fro
     choices: tuple[Scheme | type[Format], ...] = (*IN_STRIPS, *FORMAT_OF_SCHEME)
     bits = sum(1 << at for at, choice in enumerate(choices) if choice in kept | strips)
     groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
-    ours = torch.frombuffer(bytearray(sampled_id) + bytes([bits]), dtype=torch.uint8).to(target.device)[None]
+    ours = torch.frombuffer(bytearray(sampled_id + bits.to_bytes(CHOICE_BYTES)), dtype=torch.uint8)
+    ours = ours.to(target.device)[None]
     theirs = groups.world.all_gather(ours)
-    others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
+    others = (theirs != ours)[:, :-CHOICE_BYTES].any(-1).nonzero().flatten().tolist()
     if others:
         raise CheckpointError(
             f"rank {target.topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks "
             "copies of one checkpoint"
         )
-    of_all = reduce(and_, theirs[:, -1].tolist())
+    of_all = reduce(and_, [int.from_bytes(bytes(each)) for each in theirs[:, -CHOICE_BYTES:].tolist()])
     held = {choice for at, choice in enumerate(choices) if of_all >> at & 1}
     return _Met(groups, sampled_id, kept & held, strips & held)
 

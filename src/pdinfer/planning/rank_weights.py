@@ -21,7 +21,13 @@ from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology
 from pdinfer.values import brief
 
-STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
+STORED = {
+    "float": Scheme.FLOAT,
+    "fp8": Scheme.FP8_BLOCKS,
+    "w8a8_dynamic": Scheme.INT8_DYNAMIC,
+    "int4": Scheme.INT4,
+    "mxfp4": Scheme.MXFP4,
+}
 """How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
 
 

@@ -25,7 +25,7 @@ class FP8Blocks(Format):
 
     __repr__ = brief
     name = "fp8"
-    unit = BLOCK
+    units = (BLOCK, BLOCK)
 
     numbers: Tensor
     scale: Tensor

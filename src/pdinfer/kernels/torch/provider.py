@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.int8_static import Int8Static
@@ -19,6 +20,8 @@ WEIGHTS = {
     FP8Blocks: Products(products.linear_fp8, experts.grouped_mlp_fp8),
     Int8Dynamic: Products(products.linear_int8, experts.grouped_mlp_int8),
     Int8Static: Products(products.linear_int8_static),
+    Int4: Products(products.linear_four_bits, experts.grouped_mlp_four_bits),
+    MXFP4: Products(products.linear_four_bits, experts.grouped_mlp_four_bits),
 }
 
 
