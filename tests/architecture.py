@@ -171,7 +171,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
-    "config": (("options",), ("model",), ("hf",), ("fields",), ("families", "rope")),
+    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope")),
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
@@ -186,7 +186,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels.torch": (("provider",), ("attention", "experts", "rows"), ("products", "flash")),
     "kernels.formats": (
         ("strips", "weights", "int8", "cache_rows", "activations"),
-        ("fp8",),
+        ("fp8", "four_bits"),
         ("floats",),
         ("format",),
     ),

@@ -196,7 +196,7 @@ def test_parts_of_blocks_are_refused_with_the_sizes(ranks: Ranks, tmp_path: Path
     quantize_checkpoint(tmp_path / "floats", tmp_path / "fp8", scheme="fp8")
     for outcome in ranks.outcomes(LOGITS, 4, [str(tmp_path / "fp8")], Shape(tp=4).sizes, PROMPTS, weights="stored"):
         assert outcome.error == "ConfigError"
-        told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole FP8 blocks"
+        told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole blocks"
         assert outcome.message.startswith(told), outcome.message
         assert "256 columns are not a multiple of 512; use a smaller tp_size" in outcome.message
 

@@ -8,6 +8,7 @@ TRUST, HUB = "test_trust.py::", "test_hub_cache.py::"
 AHEAD = "test_ahead.py::"
 BUILD, SCRATCH = "test_native.py::", "test_scratch.py::"
 HOSTILE = "test_hostile_files.py::"
+FOUR = "test_four_bits.py::"
 LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_another"
 
 MUTANTS = [
@@ -148,5 +149,85 @@ MUTANTS = [
         "for name, theirs, ours in message.fields)",
         "for name, ours, theirs in message.fields)",
         "test_handshake.py::test_the_connecting_end_learns_every_difference",
+    ),
+    Mutant(
+        "the first of two codes in a byte is the high half",
+        "torch.stack((numbers & 15, numbers >> 4), -1)",
+        "torch.stack((numbers >> 4, numbers & 15), -1)",
+        FOUR + "test_packed_weights_are_those_of_the_twin",
+    ),
+    Mutant(
+        "codes of INT4 have no sign",
+        ".float().sub_(8)",
+        ".float()",
+        FOUR + "test_packed_weights_are_those_of_the_twin",
+    ),
+    Mutant(
+        "codes of MXFP4 have no sign",
+        "torch.cat((half, -half))[codes",
+        "torch.cat((half, half))[codes",
+        FOUR + "test_packed_weights_are_those_of_the_twin",
+    ),
+    Mutant(
+        "a group has the scale of its neighbour",
+        ".mul_(self.scale_floats()[..., None])",
+        ".mul_(self.scale_floats().roll(1, -1)[..., None])",
+        FOUR + "test_packed_weights_are_those_of_the_twin",
+    ),
+    Mutant(
+        "a rank cuts a group of 32 in two",
+        "    units = (1, GROUP)\n",
+        "    units = (1, 1)\n",
+        FOUR + "test_ranks_have_whole_groups",
+    ),
+    Mutant(
+        "a part of the columns keeps the scales of the first ones",
+        "    def columns(self, shard: Shard) -> Self:\n        return self.map(shard.columns)\n\n    def rows",
+        "    def columns(self, shard: Shard) -> Self:\n"
+        "        return self.map(lambda x: shard.columns(x) if x is self.numbers else x[..., : x.shape[-1] // shard.size])\n"
+        "\n    def rows",
+        FOUR + "test_a_part_of_the_columns_has_whole_groups",
+    ),
+    Mutant(
+        "an expert moves without its scales",
+        "sum(tensor.nbytes for tensor in tensors_of(weight))",
+        "tensors_of(weight)[0].nbytes",
+        FOUR + "test_a_moved_expert_brings_its_scales",
+    ),
+    Mutant(
+        "what the shape of packed weights says is not compared",
+        "!= list(self.shape(name)):",
+        "is None:",
+        FOUR + "test_files_that_mean_something_else_are_refused_by_name",
+    ),
+    Mutant(
+        "a packed name that is ignored is read",
+        'elif self.packed.ignores(base.removesuffix(".")):',
+        "elif False:",
+        FOUR + "test_a_name_that_is_ignored_and_packed_is_refused",
+    ),
+    Mutant(
+        "zero points of packed weights are left out",
+        "        for suffix in NEVER_PACKED:",
+        "        for suffix in ():",
+        FOUR + "test_files_that_mean_something_else_are_refused_by_name",
+    ),
+    Mutant(
+        "a regular expression of a file may take for ever",
+        "    if not plain or _PATTERN.fullmatch(text) is None:",
+        "    if False:",
+        FOUR + "test_a_config_that_means_something_else_is_refused",
+    ),
+    Mutant(
+        "packed weights with another width of groups are read",
+        '"group_size": 32, "symmetric": True, "dynamic": False}',
+        '"symmetric": True, "dynamic": False}',
+        FOUR + "test_a_config_that_means_something_else_is_refused",
+    ),
+    Mutant(
+        "a tie between two codes goes to the odd one",
+        "code = (code + tied)",
+        "code = code",
+        FOUR + "test_codes_are_the_nearest_and_a_tie_goes_to_the_even_one",
     ),
 ]

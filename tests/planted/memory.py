@@ -81,8 +81,8 @@ MUTANTS = [
     # -- placements
     Mutant(
         "the second copy of an expert on a rank is never loaded",
-        "for place in where[info.name]:",
-        "for place in where[info.name][:1]:",
+        "for place in where[name]:",
+        "for place in where[name][:1]:",
         RANKS + "test_logits_are_those_of_one_rank",
     ),
     Mutant(

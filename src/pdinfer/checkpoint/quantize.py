@@ -1,7 +1,9 @@
-"""Makes a quantized checkpoint from one in floats, shard by shard: FP8 blocks, or INT8 as modelslim writes it.
+"""Makes a quantized checkpoint from one in floats, shard by shard: FP8 blocks, INT8 as modelslim writes it, or INT4 and
+MXFP4 as compressed-tensors packs them.
 
 The choice of tensors follows the published checkpoints: the linear maps of attention and MLPs are quantized, but not
 embedding, head, norms and routers. INT8 leaves kv_b_proj, indexers and the layers after the last (MTP) as they are.
+INT4 and MXFP4 are for routed experts alone.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -22,6 +25,7 @@ from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular
 from pdinfer.kernels.formats.floats import all_finite
+from pdinfer.kernels.formats.four_bits import GROUP, quantize_int4, quantize_mxfp4
 from pdinfer.kernels.formats.fp8 import BLOCK, quantize_fp8
 from pdinfer.kernels.formats.int8 import quantize_int8
 from pdinfer.progress import Progress, telling
@@ -34,6 +38,31 @@ INDEXER_LINEARS = frozenset({"wq_b", "wk"})
 MAX_SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 MAX_COPIED_BYTES = 64 << 20
+
+
+_EVERY_GROUP = {"strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False, "num_bits": 4}
+_IGNORE = ("lm_head", r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
+
+
+def _packed_config(file_format: str, **weights: object) -> dict[str, object]:
+    """Return the `quantization_config` of published checkpoints whose routed experts are packed."""
+    activations = {"input_activations": None, "output_activations": None}
+    group = {"targets": ["Linear"], "weights": {**_EVERY_GROUP, **weights}, **activations, "format": file_format}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(_IGNORE),
+    }
+
+
+PACKED_CONFIGS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "int4": _packed_config("pack-quantized", type="int"),
+        "mxfp4": _packed_config("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8"),
+    }
+)
 
 
 @attrs.frozen
@@ -60,7 +89,8 @@ def quantize_checkpoint(
     """Write the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
 
     `scheme` "fp8" is e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
-    "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. Memory holds one shard,
+    "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. "int4" and "mxfp4" pack
+    routed experts in four bits with a scale per 32 inputs, as compressed-tensors does. Memory holds one shard,
     which is at most `max_shard_bytes` of float tensors, or one tensor. Small files next to the weights are copied.
     config.json comes last, so that an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts
     bytes of the source; True draws a line on stderr. `trusted_roots` is as for `load_model`. Raises ConfigError and
@@ -133,10 +163,33 @@ def _recipe(scheme: str, scale_fmt: str | None, config: ModelConfig) -> Recipe:
             return int(name.split(".")[2]) < config.num_hidden_layers
 
         return Recipe("quant_model_weights", {"quantize": "w8a8_dynamic"}, chosen, to_int8)
+    if scheme in PACKED_CONFIGS and scale_fmt is None:
+        if config.moe_intermediate_size % GROUP or config.hidden_size % GROUP:
+            raise ConfigError(
+                f"scheme {scheme} has a scale for every {GROUP} inputs of an expert, and moe_intermediate_size = "
+                f"{config.moe_intermediate_size} and hidden_size = {config.hidden_size} must be multiples of that"
+            )
+        pack = _to_int4 if scheme == "int4" else _to_mxfp4
+        return Recipe("model", {"quantization_config": PACKED_CONFIGS[scheme]}, _is_routed, pack)
     raise ConfigError(
         f'scheme {clip(scheme)} with scale_fmt {clip(scale_fmt)} is not supported; choose "fp8" with scale_fmt None or '
-        '"ue8m0", or "w8a8_dynamic" with scale_fmt None'
+        '"ue8m0", or "w8a8_dynamic", "int4" or "mxfp4" with scale_fmt None'
     )
+
+
+def _to_int4(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    numbers, scale = quantize_int4(matrix)
+    shape = torch.tensor(matrix.shape, dtype=torch.int64, device="cpu")
+    return {f"{name}_packed": numbers.view(torch.int32), f"{name}_scale": scale, f"{name}_shape": shape}
+
+
+def _to_mxfp4(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    numbers, exponents = quantize_mxfp4(matrix)
+    return {f"{name}_packed": numbers, f"{name}_scale": exponents}
+
+
+def _is_routed(name: str) -> bool:
+    return _is_linear(name) and ".mlp.experts." in name
 
 
 def _is_linear(name: str) -> bool:
@@ -147,7 +200,7 @@ def _is_linear(name: str) -> bool:
 
 
 def _check_floats(files: Checkpoint) -> None:
-    quantized = [info for info in files.tensors.values() if info.dtype.itemsize == 1]
+    quantized = [info for info in files.tensors.values() if info.dtype.itemsize == 1 or info.name.endswith("_packed")]
     if quantized:
         raise CheckpointError(
             f"{files.folder}: {quantized[0].name} is {quantized[0].dtype} in {quantized[0].file}: the checkpoint is "

@@ -1,8 +1,9 @@
 """The format in which each matrix of a model folder is stored, and its value once read and checked.
 
 FP8 is known by the `weight_scale_inv` next to a weight, never by its name. INT8 is known by the description file that
-modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT). A
-weight and the tensors that belong to it may be in different files.
+modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT).
+INT4 and MXFP4 are known by the `weight_packed` that compressed-tensors has in place of a weight, and the MXFP4 of
+DeepSeek-V4 by the `scale` next to one. A weight and the tensors that belong to it may be in different files.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, renamed
 from pdinfer.checks import clip
+from pdinfer.config import ModelConfig
+from pdinfer.config.packed import PackedWeights
 from pdinfer.errors import CheckpointError
 from pdinfer.files import read_json
 from pdinfer.kernels.formats.floats import Plain, all_finite
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.formats.weights import columns_of
@@ -47,6 +51,10 @@ class Companion:
         """Return the shapes it may have, the usual one first."""
         if self.per == "block":
             return ((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)),)
+        if self.per == "group":
+            return ((rows, columns // GROUP),)
+        if self.per == "shape":
+            return ((2,),)
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
 
 
@@ -56,6 +64,8 @@ class StoredForm:
 
     numbers: tuple[torch.dtype, ...]
     companions: tuple[Companion, ...] = ()
+    codes: int = 1
+    """The weights in one of the numbers, the first of them lowest."""
 
 
 _ROW_SCALES = (Companion("weight_scale", FLOATS), Companion("weight_offset", FLOATS + INTS))
@@ -66,14 +76,27 @@ _STATIC_SCALES = (
     Companion("quant_bias", (torch.int32,)),
 )
 _BLOCK_SCALES = (Companion("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu, torch.uint8), per="block"),)
+_INT4_SCALES = (
+    Companion("weight_scale", (torch.bfloat16,), per="group"),
+    Companion("weight_shape", (torch.int64, torch.int32), per="shape"),
+)
 STORED_FORMS: Mapping[type[Format], StoredForm] = MappingProxyType(
     {
         Plain: StoredForm(FLOATS),
         FP8Blocks: StoredForm((torch.float8_e4m3fn,), _BLOCK_SCALES),
         Int8Dynamic: StoredForm((torch.int8,), _ROW_SCALES),
         Int8Static: StoredForm((torch.int8,), _ROW_SCALES + _STATIC_SCALES),
+        Int4: StoredForm((torch.int32,), _INT4_SCALES, codes=8),
+        MXFP4: StoredForm((torch.uint8,), (Companion("weight_scale", (torch.uint8,), per="group"),), codes=2),
     }
 )
+MXFP4_OF_V4 = StoredForm(
+    (torch.int8,), (Companion("scale", (torch.float8_e8m0fnu, torch.uint8), per="group"),), codes=2
+)
+"""MXFP4 as DeepSeek-V4 has it, under the name of the weight."""
+PACKED = f"{SUFFIX}_packed"
+NEVER_PACKED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
+"""What belongs to packed weights of other kinds, which would mean other numbers."""
 QUANTIZED: tuple[type[Format], ...] = tuple(kind for kind in STORED_FORMS if kind is not Plain)
 SCHEMES: Mapping[str, type[Format]] = {kind.name.upper(): kind for kind in (Plain, Int8Static, Int8Dynamic)}
 """The formats by modelslim's names."""
@@ -81,16 +104,20 @@ SCHEMES: Mapping[str, type[Format]] = {kind.name.upper(): kind for kind in (Plai
 
 @attrs.frozen
 class StoredWeights:
-    """The weights of an open checkpoint. `ue8m0` is what the config says about the scales of FP8 activations."""
+    """The weights of an open checkpoint. `ue8m0` is what the config says about the scales of FP8 activations, and
+    `packed` what it says of packed weights."""
 
     files: Checkpoint
     ue8m0: bool
+    packed: PackedWeights | None
     check_finite: bool
     description: Mapping[str, object]
     description_path: Path | None
 
     @classmethod
-    def survey(cls, files: Checkpoint, *, ue8m0: bool = False, check_finite: bool = True) -> StoredWeights:
+    def survey(
+        cls, files: Checkpoint, config: ModelConfig | None = None, *, check_finite: bool = True
+    ) -> StoredWeights:
         """Read the description file, if there is one; its names are those in the files. Raises CheckpointError."""
         paths = sorted(files.folder.glob(DESCRIPTION))
         if len(paths) > 1:
@@ -102,7 +129,8 @@ class StoredWeights:
             else {}
         )
         described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
-        return cls(files, ue8m0, check_finite, described, path)
+        ue8m0 = config is not None and config.scale_fmt == "ue8m0"
+        return cls(files, ue8m0, None if config is None else config.packed, check_finite, described, path)
 
     def stored_as(self, name: str) -> type[Format]:
         """Return the format of the tensor `name`, which is plain where no tensor has that name. Raises
@@ -114,9 +142,40 @@ class StoredWeights:
                 f"{self.description_path}: scheme {clip(described)} of {clip(name)} is not supported; supported: "
                 f"{', '.join(SCHEMES)}"
             )
-        if kind is Plain and name.endswith(SUFFIX) and f"{name}_scale_inv" in self.files.tensors:
+        if kind is not Plain or not name.endswith(SUFFIX):
+            return kind
+        tensors, base = self.files.tensors, name.removesuffix(SUFFIX)
+        if f"{name}_scale_inv" in tensors:
             return FP8Blocks
+        if f"{base}{PACKED}" in tensors:
+            return Int4 if self.packed is None or self.packed.format == Int4.name else MXFP4
+        if f"{base}scale" in tensors and name in tensors and tensors[name].dtype == torch.int8:
+            return MXFP4
         return kind
+
+    def form(self, name: str) -> StoredForm:
+        """Return what the format of a tensor is in these files."""
+        kind = self.stored_as(name)
+        return MXFP4_OF_V4 if kind is MXFP4 and self.numbers(name) == name else STORED_FORMS[kind]
+
+    def numbers(self, name: str) -> str:
+        """Return the name of the tensor that holds the numbers of the matrix, or other tensor, `name`."""
+        packed = f"{name.removesuffix(SUFFIX)}{PACKED}"
+        return packed if name.endswith(SUFFIX) and packed in self.files.tensors else name
+
+    @staticmethod
+    def matrix(name: str) -> str:
+        """Return the name of the matrix whose numbers a tensor holds."""
+        return f"{name.removesuffix(PACKED)}{SUFFIX}" if name.endswith(PACKED) else name
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the tensor that holds the numbers of a matrix."""
+        return self.files.tensors[self.numbers(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the matrix, or other tensor, `name`."""
+        shape = self.info(name).shape
+        return (*shape[:-1], shape[-1] * self.form(name).codes) if shape else shape
 
     @property
     def quantized_formats(self) -> frozenset[type[Format]]:
@@ -125,15 +184,16 @@ class StoredWeights:
         found = {kind for scheme, kind in SCHEMES.items() if scheme in described}
         if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
             found.add(FP8Blocks)
+        found |= {self.stored_as(self.matrix(name)) for name in self.files.tensors if name.endswith((PACKED, ".scale"))}
         return frozenset(found - {Plain})
 
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
-        return name in self.files.tensors
+        return self.numbers(name) in self.files.tensors
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a matrix is stored in, its numbers first."""
-        return [name, *self._companions(name)]
+        return [self.numbers(name), *self._companions(name)]
 
     def infos(self, name: str) -> list[TensorInfo]:
         """Return the tensors that a matrix is stored in, its numbers first."""
@@ -141,10 +201,12 @@ class StoredWeights:
 
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
-        info, kind = self.files.tensors[name], self.stored_as(name)
-        if info.shape != shape:
-            yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
-        elif info.dtype not in STORED_FORMS[kind].numbers:
+        info, kind = self.info(name), self.stored_as(name)
+        if self.form(name).codes > 1:
+            yield from self._complaints_of_four_bits(name, info)
+        if self.shape(name) != shape:
+            yield f"{name} is {list(self.shape(name))} in {info.file}, the config says {list(shape)}"
+        elif info.dtype not in self.form(name).numbers:
             yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, kind)}"
         elif kind is not Plain and len(shape) != 2:
             yield f"{name} is {list(info.shape)} in {info.file}, and {kind.name.upper()} is for matrices"
@@ -163,6 +225,22 @@ class StoredWeights:
             elif found.dtype not in companion.dtypes:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
+    def _complaints_of_four_bits(self, name: str, info: TensorInfo) -> Iterator[str]:
+        base = name.removesuffix(SUFFIX)
+        if self.numbers(name) != name:
+            if name in self.files.tensors:
+                yield f"{name} is in {self.files.tensors[name].file}, and packed in {info.file} too"
+            if self.packed is None:
+                yield f"{info.name} is packed, and config.json has no quantization_config of compressed-tensors"
+            elif self.packed.ignores(base.removesuffix(".")):
+                yield f"{info.name} is packed, and config.json says that it is not (ignore)"
+        for suffix in NEVER_PACKED:
+            if f"{base}{suffix}" in self.files.tensors:
+                yield f"{base}{suffix} belongs to packed weights of another kind, which are not supported"
+        columns = self.shape(name)[-1]
+        if columns % GROUP:
+            yield f"{name} has {columns} columns, not a multiple of the {GROUP} that share a scale"
+
     def read(self, name: str, shard: Shard = WHOLE) -> Weight:
         """Return the matrix, or any other tensor, `name` as it is stored, or a part of it, on the CPU. Rows outside the
         part and its blocks are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
@@ -171,7 +249,7 @@ class StoredWeights:
         return self._rows(name, shard)
 
     def _rows(self, name: str, shard: Shard) -> Weight:
-        kind, info = self.stored_as(name), self.files.tensors[name]
+        kind, info = self.stored_as(name), self.info(name)
         rows = shard.of(info.shape[0]) if shard.size > 1 else None
         if kind is Plain:
             return self._finite(info, rows)
@@ -179,7 +257,10 @@ class StoredWeights:
         companions = {}
         for part, companion in self._companions(name).items():
             found = self.files.tensors[part]
-            cut = shard.of(found.shape[0]) if rows is not None and companion.per != "matrix" else None
+            whole = rows is None or companion.per in ("matrix", "shape")
+            cut = None if whole else shard.of(found.shape[0])
+            if companion.per == "group":
+                return self._four_bits(name, numbers, self._group_scales(found, cut))
             companions[companion.suffix] = self._finite(found, cut)
         if kind is FP8Blocks:
             if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
@@ -200,9 +281,31 @@ class StoredWeights:
             output_offset=companions["quant_bias"].view(-1, 1),
         )
 
+    def _group_scales(self, found: TensorInfo, rows: range | None) -> Tensor:
+        scale = self.files.read(found, rows)
+        if found.dtype != torch.bfloat16:
+            scale = scale.view(torch.uint8)
+        floats = scale if found.dtype == torch.bfloat16 else scale.view(torch.float8_e8m0fnu).float()
+        if self.check_finite and not all_finite(floats):
+            raise CheckpointError(f"{found.file}: tensor {found.name} holds NaN or infinite values")
+        if self.check_finite and bool((floats <= 0).any()):
+            raise CheckpointError(
+                f"{found.file}: tensor {found.name} holds values that are zero or negative, which a scale cannot be"
+            )
+        return scale
+
+    def _four_bits(self, name: str, numbers: Tensor, scale: Tensor) -> Weight:
+        shape = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}weight_shape")
+        if shape is not None and (said := self.files.read(shape).tolist()) != list(self.shape(name)):
+            raise CheckpointError(
+                f"{shape.file}: tensor {shape.name} says {said}, and {self.numbers(name)} is {list(self.shape(name))}"
+            )
+        kind = self.stored_as(name)
+        return kind(numbers=numbers.view(torch.uint8), scale=scale)  # type: ignore[call-arg]
+
     def _companions(self, name: str) -> dict[str, Companion]:
         base = name.removesuffix(SUFFIX)
-        return {f"{base}{companion.suffix}": companion for companion in STORED_FORMS[self.stored_as(name)].companions}
+        return {f"{base}{companion.suffix}": companion for companion in self.form(name).companions}
 
     def _reason(self, name: str, kind: type[Format]) -> str:
         if kind is Plain and self.files.tensors[name].dtype == torch.float8_e4m3fn:
@@ -210,7 +313,7 @@ class StoredWeights:
         if kind is Plain and self.files.tensors[name].dtype == torch.int8:
             where = self.description_path.name if self.description_path else f"{DESCRIPTION} is missing and"
             return f"and {where} does not say with which scheme"
-        return f"supported for {kind.name.upper()} are {_names(STORED_FORMS[kind].numbers)}"
+        return f"supported for {kind.name.upper()} are {_names(self.form(name).numbers)}"
 
     def _finite(self, info: TensorInfo, rows: range | None = None) -> Tensor:
         tensor = self.files.read(info, rows)

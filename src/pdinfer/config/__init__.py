@@ -2,6 +2,7 @@
 
     options.py    the host's choices: cache, engine, experts, Pairing, remote engines
     model.py      `ModelConfig`, the architecture of a model
+    packed.py     what a config.json says of weights in four bits
     hf.py         the fields of a Hugging Face config.json as plain values
     fields.py     which fields are read, and which change nothing; all others are refused by name
     families.py   a row for each family of models

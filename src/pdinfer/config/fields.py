@@ -276,26 +276,29 @@ def check_fields(raw: Mapping[str, object], family: Family) -> None:
     for name, other in SAME_AS.items():
         if raw.get(name) is not None and raw[name] != raw.get(other):
             raise ConfigError(f"{name} {clip(raw[name])} must be absent or repeat {other} = {clip(raw.get(other))}")
-    _check(raw, read | _HARMLESS | SAME_AS.keys(), OFF, f"config.json of a {clip(raw.get('model_type'))}")
+    check_known(raw, read | _HARMLESS | SAME_AS.keys(), OFF, f"config.json of a {clip(raw.get('model_type'))}")
 
 
 def check_wrapper_fields(raw: Mapping[str, object]) -> None:
     """Refuse such fields of a config.json that holds that of a text model as its `text_config`."""
-    _check(raw, WRAPPER_FIELDS | HARMLESS_IN_WRAPPERS | _HARMLESS, OFF, f"config.json of a {clip(raw['model_type'])}")
+    check_known(
+        raw, WRAPPER_FIELDS | HARMLESS_IN_WRAPPERS | _HARMLESS, OFF, f"config.json of a {clip(raw['model_type'])}"
+    )
 
 
 def check_rope_fields(fields: Mapping[str, object], rope_type: object) -> None:
     """Refuse such fields of `rope_parameters` and `rope_scaling` together, for a `rope_type` that is supported."""
     read = ROPE_FIELDS.union(YARN_FIELDS) if rope_type == "yarn" else ROPE_FIELDS
-    _check(fields, read, ROPE_OFF, f"rope of type {rope_type}")
+    check_known(fields, read, ROPE_OFF, f"rope of type {rope_type}")
 
 
 def check_quantization_fields(fields: Mapping[str, object]) -> None:
     """Refuse such fields of `quantization_config`."""
-    _check(fields, QUANTIZATION_FIELDS | QUANTIZATION_HARMLESS, QUANTIZATION_OFF, "quantization_config")
+    check_known(fields, QUANTIZATION_FIELDS | QUANTIZATION_HARMLESS, QUANTIZATION_OFF, "quantization_config")
 
 
-def _check(raw: Mapping[str, object], known: Collection[str], off: Mapping[str, object], where: str) -> None:
+def check_known(raw: Mapping[str, object], known: Collection[str], off: Mapping[str, object], where: str) -> None:
+    """Refuse fields that are not in `known`, unless they have the value that `off` gives. Raises ConfigError."""
     strange = list(_strange(raw, known, off))
     if strange:
         rest = f" and {len(strange) - MAX_NAMED} more" if len(strange) > MAX_NAMED else ""

@@ -23,6 +23,7 @@ from pdinfer.config.fields import (
     check_rope_fields,
     check_wrapper_fields,
 )
+from pdinfer.config.packed import PackedWeights
 from pdinfer.config.rope import YarnScaling
 from pdinfer.errors import ConfigError
 
@@ -40,8 +41,8 @@ SAMPLING_DEFAULTS = (
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTED_WEIGHTS = (
-    f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
-    "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
+    f"supported: weights stored as {', '.join(STORED_DTYPES)}, FP8 in blocks of 128 x 128 (quant_method fp8), INT8 "
+    "(W8A8, W8A8_DYNAMIC) with a quant_model_description.json, INT4 or MXFP4 of compressed-tensors"
 )
 """Advice for a checkpoint in another quantization; the end of an error message."""
 FP8_FIELDS: Mapping[str, object] = MappingProxyType(
@@ -93,7 +94,8 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     values |= _indexer(raw, family)
     values["eos_token_ids"] = eos_ids(raw.get("eos_token_id"))
     values["dtype"] = _stored_dtype(raw)
-    values["scale_fmt"] = _scale_fmt(raw)
+    values["packed"] = _packed(raw)
+    values["scale_fmt"] = None if values["packed"] is not None else _scale_fmt(raw)
     return values
 
 
@@ -246,6 +248,17 @@ def _refuse_unsupported(raw: Mapping[str, object], family: Family) -> None:
         raise ConfigError(
             f"qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {clip(nope)} + {clip(rope)}, got {clip(head)}"
         )
+
+
+def _packed(raw: Mapping[str, object]) -> PackedWeights | None:
+    """Return what the config says of packed weights, or None where compressed-tensors has packed none."""
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return None
+    for name in ("quantize", "mla_quantize"):
+        if raw.get(name) is not None:
+            raise ConfigError(f"{name} {clip(raw[name])} does not go with weights that compressed-tensors packed")
+    return PackedWeights.read(quantization)
 
 
 def _scale_fmt(raw: Mapping[str, object]) -> object:

@@ -25,6 +25,7 @@ from pdinfer.config.hf import (
     read_fields,
     sampling_defaults,
 )
+from pdinfer.config.packed import PackedWeights
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, check_folder, naming, read_json
@@ -42,7 +43,8 @@ class ModelConfig(Value):
     keep the names of the Hugging Face config.json.
 
     Make it with `from_checkpoint` or `from_dict`. Sizes are numbers of elements. `dtype` is the one that weights which
-    are not quantized are stored in. `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two. Layers
+    are not quantized are stored in. `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two, and
+    `packed` says of which format weights are that have four bits. Layers
     `first_k_dense_replace` and up are mixtures of experts; in a model without experts it equals `num_hidden_layers`,
     and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
     `indexer_types` is empty.
@@ -85,6 +87,9 @@ class ModelConfig(Value):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = attrs.field(default="bfloat16", validator=one_of(*STORED_DTYPES))
     scale_fmt: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of("ue8m0")))
+    packed: PackedWeights | None = attrs.field(
+        default=None, validator=attrs.validators.optional(instance_of(PackedWeights))
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
@@ -271,7 +276,7 @@ class ModelConfig(Value):
         lines = [
             f"{name}={_canonical(getattr(self, name))}"
             for name in names
-            if name not in ("bos_token_id", "eos_token_ids", "dtype", "scale_fmt")
+            if name not in ("bos_token_id", "eos_token_ids", "dtype", "scale_fmt", "packed")
         ]
         return hashlib.sha256("\n".join(["pdinfer ModelConfig 1", *lines]).encode()).digest()
 

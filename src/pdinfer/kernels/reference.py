@@ -21,6 +21,7 @@ from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation, int8_sums
 from pdinfer.kernels.formats.weights import as_format, expert
@@ -105,6 +106,16 @@ def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     ]
     y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(exact(x_TI).dtype)
     return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
+
+
+def linear_int4(x_TI: Tensor, weight: FourBits) -> Tensor:
+    x = exact(x_TI)
+    floats_OI = x.new_empty(len(weight.numbers), x.shape[1])
+    weight.floats_into(floats_OI)
+    return (x @ floats_OI.T).to(x_TI.dtype)
+
+
+linear_mxfp4 = linear_int4
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -282,9 +293,9 @@ def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: We
     return out
 
 
-grouped_mlp_fp8 = grouped_mlp_w8a8_dynamic = grouped_mlp
+grouped_mlp_fp8 = grouped_mlp_w8a8_dynamic = grouped_mlp_int4 = grouped_mlp_mxfp4 = grouped_mlp
 _LINEARS: MappingProxyType[type[Format], Any] = MappingProxyType(
-    {Plain: linear, FP8Blocks: linear_fp8, Int8Dynamic: linear_w8a8_dynamic}
+    {Plain: linear, FP8Blocks: linear_fp8, Int8Dynamic: linear_w8a8_dynamic, Int4: linear_int4, MXFP4: linear_mxfp4}
 )
 
 

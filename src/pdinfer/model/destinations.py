@@ -131,9 +131,9 @@ class Destinations:
     def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
         """Check that the parts are equal, and consist of whole blocks where the tensor is kept with a scale per
         block."""
-        unit = self.format(name).unit
+        unit = self.format(name).units[shard.axis]
         if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
-            blocks = f" in whole FP8 blocks of {unit}" if unit > 1 else ""
+            blocks = f" in whole blocks of {unit} that share a scale" if unit > 1 else ""
             raise ConfigError(
                 f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
                 f"{'columns' if shard.axis else 'rows'} are not a multiple of {shard.size * unit}; use a smaller "

@@ -92,7 +92,7 @@ def load_model(
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
-        stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
+        stored = StoredWeights.survey(files, config, check_finite=check_finite)
         formats = [kind.name for kind in stored.quantized_formats]
         spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)

@@ -113,7 +113,7 @@ class LoadPlan:
 
     def _check_names(self) -> None:
         expected, files = self.listed.places, self.stored.files
-        missing = [name for name in expected if name not in files.tensors]
+        missing = [name for name in expected if not self.stored.holds(name)]
         if missing:
             raise CheckpointError(
                 f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
@@ -148,12 +148,12 @@ class LoadPlan:
 def read_all(stored: StoredWeights, destinations: Destinations, tell: Tell, ranks: InTouch) -> None:
     """Read every tensor that has a place, in the order of the files, and keep in touch with other ranks."""
     where = destinations.places
-    wanted = list(stored.files.in_file_order(where))
-    sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
+    wanted = [(info, stored.matrix(info.name)) for info in stored.files.in_file_order(map(stored.numbers, where))]
+    sizes = [sum(part.num_bytes for part in stored.infos(name)) for _, name in wanted]
     done, total = 0, sum(sizes)
-    for info, size in zip(wanted, sizes, strict=True):
-        value = _part(stored, info.name, where[info.name][0])
-        for place in where[info.name]:
+    for (info, name), size in zip(wanted, sizes, strict=True):
+        value = _part(stored, name, where[name][0])
+        for place in where[name]:
             _put(value, place.weight, info, stored.check_finite)
         done += size
         tell(done, total)
@@ -164,7 +164,7 @@ def _part(stored: StoredWeights, name: str, place: Place) -> Weight:
     """Return the value for a place. Where the part ends inside a block of one scale, the whole becomes floats first and
     is cut then."""
     shard = place.shard
-    unit = stored.stored_as(name).unit
+    unit = stored.stored_as(name).units[shard.axis]
     if shard.size == 1 or place.shape[shard.axis] % (shard.size * unit) == 0:
         return stored.read(name, shard)
     whole = torch.empty(place.shape, dtype=torch.float32, device="cpu")

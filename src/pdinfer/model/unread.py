@@ -33,7 +33,7 @@ def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelCon
     """
     kinds = {_kind(name) for name in read}
     used: set[str] = set()
-    for name in stored.files.tensors:
+    for name in map(stored.matrix, stored.files.tensors):
         expert = _EXPERT.search(name)
         elsewhere = expert is not None and int(expert[1]) < config.n_routed_experts and _kind(name) in kinds
         if elsewhere or name in read:

@@ -10,6 +10,7 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import as_format, num_bytes
@@ -24,7 +25,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.values import Value
 
-STORED = {kind.name: kind for kind in (Plain, FP8Blocks, Int8Dynamic)}
+STORED = {kind.name: kind for kind in (Plain, FP8Blocks, Int8Dynamic, Int4, MXFP4)}
 """How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
 
 

@@ -328,7 +328,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(floats: Path, tmp_path: P
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("arguments", [{"scheme": "int4"}, {"scheme": "fp8", "scale_fmt": "e8"}, {"scale_fmt": "e8"}])
+@pytest.mark.parametrize("arguments", [{"scheme": "int3"}, {"scheme": "fp8", "scale_fmt": "e8"}, {"scale_fmt": "e8"}])
 def test_an_unknown_scheme_is_refused(floats: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r'choose "fp8" with scale_fmt None or "ue8m0", or "w8a8_dynamic"'):
         quantize_checkpoint(floats, tmp_path / "q", **arguments)

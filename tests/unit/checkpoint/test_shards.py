@@ -144,11 +144,15 @@ def test_of_rows_no_others_are_read_but_those_in_their_blocks(made: Path, monkey
     [
         ("float", Shard(0, 3), "[256, 512] cannot be divided between 3 ranks: 256 rows are not a multiple of 3; use"),
         ("float", Shard(1, 3, axis=1), "between 3 ranks: 512 columns are not a multiple of 3; use"),
-        ("fp8", Shard(0, 4), "between 4 ranks in whole FP8 blocks of 128: 256 rows are not a multiple of 512; use"),
+        (
+            "fp8",
+            Shard(0, 4),
+            "between 4 ranks in whole blocks of 128 that share a scale: 256 rows are not a multiple of 512; use",
+        ),
         (
             "fp8",
             Shard(0, 8, axis=1),
-            "whole FP8 blocks of 128: 512 columns are not a multiple of 1024; use a smaller tp",
+            "whole blocks of 128 that share a scale: 512 columns are not a multiple of 1024; use a smaller tp",
         ),
     ],
 )

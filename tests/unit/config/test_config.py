@@ -23,6 +23,7 @@ from pdinfer.config import (
     TopkMethod,
     YarnScaling,
 )
+from pdinfer.config.packed import PackedWeights
 from pdinfer.errors import ConfigError
 from tests.unit.config.published_configs import GLM_5, KIMI_K2, V3, V32
 from tests.unit.config.small_configs import BASE, FAMILIES, KIMI_YARN, YARN
@@ -224,7 +225,13 @@ def test_fingerprint_covers_every_field_but_token_ids_and_number_formats() -> No
         "indexer_rope_interleave": True,
         "indexer_types": (IndexerType.FULL, IndexerType.SHARED),
     }
-    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16", "scale_fmt": "ue8m0"}
+    same = {
+        "bos_token_id": 3,
+        "eos_token_ids": (5,),
+        "dtype": "float16",
+        "scale_fmt": "ue8m0",
+        "packed": PackedWeights("int4"),
+    }
     for field in attrs.fields(ModelConfig):
         value = same.get(field.name, changed.get(field.name))
         if value is None and field.name != "q_lora_rank":

@@ -282,7 +282,7 @@ def test_an_unknown_device_is_refused_with_the_cards_that_are_known(name: Any) -
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"weight_formats": ["int4"]}, "weight_formats must be among fp8, w8a8_dynamic, w8a8, got 'int4'"),
+        ({"weight_formats": ["int3"]}, "weight_formats must be among fp8, w8a8_dynamic, w8a8, int4, mxfp4, got 'int3'"),
         ({"page_size": 0}, "page_size must be an int from 1"),
         ({"kv_format": "int8"}, "kv_format must be one of bfloat16, float16, float32, fp8, got 'int8'"),
     ],
@@ -329,6 +329,7 @@ def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
     assert by_op.keys() == {*OP_NAMES}
     others = dict.fromkeys(("linear", "heads_in", "heads_out", "gather_rows"), "torch")
     others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips]")), "composition")
+    others |= dict.fromkeys((op for op in OP_NAMES if op.endswith(("[int4]", "[mxfp4]"))), "torch")
     others |= dict.fromkeys(("mla_absorbed", "gated_mlp", "choose_experts", "sort_rows"), "composition")
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)

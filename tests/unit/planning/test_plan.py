@@ -149,7 +149,7 @@ def engine(**changes: Any) -> EnginePlan:
         ({"device": "tpu"}, "device must be 'cpu', 'cuda' or a card such as 'H200', got 'tpu'"),
         ({"device": None}, "device must be 'cpu', 'cuda' or a card such as 'H200', got None"),
         ({"weights": "best"}, 'P: weights must be "auto", "stored" or "float"'),
-        ({"stored": "int4"}, "P: stored must be one of float, fp8, w8a8_dynamic, got 'int4'"),
+        ({"stored": "int3"}, "P: stored must be one of float, fp8, w8a8_dynamic, int4, mxfp4, got 'int3'"),
         ({"device_bytes": 0}, "device_bytes must be an int from 1"),
         ({"cache": CacheConfig(kv_format="float32")}, 'P: kv_format "float32" was asked for and the model runs in'),
         ({"mtp": True, "config": attrs.evolve(V3, num_nextn_predict_layers=0)}, "P: mtp=True and the config has no"),
@@ -249,7 +249,7 @@ def test_what_a_rank_holds_decides_and_not_what_the_files_hold() -> None:
 def test_a_plan_knows_the_bytes_that_a_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str, weights: str
 ) -> None:
-    config = tiny_config_dict("v3", num_nextn_predict_layers=1)
+    config = tiny_config_dict("v3", num_nextn_predict_layers=1, hidden_size=64, moe_intermediate_size=32)
     write_checkpoint(tmp_path / "float", config, mtp=True)
     if stored != "float":
         quantize_checkpoint(tmp_path / "float", tmp_path / stored, scheme=stored)

@@ -78,8 +78,8 @@ class Format(Value):
 
     name: ClassVar[str]
     """What it is called in an `OpSpec` and in the names of ops."""
-    unit: ClassVar[int] = 1
-    """The rows and columns that share a scale; ranks have whole ones."""
+    units: ClassVar[tuple[int, int]] = (1, 1)
+    """The rows and the columns that share a scale; ranks have whole ones."""
     scales_tokens: ClassVar[bool] = False
     """Whether activations are scaled over all columns, so that columns cannot be divided over ranks."""
     has_experts: ClassVar[bool] = True

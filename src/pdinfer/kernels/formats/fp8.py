@@ -23,7 +23,7 @@ class FP8Blocks(Format):
     """
 
     name = "fp8"
-    unit = BLOCK
+    units = (BLOCK, BLOCK)
 
     numbers: Tensor
     scale: Tensor

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Weight
+from pdinfer.kernels.formats.four_bits import FourBits
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.reference import gated_silu
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_w8a8_dynamic, quantize_fp8
+from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_int4, linear_w8a8_dynamic, quantize_fp8
 
 FEW_ROWS = 1024
 """Up to this many rows (a decode step of 128 tokens with 8 experts each) every expert runs on all rows. Beyond it the
@@ -61,6 +62,13 @@ def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, d
 
 def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
     return run_experts(linear_w8a8_dynamic, x, counts_E, gate_up, down)
+
+
+def grouped_mlp_int4(x: Tensor, counts_E: Tensor, gate_up: FourBits, down: FourBits) -> Tensor:
+    return run_experts(linear_int4, x, counts_E, gate_up, down)
+
+
+grouped_mlp_mxfp4 = grouped_mlp_int4
 
 
 def run_experts(

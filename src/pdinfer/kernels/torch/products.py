@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.exact import not_finite
+from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.four_bits import FourBits
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation
 from pdinfer.kernels.formats.int8 import int8_sums as exact_int8_sums
@@ -24,7 +25,7 @@ from pdinfer.kernels.spec import DeviceSpec
 _log = logging.getLogger("pdinfer")
 
 WEIGHT_BLOCK_BYTES = 8 << 20
-"""The memory for the rows of an FP8 matrix that are floats at one time."""
+"""The memory for the rows of a quantized matrix that are floats at one time."""
 FP8_ROWS_STEP = 4
 """cuBLAS reads the scales of activations in steps of 16 bytes: the number of rows is a multiple of this."""
 FP8_OUTPUTS_STEP = 16
@@ -87,6 +88,23 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
         dequantize_fp8(weight.numbers[rows_OI], scale_of_row[rows_OI], floats_OI)
         out[:, rows_OI] = F.linear(rounded_TI, floats_OI)
     return out
+
+
+def linear_int4(x_TI: Tensor, weight: FourBits) -> Tensor:
+    """Multiply in float32, which holds every product of a number and its scale."""
+    x, num_outs = exact(x_TI), len(weight.numbers)
+    out = x_TI.new_empty(len(x), num_outs)
+    step = max(1, WEIGHT_BLOCK_BYTES // (x.shape[1] * x.itemsize))
+    for first in range(0, num_outs, step):
+        rows_OI = slice(first, first + step)
+        some = weight.rows(rows_OI)
+        floats_OI = x.new_empty(len(some.numbers), x.shape[1])
+        some.floats_into(floats_OI)
+        out[:, rows_OI] = F.linear(x, floats_OI)
+    return out
+
+
+linear_mxfp4 = linear_int4
 
 
 def _has_whole_blocks(weight: FP8Blocks) -> bool:

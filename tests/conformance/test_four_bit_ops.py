@@ -1,0 +1,58 @@
+"""Products with weights of four bits, for every provider: they are those of the floats that the weights stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdinfer.kernels import reference
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4, quantize_int4, quantize_mxfp4
+from tests.conformance.op_suite import ROWS, Rows, draw, every_place, op_of
+from tests.joined import for_each
+from tests.rounding import assert_within, error_of_mlp, error_of_products
+
+FORMATS = {"int4": (Int4, quantize_int4), "mxfp4": (MXFP4, quantize_mxfp4)}
+
+
+def weight_of(name: str, floats: Tensor) -> FourBits:
+    kind, quantize = FORMATS[name]
+    numbers, scale = quantize(floats)
+    return kind(numbers=numbers, scale=scale)
+
+
+def floats_of(weight: FourBits) -> Tensor:
+    floats = torch.empty(*weight.numbers.shape[:-1], 2 * weight.numbers.shape[-1], dtype=torch.float64)
+    weight.floats_into(floats)
+    return floats
+
+
+@every_place("linear[int4]", "linear[mxfp4]", dtype=torch.bfloat16)
+@for_each("name", FORMATS)
+@for_each("dtype", [torch.bfloat16, torch.float32])
+@for_each("rows", [0, 1, 3, 17])
+@for_each(("outs", "width"), [(1, 32), (24, 96), (130, 160)])
+def test_linear(provider: str, device: str, name: str, dtype: torch.dtype, rows: int, outs: int, width: int) -> None:
+    x, weight = draw(rows, width).to(dtype), weight_of(name, draw(outs, width, seed=1) * 3)
+    moved = weight.map(lambda tensor: tensor.to(device))
+    got = op_of(provider, f"linear[{name}]", device, dtype)(x.to(device), moved)
+    floats = floats_of(weight)
+    assert got.dtype == dtype
+    assert_within(got, reference.linear(x.double(), floats), error_of_products(x.double(), floats), dtype)
+
+
+@every_place("grouped_mlp[int4]", "grouped_mlp[mxfp4]", dtype=torch.bfloat16)
+@for_each("name", FORMATS)
+@for_each("counts", [(0,), (3, 0, 1), (40, 2)])
+@for_each("form", ROWS)
+def test_grouped_mlp(provider: str, device: str, name: str, form: Rows, counts: tuple[int, ...]) -> None:
+    x = draw(sum(counts), 64).bfloat16()
+    gate_up = weight_of(name, draw(len(counts), 64, 64, seed=1) / 8)
+    down = weight_of(name, draw(len(counts), 64, 32, seed=2) * 32**-0.5)
+    run = op_of(provider, f"grouped_mlp[{name}]", device, torch.bfloat16)
+    moved = [each.map(lambda tensor: tensor.to(device)) for each in (gate_up, down)]
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, *moved), x.to(device), counts)
+    x, gate_up_floats, down_floats = x.double(), floats_of(gate_up), floats_of(down)
+    each = zip(torch.split(x, list(counts)), gate_up_floats, down_floats, strict=True)
+    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in each])
+    expected = reference.grouped_mlp(x, torch.tensor(counts), gate_up_floats, down_floats)
+    assert_within(got, expected, error, torch.bfloat16)
