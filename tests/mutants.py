@@ -6,13 +6,12 @@
 The program edits copies of the sources and runs the tests on them. A verdict is written as soon as it is there, so a
 run that was cut off goes on where it ended: what was judged at this commit is not judged again, and with `--unjudged`
 neither is what was judged at any other. It prints the bugs that no test found; the exit status is 1 when there are
-some. The bugs themselves are data in `tests/planted/`, grouped by what they break.
+some. The bugs are in `tests/planted/`, grouped by what they break; `tests/planted/mutant.py` says how they are written.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -29,12 +28,12 @@ from pathlib import Path
 import attrs
 
 from tests.places import file_of, place
-from tests.planted.mutant import Mutant
+from tests.planted.mutant import Mutant, parsed
 from tests.versions import commit, git
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SUBJECTS = tuple(sorted(path.stem for path in (ROOT / "tests" / "planted").glob("*.py") if path.stem != "mutant"))
+PLANTED = ROOT / "tests" / "planted"
 COPIED = (
     "src",
     "tests",
@@ -71,7 +70,7 @@ class Verdict:
 
 
 def all_mutants() -> list[Mutant]:
-    return [mutant for name in SUBJECTS for mutant in importlib.import_module(f"tests.planted.{name}").MUTANTS]
+    return [mutant for path in sorted(PLANTED.glob("*.txt")) for mutant in parsed(path.read_text("utf-8"))]
 
 
 def read(path: Path) -> list[Verdict]:

@@ -14,7 +14,7 @@ import pytest
 from tests import mutants
 from tests.mutants import ROOT, Verdict, all_mutants
 from tests.places import NotFoundOnce, defined_in, file_of, place
-from tests.planted.mutant import Mutant
+from tests.planted.mutant import Mutant, parsed
 
 
 def wrong(root: Path, planted: Sequence[Mutant]) -> Iterator[str]:
@@ -48,6 +48,32 @@ def test_bugs_and_their_tests_are_there() -> None:
     found = [*wrong(ROOT, all_mutants())]
     assert not found, "\n".join(found)
     assert len(all_mutants()) >= 800
+
+
+def test_bugs_are_written_as_a_diff_is() -> None:
+    text = """What they break.
+
+test_a.py::test_x test_a.py::test_y
+  a line goes
+-    x = 1
+  lines become others @ a.py
+-if x:
+-    y()
++y()
+>z
+
+test_b.py
+  a part of two lines
+<a
+<    b
+"""
+    assert [*parsed(text)] == [
+        Mutant("a line goes", "    x = 1\n", "", "test_a.py::test_x test_a.py::test_y"),
+        Mutant("lines become others", "if x:\n    y()\n", "y()\nz", "test_a.py::test_x test_a.py::test_y", "a.py"),
+        Mutant("a part of two lines", "a\n    b", "", "test_b.py"),
+    ]
+    with pytest.raises(ValueError, match="lines become others: 'if x:' does not begin with"):
+        [*parsed(text.replace("-if", "if"))]
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

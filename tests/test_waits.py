@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BESIDE = (
-    "tests/planted/",
     "tests/soak/",
     "tests/vllm/",
     "tests/test_waits.py",
