@@ -417,7 +417,7 @@ def test_curl_gets_the_answer_that_the_start_page_shows() -> None:
     page = (ROOT / "docs" / "start.md").read_text("utf-8")
     ((path, body),) = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'", page, re.DOTALL)
     (shown,) = re.findall(r"^```json\n(.*?)\n```", page, re.MULTILINE | re.DOTALL)
-    with served_here(pd.PairingConfig()) as (client, _):
+    with served_here(pd.PairingConfig()) as (client, *_):
         url = str(client.base_url).removesuffix("/v1/") + path
         with urlopen(Request(url, body.encode(), {"Content-Type": "application/json"}), timeout=TIMEOUT_S) as answer:
             got = json.load(answer)
