@@ -22,6 +22,7 @@ from pdinfer.planning import plan as plan_module
 from pdinfer.planning.profiles.profile import engine_nodes
 from pdinfer.planning.rank_weights import STORED, RankWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.unit.config import published_configs
 
 V3_SIZES = {
     "vocab_size": 129280,
@@ -324,3 +325,17 @@ def test_clusters_are_named_by_their_nodes() -> None:
     for text in ("", "P3", "D4P3", "P0D1", "P3x0D1", "P3xD1", "p3d4", "P3D4 ", "P1000D1", "P3x3xD4"):
         with pytest.raises(ConfigError, match='named like "P3x3D4"'):
             engine_nodes(text)
+
+
+def test_experts_of_kimi_k2_in_four_bits_take_what_the_published_files_do() -> None:
+    """532 GiB of experts, divided over 32 prefill ranks and 16 decode ranks of H200, and 22 GiB on each of them."""
+    config = ModelConfig.from_dict(published_configs.KIMI_K2)
+    sizes = {}
+    for ranks in (1, 16, 32):
+        topology = Topology(world_size=ranks, dp_size=ranks, ep_size=ranks)
+        plan = engine(config=config, topology=topology, stored="int4", device="H200", device_bytes=1 << 40)
+        sizes[ranks] = plan.weight_bytes
+    experts = config.n_routed_experts * 60 * 3 * 2048 * 7168 * 9 // 16  # 4 bits, and 16 for every 32
+    assert experts / GIB == pytest.approx(531.6, abs=0.1)
+    for ranks, size in sizes.items():
+        assert (size - experts // ranks) / GIB == pytest.approx(22.1, abs=0.1)
