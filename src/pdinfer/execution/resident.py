@@ -184,7 +184,7 @@ class ResidentDecode:
     def _end(self, logits_BV: Tensor, kind: DrawKind) -> Output:
         """Draw the next tokens of the first rows, and make them the newest."""
         num_rows = logits_BV.shape[0]
-        controls = self._controls(num_rows, self._rows.column("position", num_rows) + 1)
+        controls = self._controls(num_rows, self._rows.column("context_len", num_rows))
         words = self._draw(logits_BV, logits_BV, controls, kind)
         self._rows.advance(words[0])
         return Output(words[:, :, None], logits_BV)
