@@ -259,9 +259,9 @@ class StoredWeights:
             found = self.files.tensors[part]
             whole = rows is None or companion.per in ("matrix", "shape")
             cut = None if whole else shard.of(found.shape[0])
-            if companion.per == "group":
-                return self._four_bits(name, numbers, self._group_scales(found, cut))
             companions[companion.suffix] = self._finite(found, cut)
+        if kind in (Int4, MXFP4):
+            return self._four_bits(name, numbers, companions)
         if kind is FP8Blocks:
             if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
                 raise CheckpointError(f"{self.files.tensors[name].file}: tensor {name} holds NaN")
@@ -281,27 +281,19 @@ class StoredWeights:
             output_offset=companions["quant_bias"].view(-1, 1),
         )
 
-    def _group_scales(self, found: TensorInfo, rows: range | None) -> Tensor:
-        scale = self.files.read(found, rows)
-        if found.dtype != torch.bfloat16:
-            scale = scale.view(torch.uint8)
-        floats = scale if found.dtype == torch.bfloat16 else scale.view(torch.float8_e8m0fnu).float()
-        if self.check_finite and not all_finite(floats):
-            raise CheckpointError(f"{found.file}: tensor {found.name} holds NaN or infinite values")
-        if self.check_finite and bool((floats <= 0).any()):
+    def _four_bits(self, name: str, numbers: Tensor, companions: Mapping[str, Tensor]) -> Weight:
+        said = companions.get("weight_shape")
+        if said is not None and said.tolist() != list(self.shape(name)):
+            shape = self.files.tensors[f"{name.removesuffix(SUFFIX)}weight_shape"]
             raise CheckpointError(
-                f"{found.file}: tensor {found.name} holds values that are zero or negative, which a scale cannot be"
+                f"{shape.file}: tensor {shape.name} says {said.tolist()}, and {self.numbers(name)} is "
+                f"{list(self.shape(name))}"
             )
-        return scale
-
-    def _four_bits(self, name: str, numbers: Tensor, scale: Tensor) -> Weight:
-        shape = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}weight_shape")
-        if shape is not None and (said := self.files.read(shape).tolist()) != list(self.shape(name)):
-            raise CheckpointError(
-                f"{shape.file}: tensor {shape.name} says {said}, and {self.numbers(name)} is {list(self.shape(name))}"
-            )
-        kind = self.stored_as(name)
-        return kind(numbers=numbers.view(torch.uint8), scale=scale)  # type: ignore[call-arg]
+        scale = self._positive(name, self.form(name).companions[0].suffix, companions)
+        codes = numbers.view(torch.uint8)
+        if self.stored_as(name) is Int4:
+            return Int4(numbers=codes, scale=scale.bfloat16())
+        return MXFP4(numbers=codes, scale=scale.to(torch.float8_e8m0fnu).view(torch.uint8))
 
     def _companions(self, name: str) -> dict[str, Companion]:
         base = name.removesuffix(SUFFIX)
