@@ -66,17 +66,17 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
         None if bias_E is None else bias_E.data_ptr(),
         tokens,
         num_experts,
-        rule.sigmoid,
-        rule.top_k,
-        rule.num_groups,
-        rule.top_k_groups,
-        rule.normalize,
-        rule.scaling_factor,
+        *_in_order(rule),
         ids.data_ptr(),
         weights.data_ptr(),
         torch.get_num_threads(),
     )
     return ids, weights
+
+
+def _in_order(rule: RouterRule) -> tuple[float, ...]:
+    """Return a rule as the kernels take it."""
+    return rule.sigmoid, rule.top_k, rule.num_groups, rule.top_k_groups, rule.normalize, rule.scaling_factor
 
 
 def choose_experts(
@@ -99,12 +99,7 @@ def choose_experts(
         None if bias_E is None else bias_E.data_ptr(),
         tokens,
         num_experts,
-        rule.sigmoid,
-        rule.top_k,
-        rule.num_groups,
-        rule.top_k_groups,
-        rule.normalize,
-        rule.scaling_factor,
+        *_in_order(rule),
         logits_TE.data_ptr(),
         ids_TK.data_ptr(),
         weights_TK.data_ptr(),
