@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 # The units of each folder, top to bottom. What stands in a row uses only rows below it.
 UNITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels/native": (
-        ("products", "experts", "int8", "fp8_strips", "decode", "prefill", "rows", "draws"),
+        ("products", "experts", "int8", "fp8_strips", "four_bits", "decode", "prefill", "rows", "draws"),
         ("parts", "tiles", "pairs", "floats", "fp8", "decode_tiles"),
         ("few_rows", "strips", "decode_body"),
         ("amx", "attention", "thread_scratch"),

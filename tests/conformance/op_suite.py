@@ -18,11 +18,13 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache
+from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, FourBits, packed
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
-from pdinfer.kernels.formats.strips import FP8Strips, Strips
+from pdinfer.kernels.formats.strips import FourBitStrips, FP8Strips, Strips
 from pdinfer.kernels.formats.weights import assign, expert, map_tensors
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
@@ -211,6 +213,33 @@ def fp8_in_strips(blocks: FP8Blocks) -> FP8Strips:
     alone = strips if blocks.numbers.ndim == 3 else expert(strips, 0)
     assert isinstance(alone, FP8Strips)
     return alone
+
+
+def four_bit_weight(kind: type[FourBits], *shape: int) -> FourBits:
+    """Return codes of every value, and scales that are alike in the mean."""
+    codes = (draw(*shape, seed=1) * 5 + 7.5).round().clamp(0, 15).to(torch.uint8)
+    scales = (draw(*shape[:-1], shape[-1] // GROUP, seed=2).exp() * 0.02 * shape[-1] ** -0.5).bfloat16()
+    if kind is MXFP4:
+        scales = torch.frexp(scales.float())[1].add(127).to(torch.uint8)
+    return kind(numbers=packed(codes), scale=scales)  # type: ignore[call-arg]
+
+
+def floats_of(weight: FourBits) -> Tensor:
+    """Return what it stands for, in float64."""
+    floats = torch.empty(*weight.numbers.shape[:-1], 2 * weight.numbers.shape[-1], dtype=torch.float64)
+    weight.floats_into(floats)
+    return floats
+
+
+def four_bits_in_strips(weight: FourBits, parts: int = 1) -> FourBitStrips:
+    """Return one matrix, or a stack of them, with `parts` of the rows one below the other, in strips."""
+    stack = weight if weight.numbers.ndim == 3 else weight.map(lambda tensor: tensor[None])
+    experts, rows, columns = stack.numbers.shape
+    kind = IN_STRIPS[type(weight)]
+    strips = kind.empty(Shape(experts, parts, rows // parts, 2 * columns), dtype=torch.bfloat16, device=CPU)
+    assert isinstance(strips, FourBitStrips)
+    strips.fill(stack)
+    return strips if weight.numbers.ndim == 3 else strips.map(lambda tensor: tensor[0])
 
 
 def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> Int8Static:

@@ -7,9 +7,20 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4, quantize_int4, quantize_mxfp4
-from tests.conformance.op_suite import ROWS, Rows, draw, every_place, op_of
+from tests.conformance.op_suite import (
+    ROWS,
+    Rows,
+    assert_experts,
+    draw,
+    every_place,
+    floats_of,
+    for_every_provider,
+    four_bits_in_strips,
+    fused_of,
+    op_of,
+)
 from tests.joined import for_each
-from tests.rounding import assert_within, error_of_mlp, error_of_products
+from tests.rounding import assert_within, error_of_products
 
 FORMATS = {"int4": (Int4, quantize_int4), "mxfp4": (MXFP4, quantize_mxfp4)}
 
@@ -20,18 +31,11 @@ def weight_of(name: str, floats: Tensor) -> FourBits:
     return kind(numbers=numbers, scale=scale)
 
 
-def floats_of(weight: FourBits) -> Tensor:
-    floats = torch.empty(*weight.numbers.shape[:-1], 2 * weight.numbers.shape[-1], dtype=torch.float64)
-    weight.floats_into(floats)
-    return floats
-
-
-@every_place("linear[int4]", "linear[mxfp4]", dtype=torch.bfloat16)
+@for_every_provider("linear[int4]", "linear[mxfp4]")
 @for_each("name", FORMATS)
-@for_each("dtype", [torch.bfloat16, torch.float32])
 @for_each("rows", [0, 1, 3, 17])
 @for_each(("outs", "width"), [(1, 32), (24, 96), (130, 160)])
-def test_linear(provider: str, device: str, name: str, dtype: torch.dtype, rows: int, outs: int, width: int) -> None:
+def test_linear(dtype: torch.dtype, provider: str, device: str, name: str, rows: int, outs: int, width: int) -> None:
     x, weight = draw(rows, width).to(dtype), weight_of(name, draw(outs, width, seed=1) * 3)
     moved = weight.map(lambda tensor: tensor.to(device))
     got = op_of(provider, f"linear[{name}]", device, dtype)(x.to(device), moved)
@@ -51,8 +55,31 @@ def test_grouped_mlp(provider: str, device: str, name: str, form: Rows, counts: 
     run = op_of(provider, f"grouped_mlp[{name}]", device, torch.bfloat16)
     moved = [each.map(lambda tensor: tensor.to(device)) for each in (gate_up, down)]
     got = form.run(lambda rows, counts_E: run(rows, counts_E, *moved), x.to(device), counts)
-    x, gate_up_floats, down_floats = x.double(), floats_of(gate_up), floats_of(down)
-    each = zip(torch.split(x, list(counts)), gate_up_floats, down_floats, strict=True)
-    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in each])
-    expected = reference.grouped_mlp(x, torch.tensor(counts), gate_up_floats, down_floats)
-    assert_within(got, expected, error, torch.bfloat16)
+    assert_experts(got, counts, x, floats_of(gate_up), floats_of(down), torch.bfloat16)
+
+
+@every_place("linear[int4_strips]", "linear[mxfp4_strips]", dtype=torch.bfloat16)
+@for_each("name", FORMATS)
+@for_each("rows", [0, 1, 5, 40])
+@for_each("parts", [1, 2])
+def test_linear_in_strips(provider: str, device: str, name: str, rows: int, parts: int) -> None:
+    x, weight = draw(rows, 288).bfloat16(), weight_of(name, draw(parts * 96, 288, seed=1) * 3)
+    run = fused_of(provider, f"linear[{name}_strips]", device, torch.bfloat16)
+    got = run(x.to(device), four_bits_in_strips(weight, parts).map(lambda tensor: tensor.to(device)))
+    floats = floats_of(weight)
+    assert_within(got, reference.linear(x.double(), floats), error_of_products(x.double(), floats), torch.bfloat16)
+
+
+@every_place("grouped_mlp[int4_strips]", "grouped_mlp[mxfp4_strips]", dtype=torch.bfloat16)
+@for_each("name", FORMATS)
+@for_each("counts", [(0,), (3, 0, 1), (40, 2)])
+@for_each("form", ROWS)
+def test_grouped_mlp_in_strips(provider: str, device: str, name: str, form: Rows, counts: tuple[int, ...]) -> None:
+    x = draw(sum(counts), 64).bfloat16()
+    gate_up = weight_of(name, draw(len(counts), 64, 64, seed=1) / 8)
+    down = weight_of(name, draw(len(counts), 64, 32, seed=2) * 32**-0.5)
+    run = fused_of(provider, f"grouped_mlp[{name}_strips]", device, torch.bfloat16)
+    strips = four_bits_in_strips(gate_up, 2), four_bits_in_strips(down)
+    moved = [each.map(lambda tensor: tensor.to(device)) for each in strips]
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, *moved), x.to(device), counts)
+    assert_experts(got, counts, x, floats_of(gate_up), floats_of(down), torch.bfloat16)

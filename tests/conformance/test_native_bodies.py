@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.arguments import DecodeCache
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
@@ -31,6 +32,9 @@ from tests.conformance.op_suite import (
     assert_experts,
     assert_product,
     draw,
+    floats_of,
+    four_bit_weight,
+    four_bits_in_strips,
     fp8_in_strips,
     fp8_weight,
     in_strips,
@@ -244,6 +248,49 @@ def test_experts_with_fp8_in_strips(
     assert ((got.double() - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1)).all()
 
 
+FOUR_BITS = pytest.mark.parametrize("kind", [Int4, MXFP4], ids=lambda kind: kind.name)
+
+
+@FOUR_BITS
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 12, 13, 40, 150])
+@pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
+def test_four_bits_in_strips(body: Kernels, kind: type[FourBits], rows: int, outs: int, parts: int) -> None:
+    x, weight = draw(rows, 320).bfloat16(), four_bit_weight(kind, outs, 320)
+    got = native.products.linear_int4_strips(x, four_bits_in_strips(weight, parts))
+    assert_product(got, x, floats_of(weight), torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_exponents_of_any_size(body: Kernels, rows: int) -> None:
+    """The smallest power of two is no normal float32, and the largest exponent stands for NaN."""
+    x, weight = torch.full((rows, 64), 2.0**100).bfloat16(), four_bit_weight(MXFP4, 32, 64)
+    weight.numbers.fill_(0x7F)  # 6 and -6
+    weight.numbers[:, ::16] = 0x71  # 6 and 0.5
+    weight.scale.copy_(torch.arange(64).view(32, 2))
+    got = native.products.linear_mxfp4_strips(x, four_bits_in_strips(weight))
+    assert_product(got, x, floats_of(weight), torch.bfloat16)
+    assert got.ne(0).all()
+    weight.scale[3, 1] = 255
+    spoilt = native.products.linear_mxfp4_strips(x, four_bits_in_strips(weight))
+    assert spoilt[:, 3].isnan().all()
+    kept = torch.arange(32) != 3
+    assert torch.equal(spoilt[:, kept], got[:, kept])
+
+
+@FOUR_BITS
+@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
+def test_experts_with_four_bits_in_strips(
+    body: Kernels, kind: type[FourBits], counts: tuple[int, ...], sizes: tuple[int, int]
+) -> None:
+    (width, inner), x = sizes, draw(sum(counts), sizes[0]).bfloat16()
+    gate_up = four_bit_weight(kind, len(counts), 2 * inner, width)
+    down = four_bit_weight(kind, len(counts), width, inner)
+    strips = four_bits_in_strips(gate_up, 2), four_bits_in_strips(down)
+    got = native.products.grouped_mlp_int4_strips(x, torch.tensor(counts), *strips)
+    assert_experts(got, counts, x, floats_of(gate_up), floats_of(down), torch.bfloat16)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("rows", [4, 40])
 def test_a_row_that_is_not_finite_stays_alone(body: Kernels, rows: int, bad: float) -> None:
@@ -264,6 +311,9 @@ def test_a_row_that_is_not_finite_stays_alone(body: Kernels, rows: int, bad: flo
     check(lambda x: native.products.grouped_mlp(x, torch.tensor((rows, rows + 3)), gate_up, down), x)
     weight = in_strips(draw(64, 96, seed=1).bfloat16(), 2)
     check(lambda x: native.products.linear_strips(x, weight), draw(rows, 96).bfloat16())
+    for kind in (Int4, MXFP4):
+        strips = four_bits_in_strips(four_bit_weight(kind, 64, 96), 2)
+        check(lambda x, strips=strips: native.products.linear_int4_strips(x, strips), draw(rows, 96).bfloat16())
     x, *both = experts_of((rows, rows + 3), 96, 64)
     of_strips = in_strips(both[0], 2), in_strips(both[1])
     check(lambda x: native.products.grouped_mlp_strips(x, torch.tensor((rows, rows + 3)), *of_strips), x)

@@ -13,11 +13,20 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels.arguments import DecodeCache
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, HEADERS, Shared, as_native, built_with
-from tests.conformance.op_suite import draw, fp8_in_strips, fp8_weight, in_strips, int8_weight
+from tests.conformance.op_suite import (
+    draw,
+    four_bit_weight,
+    four_bits_in_strips,
+    fp8_in_strips,
+    fp8_weight,
+    in_strips,
+    int8_weight,
+)
 from tests.waiting import check_ends, started
 
 
@@ -83,6 +92,12 @@ def experts_in_fp8_strips(*counts: int) -> Callable[[], Tensor]:
     return lambda: native.products.grouped_mlp_fp8_strips(x, torch.tensor(counts), gate_up, down)
 
 
+def experts_of_four_bits(*counts: int) -> Callable[[], Tensor]:
+    x, gate_up = draw(sum(counts), 64).bfloat16(), four_bits_in_strips(four_bit_weight(Int4, len(counts), 64, 64), 2)
+    down = four_bits_in_strips(four_bit_weight(Int4, len(counts), 64, 32))
+    return lambda: native.products.grouped_mlp_int4_strips(x, torch.tensor(counts), gate_up, down)
+
+
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
     gate_up, down = int8_weight(2, 48, 40), int8_weight(2, 40, 24)
@@ -115,6 +130,11 @@ WORK: dict[str, Callable[[], Tensor]] = {
     ),
     "experts of FP8 in strips": experts_in_fp8_strips(1, 3),
     "many experts of FP8 in strips": experts_in_fp8_strips(*[17] * 9),
+    "four bits in strips": lambda: native.products.linear_mxfp4_strips(
+        draw(3, 160).bfloat16(), four_bits_in_strips(four_bit_weight(MXFP4, 32, 160))
+    ),
+    "experts of four bits in strips": experts_of_four_bits(1, 3),
+    "many experts of four bits in strips": experts_of_four_bits(*[17] * 9),
     "decode": decode,
 }
 

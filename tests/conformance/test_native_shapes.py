@@ -19,13 +19,22 @@ from pdinfer.kernels import reference
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import FP8Strips, Strips, fit
+from pdinfer.kernels.formats.strips import FP8Strips, Int4Strips, MXFP4Strips, Strips, fit
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from tests.conformance.native_builds import BODIES, BODIES_HERE, as_native, built_with
-from tests.conformance.op_suite import SCALE, Attention, draw, fp8_in_strips, in_strips
+from tests.conformance.op_suite import (
+    SCALE,
+    Attention,
+    draw,
+    four_bit_weight,
+    four_bits_in_strips,
+    fp8_in_strips,
+    in_strips,
+)
 from tests.conformance.test_native_bodies import body
 from tests.rounding import assert_within
 
@@ -141,6 +150,19 @@ def fp8_strips(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     return native.products.linear_fp8_strips(x, FP8Strips(numbers=numbers.view(torch.float8_e4m3fn), scale=scale))
 
 
+def int4_strips(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    return native.products.linear_int4_strips(x, Int4Strips(numbers=numbers, scale=scale))
+
+
+def mxfp4_strips(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    return native.products.linear_mxfp4_strips(x, MXFP4Strips(numbers=numbers, scale=scale))
+
+
+def four_bits(kind: type[FourBits]) -> tuple[Tensor, ...]:
+    """Return the tensors of a matrix [96, 160] in strips."""
+    return tuple(four_bits_in_strips(four_bit_weight(kind, 96, 160)).tensors.values())
+
+
 def of_strips() -> tuple[Tensor]:
     """Return the numbers of a matrix [160, 160] in strips, as bytes."""
     numbers = whole(160, 160).to(torch.float8_e4m3fn)
@@ -234,6 +256,11 @@ CASES: dict[str, Case] = (
         ),
         "linear_fp8_strips": (fp8_strips, (whole(5, 160), *of_strips(), draw(2, 2).abs())),
         "linear_fp8_strips of many rows": (fp8_strips, (whole(25, 160), *of_strips(), draw(2, 2).abs())),
+        "linear_int4_strips": (int4_strips, (whole(5, 160), *four_bits(Int4))),
+        "linear_int4_strips of one row": (int4_strips, (whole(1, 160), *four_bits(Int4))),
+        "linear_int4_strips of many rows": (int4_strips, (whole(25, 160), *four_bits(Int4))),
+        "linear_mxfp4_strips": (mxfp4_strips, (whole(5, 160), *four_bits(MXFP4))),
+        "linear_mxfp4_strips of many rows": (mxfp4_strips, (whole(25, 160), *four_bits(MXFP4))),
         "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
         "mla_decode of two groups": (
             decode,
@@ -337,6 +364,8 @@ def test_nothing_is_an_input_too(body: Kernels, threads: None) -> None:
     gate_up, down = in_strips(whole(3, 64, 32), 2), in_strips(whole(3, 32, 32))
     assert native.products.linear_strips(whole(0, 32), in_strips(whole(64, 32))).shape == (0, 64)
     assert native.products.grouped_mlp_strips(whole(0, 32), none, gate_up, down).shape == (0, 32)
+    of_int4 = [four_bits_in_strips(four_bit_weight(Int4, 3, rows, 32), rows // 32) for rows in (64, 32)]
+    assert native.products.grouped_mlp_int4_strips(whole(0, 32), none, *of_int4).shape == (0, 32)
     assert native.products.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks, e4m3_to_float
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.torch import attention as torch_attention
@@ -26,6 +27,8 @@ from tests.conformance.op_suite import (
     CPU,
     draw,
     for_every_op,
+    four_bit_weight,
+    four_bits_in_strips,
     fp8_in_strips,
     fp8_weight,
     fused_of,
@@ -119,6 +122,26 @@ ROWS = [
             fp8_in_strips(fp8_weight(3, 160, 160, parts=2)),
             fp8_in_strips(fp8_weight(3, 160, 160)),
         ),
+    ),
+    *(
+        Rows(
+            f"linear[{kind.name}_strips]",
+            64,
+            lambda dtype, kind=kind: (four_bits_in_strips(four_bit_weight(kind, 32, 64)),),
+        )
+        for kind in (Int4, MXFP4)
+    ),
+    *(
+        Rows(
+            f"grouped_mlp[{kind.name}_strips]",
+            64,
+            lambda dtype, kind=kind: (
+                COUNTS,
+                four_bits_in_strips(four_bit_weight(kind, 3, 64, 64), 2),
+                four_bits_in_strips(four_bit_weight(kind, 3, 64, 32)),
+            ),
+        )
+        for kind in (Int4, MXFP4)
     ),
     Rows("grouped_mlp[fp8]", 48, lambda dtype: (COUNTS, fp8_weight(3, 16, 48, parts=2), fp8_weight(3, 48, 16))),
     Rows("grouped_mlp[w8a8_dynamic]", 48, lambda dtype: (COUNTS, int8_weight(3, 32, 48), int8_weight(3, 48, 16))),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pdinfer.kernels import compositions, reference
+from pdinfer.kernels.formats.strips import FP8Strips, Strips
 from pdinfer.kernels.ops import OP_NAMES, function_of
 from pdinfer.kernels.resolve import PROVIDERS, _offers
 from tests.conformance.native_builds import why_no_native
@@ -21,7 +22,7 @@ HERE = {
     "reference": DTYPES,
 }
 """The dtypes of models that each is for, on this CPU."""
-STRIPS = {"linear[strips]", "grouped_mlp[strips]", "linear[fp8_strips]", "grouped_mlp[fp8_strips]"}
+STRIPS = {*Strips.ops(), *FP8Strips.ops()}
 BY_CPU = {"native": {"mla_prefill", *STRIPS}}
 """What a provider refuses where something else is faster on a CPU. Whatever else it lacks was lost."""
 

@@ -21,7 +21,8 @@ def grouped_mlp_strips(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up:
     return ops.grouped_mlp(x, counts_E, gate_up.ordered(), down.ordered())
 
 
-linear_fp8_strips, grouped_mlp_fp8_strips = linear_strips, grouped_mlp_strips
+linear_fp8_strips = linear_int4_strips = linear_mxfp4_strips = linear_strips
+grouped_mlp_fp8_strips = grouped_mlp_int4_strips = grouped_mlp_mxfp4_strips = grouped_mlp_strips
 
 
 def add_rms_norm(

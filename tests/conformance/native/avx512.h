@@ -46,9 +46,11 @@ typedef union {
 
 typedef union {
     __m128 m;
+    __m128i mi;
     __m128bh mbh;
     float f[4];
     uint16_t u16[8];
+    uint8_t u8[16];
 } Quarter;
 
 IN_C float c_no_denormal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
@@ -102,6 +104,9 @@ VECTOR(c_set1_epi16, __m512i, i16, 32, x, short x)
 VECTOR(c_set1_epi32, __m512i, i32, 16, x, int x)
 VECTOR(c_slli_epi16, __m512i, u16, 32, (uint16_t)(((All){.mi = a}).u16[i] << by), __m512i a, unsigned by)
 VECTOR(c_slli_epi32, __m512i, u32, 16, ((All){.mi = a}).u32[i] << by, __m512i a, unsigned by)
+VECTOR(c_srli_epi16, __m512i, u16, 32, (uint16_t)(((All){.mi = a}).u16[i] >> by), __m512i a, unsigned by)
+VECTOR(c_permutexvar_epi16, __m512i, u16, 32, ((All){.mi = a}).u16[((All){.mi = at}).u16[i] & 31], __m512i at, __m512i a)
+VECTOR(c_cvtepu8_epi32, __m512i, u32, 16, ((Quarter){.mi = a}).u8[i], __m128i a)
 VECTOR(c_cvtepi8_epi16, __m512i, i16, 32, ((Half){.mi = a}).i8[i], __m256i a)
 VECTOR(c_cvtepu16_epi32, __m512i, u32, 16, ((Half){.mi = a}).u16[i], __m256i a)
 #define NEIGHBOURS                                                                                                     \
@@ -133,6 +138,8 @@ IN_C __m512i c_loadu(const void *p) {
     memcpy(&x, p, sizeof x);
     return x.mi;
 }
+
+IN_C __m512i c_broadcast_i64x4(__m256i x) { return ((All){.half_i = {x, x}}).mi; }
 
 IN_C void c_storeu(void *p, __m512i x) { memcpy(p, &x, sizeof x); }
 
@@ -192,6 +199,11 @@ IN_C __m512 c_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
     (((All){.i32 = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p}}).mi)
 #define _mm512_slli_epi16 c_slli_epi16
 #define _mm512_slli_epi32 c_slli_epi32
+#undef _mm512_srli_epi16
+#define _mm512_srli_epi16 c_srli_epi16
+#define _mm512_permutexvar_epi16 c_permutexvar_epi16
+#define _mm512_broadcast_i64x4 c_broadcast_i64x4
+#define _mm512_cvtepu8_epi32 c_cvtepu8_epi32
 #define _mm512_cvtepi8_epi16 c_cvtepi8_epi16
 #define _mm512_cvtepu16_epi32 c_cvtepu16_epi32
 #define _mm512_madd_epi16 c_madd_epi16

@@ -12,16 +12,19 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.kernels import OpSpec, resolve_ops
+from pdinfer.kernels.formats import IN_STRIPS
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.strips import FP8Strips, Strips, fit
+from pdinfer.kernels.formats.strips import FourBitStrips, FP8Strips, Strips, fit
 from pdinfer.kernels.formats.weights import assign, dequantize, expert, from_bytes, num_bytes, part, to_bytes
 from pdinfer.kernels.native import build
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.model.destinations import Destinations, lie_in_strips
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.conformance.op_suite import four_bit_weight, four_bits_in_strips
 
 CPU = torch.device("cpu")
 BF16 = frozenset([Plain])
@@ -163,6 +166,59 @@ def test_an_fp8_expert_can_be_read_and_written_as_it_lies() -> None:
     values = torch.empty(2, 320, 64)
     dequantize(here, values)
     assert torch.equal(values[1, 200:], here.ordered().numbers[1, 200:].float() * here.ordered().scale_of_row[1, 200:])
+
+
+KINDS = pytest.mark.parametrize("kind", [Int4, MXFP4], ids=lambda kind: kind.name)
+
+
+@KINDS
+@pytest.mark.parametrize("parts", [1, 2])
+def test_four_bits_lie_in_the_same_order(kind: type[FourBits], parts: int) -> None:
+    weight = four_bit_weight(kind, 3, parts * 64, 96)
+    stack = IN_STRIPS[kind].empty(Shape(3, parts, 64, 96), dtype=torch.bfloat16, device=CPU)
+    for index in range(3):
+        for at in range(parts):
+            assign(part(expert(stack, index), at, parts), part(expert(weight, index), at, parts))
+    assert isinstance(stack, FourBitStrips)
+    assert (stack.shape, stack.parts, num_bytes(stack)) == ((parts * 64, 96), parts, num_bytes(weight))
+    ordered = stack.ordered()
+    assert torch.equal(ordered.numbers, weight.numbers)
+    assert torch.equal(ordered.scale, weight.scale)
+    # row 17 of a matrix is the second of its second 16, and column 37 in the first word of the second step
+    of_row = (0, 1, 0, 1) if parts == 1 else (1, 1, 0, 0)
+    strip, step, *half = of_row
+    assert stack.numbers[(2, strip, step, *half, 0, 4 * 1 + 2)] == weight.numbers[2, 17, 18]
+    assert stack.scale[(2, strip, step, *half, 0, 1)] == weight.scale[2, 17, 1]
+    values, expected = torch.empty(3, parts * 64, 96), torch.empty(3, parts * 64, 96)
+    dequantize(stack, values)
+    dequantize(weight, expected)
+    assert torch.equal(values, expected)
+
+
+@KINDS
+def test_an_expert_of_four_bits_can_be_read_and_written_as_it_lies(kind: type[FourBits]) -> None:
+    weight = four_bit_weight(kind, 2, 64, 64)
+    here = four_bits_in_strips(weight, 2)
+    there = four_bits_in_strips(weight.map(torch.zeros_like), 2)
+    from_bytes(expert(there, 0), to_bytes(expert(here, 1)))
+    assert torch.equal(there.ordered().numbers[0], weight.numbers[1])
+    assert torch.equal(there.ordered().scale[0], weight.scale[1])
+
+
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4"])
+def test_a_model_of_four_bits_is_kept_in_them(folder: Path, tmp_path: Path, scheme: str) -> None:
+    if not build.serves("linear_four_bits"):
+        pytest.skip("no kernel of four bits is compiled")
+    quantize_checkpoint(folder, tmp_path / scheme, scheme=scheme)
+    prompt = list(range(3, 40))
+    model = load_model(tmp_path / scheme, dtype="bfloat16")
+    told = explain_backends(model)
+    assert f"{scheme.upper()} weights are held as they are stored" in told
+    assert "matrices lie in the order" in told
+    expected = load_model(tmp_path / scheme, dtype="float32", weights="stored").logits(prompt)
+    plain = load_model(tmp_path / scheme, dtype="bfloat16", providers={f"linear[{scheme}]": "torch"})
+    off = float((plain.logits(prompt).float() - expected).norm() / expected.norm())
+    assert float((model.logits(prompt).float() - expected).norm() / expected.norm()) < 1.3 * off < 0.4
 
 
 def test_an_fp8_model_is_kept_in_them(folder: Path, tmp_path: Path) -> None:

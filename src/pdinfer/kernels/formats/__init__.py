@@ -9,7 +9,7 @@ is a file and a name in `WEIGHT_FORMATS`.
     fp8.py          e4m3 with a scale per block of 128 x 128, and its arithmetic
     int8.py         int8 with a scale per row, also with scales of activations that were found beforehand
     four_bits.py    INT4 and MXFP4, with a scale per 32 inputs of a row
-    strips.py       bfloat16 and FP8 blocks in the order in which CPU kernels multiply them
+    strips.py       bfloat16, FP8 blocks and four bits in the order in which CPU kernels multiply them
     activations.py  activations that were rounded to FP8, as a value
     cache_rows.py   what a row of a cache page holds
 
@@ -25,7 +25,7 @@ from pdinfer.kernels.formats.format import Format
 from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
-from pdinfer.kernels.formats.strips import FP8Strips, Strips
+from pdinfer.kernels.formats.strips import FP8Strips, Int4Strips, MXFP4Strips, Strips
 
 WEIGHT_FORMATS: tuple[type[Format], ...] = (
     Plain,
@@ -36,6 +36,8 @@ WEIGHT_FORMATS: tuple[type[Format], ...] = (
     MXFP4,
     Strips,
     FP8Strips,
+    Int4Strips,
+    MXFP4Strips,
 )
 """The formats that products read."""
 IN_STRIPS = MappingProxyType({kind.strips_of: kind for kind in WEIGHT_FORMATS if kind.strips_of is not None})

@@ -6,7 +6,7 @@ Both hold two weights in a byte, the even column in the low half.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import attrs
 import torch
@@ -28,9 +28,16 @@ class FourBits(Format):
     __slots__ = ()
 
     units = (1, GROUP)
+    scale_dtype: ClassVar[torch.dtype]
 
     numbers: Tensor
     scale: Tensor
+
+    @classmethod
+    def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Self:
+        numbers = shape.tensor(shape.rows, shape.columns // 2, torch.uint8, device)
+        scale = shape.tensor(shape.rows, shape.columns // GROUP, cls.scale_dtype, device)
+        return cls(numbers=numbers, scale=scale)  # type: ignore[call-arg]
 
     def columns(self, shard: Shard) -> Self:
         return self.map(shard.columns)
@@ -57,13 +64,10 @@ class Int4(FourBits):
     """Integers from -8 to 7, stored as the sum with 8, with scales in bfloat16."""
 
     name = "int4"
+    scale_dtype = torch.bfloat16
 
     numbers: Tensor
     scale: Tensor
-
-    @classmethod
-    def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Int4:
-        return cls(numbers=_codes(shape, device), scale=_scales(shape, torch.bfloat16, device))
 
     def values(self) -> Tensor:
         return codes_of(self.numbers).float().sub_(8)
@@ -75,13 +79,10 @@ class MXFP4(FourBits):
     exponents are stored, float8_e8m0fnu as uint8."""
 
     name = "mxfp4"
+    scale_dtype = torch.uint8
 
     numbers: Tensor
     scale: Tensor
-
-    @classmethod
-    def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> MXFP4:
-        return cls(numbers=_codes(shape, device), scale=_scales(shape, torch.uint8, device))
 
     def values(self) -> Tensor:
         half = torch.tensor(E2M1, dtype=torch.float32, device=self.numbers.device)
@@ -89,14 +90,6 @@ class MXFP4(FourBits):
 
     def scale_floats(self) -> Tensor:
         return self.scale.view(torch.float8_e8m0fnu).float()
-
-
-def _codes(shape: Shape, device: torch.device) -> Tensor:
-    return shape.tensor(shape.rows, shape.columns // 2, torch.uint8, device)
-
-
-def _scales(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return shape.tensor(shape.rows, shape.columns // GROUP, dtype, device)
 
 
 def grouped(values: Tensor) -> Tensor:

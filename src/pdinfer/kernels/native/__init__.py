@@ -16,6 +16,7 @@
     int8.c        products and experts of INT8
     fp8.c         products of few rows with FP8, and its conversions
     fp8_strips.c  products and experts of FP8 in strips
+    four_bits.c   the same of INT4 and MXFP4
     rows.c        what lies between products: routing, norms, rotations
     draws.c       the largest logit, and the normalizer
     decode.c      latent attention of few queries, over pages

@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": ("decode.c", "decode_tiles.c", "prefill.c", "thread_scratch.c"),
     "int8": ("int8.c", "thread_scratch.c"),
     "fp8": ("fp8.c", "fp8_strips.c", "parts.c", "strips.c", "thread_scratch.c"),
+    "four_bits": ("four_bits.c", "parts.c", "strips.c", "thread_scratch.c"),
     "rows": ("rows.c", "draws.c"),
 }
 """The sources of each library. One that does not compile costs the ops of the families it is part of, and no others."""
@@ -71,6 +72,10 @@ SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "linear_fp8_strips": (_P, _P, _N, _N, _N, _P, _P, _N, _N, _N, _P, _I),
         "experts_fp8_strips": (_P, _P, _N, _N, _P, _N, _P, _P, _P, _P, _N, _N, _I, _P, _I),
     },
+    "four_bits": {
+        "linear_four_bits": (_P, _N, _N, _I, _P, _P, _N, _N, _I, _P, _I),
+        "experts_four_bits": (_P, _P, _N, _I, _P, _P, _P, _P, _N, _N, _P, _I),
+    },
     "rows": {
         "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
         "add_rms_norm": (_P, _P, _N, _N, _P, _F, _P, _P, _I),
@@ -93,7 +98,7 @@ FAMILY_OF = {function: family for family, functions in SIGNATURES.items() for fu
 NEED_MEMORY = (
     *("linear", "linear_strips", "heads_in", "heads_out", "experts", "experts_strips"),
     *("linear_int8", "experts_int8", "linear_fp8", "mla_decode"),
-    *("linear_fp8_strips", "experts_fp8_strips"),
+    *("linear_fp8_strips", "experts_fp8_strips", "linear_four_bits", "experts_four_bits"),
 )
 """The kernels that return how many bytes of memory they could not have."""
 FAILURES = {

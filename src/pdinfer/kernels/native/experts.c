@@ -72,8 +72,8 @@ EXPORT i64 experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf16
 /* The same with weights that lie in strips, for any number of rows. */
 EXPORT i64 experts_strips(const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up, const bf16 *down,
                           i64 width, i64 inner, bf16 *y, int threads) {
-    return by_parts(best_way(), (Input){x, width}, counts, num_experts, (Matrix){gate_up, 2 * inner, width, 2, 1},
-                    (Matrix){down, width, inner, 1, 1}, y, threads);
+    return by_parts(best_way(), (Input){x, width}, counts, num_experts, (Matrix){gate_up, 2 * inner, width, 2, STEP_BYTES},
+                    (Matrix){down, width, inner, 1, STEP_BYTES}, y, threads);
 }
 
 /* Whether weights should lie in strips here. With AVX-512 BF16 and no tiles torch's products need them as they are. */

@@ -206,7 +206,7 @@ static void multiply_rows(const Panels *panels, i64 rows, const Matrix *w, i64 s
     Halves half = halves_of(w, s);
     const float *scales[2];
     for (int h = 0; h < 2; h++)
-        scales[h] = w->scales + (half.first[h] / each * blocks_of(each) + half.first[h] % each / BLOCK) * blocks;
+        scales[h] = (const float *)w->scales + (half.first[h] / each * blocks_of(each) + half.first[h] % each / BLOCK) * blocks;
     for (i64 b = 0; b < blocks; b++, strip += DEPTH * STEP) {
         i64 steps = MIN(DEPTH, w->n / 32 - DEPTH * b);
         int lost = holds_nan(strip, steps * STEP), few = rows <= FEW && !lost;
@@ -238,6 +238,11 @@ static void multiply(const void *at, i64 rows, const Matrix *w, i64 s, const bf1
 #endif
 }
 
+/* Of weights [outs, n] of so many parts, which lie in strips. */
+INLINE Matrix matrix_of(const uint8_t *strips, const float *scales, i64 outs, i64 n, int parts) {
+    return (Matrix){(const bf16 *)strips, outs, n, parts, STEP, scales, sizeof(float) * parts * blocks_of(outs / parts) * blocks_of(n)};
+}
+
 /* FP8 numbers; activations that are stored are rounded to FP8, with scales that are powers of two in the second. */
 static const Way by_fp8 = {CHUNK, BYTES, pack, multiply, store_panel, finish};
 static const Way by_fp8_ue8m0 = {CHUNK, BYTES, pack, multiply, store_panel, finish_ue8m0};
@@ -246,7 +251,7 @@ static const Way by_fp8_ue8m0 = {CHUNK, BYTES, pack, multiply, store_panel, fini
  * of memory that it could not have, or 0. */
 EXPORT i64 linear_fp8_strips(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
                              const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
-    Matrix w = {(const bf16 *)weights, outs, n, (int)parts, 1, weight_scales};
+    Matrix w = matrix_of(weights, weight_scales, outs, n, (int)parts);
     return by_strips(&by_fp8, (Input){numbers, n, scales, lds, ldb}, rows, &w, y, outs, threads);
 }
 
@@ -256,8 +261,8 @@ EXPORT i64 experts_fp8_strips(const uint8_t *numbers, const float *scales, i64 l
                               i64 num_experts, const uint8_t *gate_up, const float *gate_up_scales, const uint8_t *down,
                               const float *down_scales, i64 width, i64 inner, int ue8m0, bf16 *y, int threads) {
     return by_parts(ue8m0 ? &by_fp8_ue8m0 : &by_fp8, (Input){numbers, width, scales, lds, ldb}, counts, num_experts,
-                    (Matrix){(const bf16 *)gate_up, 2 * inner, width, 2, 1, gate_up_scales},
-                    (Matrix){(const bf16 *)down, width, inner, 1, 1, down_scales}, y, threads);
+                    matrix_of(gate_up, gate_up_scales, 2 * inner, width, 2), matrix_of(down, down_scales, width, inner, 1), y,
+                    threads);
 }
 
 /* Whether FP8 weights should lie in strips here, where they are then multiplied about as fast as bf16 or faster. AVX-512

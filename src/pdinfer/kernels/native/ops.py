@@ -22,6 +22,10 @@ KERNELS = {
     "grouped_mlp[w8a8_dynamic]": "experts_int8",
     "grouped_mlp[strips]": "experts_strips",
     "grouped_mlp[fp8_strips]": "experts_fp8_strips",
+    **dict.fromkeys(("linear[int4]", "linear[mxfp4]"), "linear_four_bits"),
+    **dict.fromkeys(("linear[int4_strips]", "linear[mxfp4_strips]"), "linear_four_bits"),
+    **dict.fromkeys(("grouped_mlp[int4]", "grouped_mlp[mxfp4]"), "experts_four_bits"),
+    **dict.fromkeys(("grouped_mlp[int4_strips]", "grouped_mlp[mxfp4_strips]"), "experts_four_bits"),
     "draw": "draw_greedy",
     "gated_mlp": "experts",
 }

@@ -78,9 +78,9 @@ static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
 
 /* To the matrix of the next expert. */
 static void to_next(Matrix *w) {
-    i64 size = w->scales ? 1 : sizeof(bf16), blocks = w->parts * ((w->outs / w->parts + 127) / 128);
-    w->weights = (const bf16 *)((const char *)w->weights + size * w->outs * w->n);
-    if (w->scales) w->scales += blocks * ((w->n + 127) / 128);
+    i64 bytes = w->step_bytes ? num_strips(w) * (w->n / 32) * w->step_bytes : (i64)sizeof(bf16) * w->outs * w->n;
+    w->weights = (const bf16 *)((const char *)w->weights + bytes);
+    if (w->scales) w->scales = (const char *)w->scales + w->scale_bytes;
 }
 
 i64 by_parts(const Way *way, Input x, const i64 *counts, i64 num_experts, Matrix gate_up, Matrix down, bf16 *y,

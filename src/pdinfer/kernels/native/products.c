@@ -31,7 +31,7 @@ EXPORT i64 linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64
 /* The same with weights that lie in strips, of one matrix or of two, one below the other. */
 EXPORT i64 linear_strips(const bf16 *x, i64 ldx, i64 rows, const bf16 *strips, i64 outs, i64 n, int parts, bf16 *y,
                          int threads) {
-    Matrix matrix = {strips, outs, n, parts, 1};
+    Matrix matrix = {strips, outs, n, parts, STEP_BYTES};
     return by_strips(best_way(), (Input){x, ldx}, rows, &matrix, y, outs, threads);
 }
 

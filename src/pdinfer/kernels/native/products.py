@@ -15,7 +15,7 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
-from pdinfer.kernels.formats.strips import FP8Strips, Strips
+from pdinfer.kernels.formats.strips import FourBitStrips, FP8Strips, MXFP4Strips, Strips
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
@@ -211,6 +211,41 @@ def grouped_mlp_fp8_strips(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8St
     rows, kernel = _rounded(x, gate_up), build.library().experts_fp8_strips
     taken = *(stack.data_ptr() for stack in stacks), *down.shape, down.ue8m0
     return _run_experts(kernel, rows.new_empty(rows.shape), _rows(rows), counts_E, *taken, form=" in FP8")
+
+
+def linear_int4_strips(x_TI: Tensor, weight: FourBitStrips) -> Tensor:
+    rows, (outs, width) = len(x_TI), weight.shape
+    if x_TI.ndim != 2 or not rows or x_TI.stride(-1) != 1 or not _reads(x_TI, *weight.tensors.values()):
+        return linear_int4(x_TI, weight.ordered())
+    matrix = (*_four_bits(weight), outs, width, weight.parts)
+    kernel, out = build.library().linear_four_bits, x_TI.new_empty(rows, outs)
+    return _run(kernel, out, x_TI.data_ptr(), x_TI.stride(0), rows, _code_of(weight), *matrix, form=" in four bits")
+
+
+def grouped_mlp_int4_strips(x: Tensor, counts_E: Tensor, gate_up: FourBitStrips, down: FourBitStrips) -> Tensor:
+    stacks = *gate_up.tensors.values(), *down.tensors.values()
+    if x.ndim != 2 or not len(x) or not _reads(x, x, *stacks):
+        return torch_experts.by_expert(linear_int4_strips, gated_silu, x, counts_E, gate_up, down)
+    taken = _code_of(down), *_four_bits(gate_up), *_four_bits(down), *down.shape
+    kernel = build.library().experts_four_bits
+    return _run_experts(kernel, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken, form=" in four bits")
+
+
+linear_mxfp4_strips, grouped_mlp_mxfp4_strips = linear_int4_strips, grouped_mlp_int4_strips
+
+
+def _four_bits(weight: FourBitStrips) -> tuple[int, int]:
+    return weight.numbers.data_ptr(), weight.scale.data_ptr()
+
+
+def _code_of(weight: FourBitStrips) -> int:
+    """Return the number that `four_bits.c` has for a format."""
+    return int(isinstance(weight, MXFP4Strips))
+
+
+# Of matrices that are no whole strips.
+linear_int4 = linear_mxfp4 = torch_products.linear_int4
+grouped_mlp_int4 = grouped_mlp_mxfp4 = torch_experts.grouped_mlp_int4
 
 
 def _rounded(x_TI: Tensor | FP8Rows, weight: FP8Blocks | FP8Strips) -> FP8Rows:

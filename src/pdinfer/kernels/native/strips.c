@@ -64,8 +64,7 @@ static void pack_strip(const Matrix *w, i64 s, bf16 *to) {
 }
 
 const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed) {
-    if (w->scales) return (const bf16 *)((const uint8_t *)w->weights + s * STRIP * w->n);
-    if (w->in_strips) return w->weights + s * STRIP * w->n;
+    if (w->step_bytes) return (const bf16 *)((const uint8_t *)w->weights + s * (w->n / 32) * w->step_bytes);
     pack_strip(w, s, packed);
     return packed;
 }
@@ -191,7 +190,7 @@ i64 by_strips(const Way *way, Input x, i64 rows, const Matrix *w, bf16 *y, i64 l
     i64 all = panel_bytes(way, MIN(rows, PANELS), w->n), each = packed_bytes(w), strips = num_strips(w), lacking = 0;
     /* Strips that a thread takes at a time: neighbours where they come from memory as they are, as that is read in order;
      * where they are packed first, that is the longer work, and one at a time lets all threads end together. */
-    i64 share = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
+    i64 share = w->step_bytes ? MAX(1, strips / (4 * threads)) : 1;
     char *panels = thread_scratch(SCRATCH_ROWS, all);
     if (!panels) return all;
     for (i64 r = 0; r < rows; r += PANELS, x = from_row(x, PANELS), y += PANELS * ldy) {

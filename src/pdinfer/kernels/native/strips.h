@@ -12,6 +12,7 @@
 
 #define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
+#define STEP_BYTES (STEP * (i64)sizeof(bf16))
 #define DEEP 8    /* steps of a strip that all rows pass over before the next: 16 KiB stay in the first-level cache */
 
 #define HALF_VECTORS (16 / LANES) /* vectors of half a strip */
@@ -23,14 +24,16 @@
 INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
 
 /* A matrix [outs, n], or two of half as many outs, one below the other. A strip of it is 32 outs: of two matrices 16 of
- * each. What is multiplied side by side lies so: [n / 32][2][16 pairs][16 outs][2]. With `in_strips` the weights lie in
- * such strips, and outs and n are multiples of 32; else they are packed as they are needed, and outs and inputs that are
- * not there are 0. With `scales` the weights are FP8 numbers in strips. */
+ * each. What is multiplied side by side lies so: [n / 32][2][16 pairs][16 outs][2]. With `step_bytes` the weights lie in
+ * such strips, of so many bytes per 32 inputs, and outs and n are multiples of 32; else they are packed as they are
+ * needed, and outs and inputs that are not there are 0. With `scales` the weights are FP8 numbers or four bits each. */
 typedef struct {
     const bf16 *weights;
     i64 outs, n;
-    int parts, in_strips;
-    const float *scales; /* [parts * ceil(outs / parts / 128), ceil(n / 128)], or NULL */
+    int parts;
+    i64 step_bytes;
+    const void *scales;
+    i64 scale_bytes; /* of all scales */
 } Matrix;
 
 /* Where the two halves of a strip lie in their matrix: the first of up to 16 outs, and how many are there. */
@@ -61,7 +64,7 @@ INLINE i64 num_strips(const Matrix *w) {
 }
 
 /* The bytes of memory that `strip_of` needs. */
-INLINE i64 packed_bytes(const Matrix *w) { return w->in_strips ? 0 : sizeof(bf16) * STRIP * padded(w->n); }
+INLINE i64 packed_bytes(const Matrix *w) { return w->step_bytes ? 0 : sizeof(bf16) * STRIP * padded(w->n); }
 
 /* Strip s, there or at `packed`. */
 const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed);
