@@ -39,7 +39,10 @@ def median_ms(step: Callable[[], None], count: int) -> float:
 
 
 def compare(
-    bench: str, ways: Mapping[str, Decode], fields: Mapping[tuple[str, str], dict[str, str]], args: argparse.Namespace
+    bench: str,
+    ways: Mapping[str, Decode],
+    fields: Mapping[tuple[str, str], Mapping[str, object]],
+    args: argparse.Namespace,
 ) -> None:
     """Print a line with these fields for each pair of ways: how many times as long the first takes as the second."""
     for batch in map(int, args.batches.split(",")):
