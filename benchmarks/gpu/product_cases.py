@@ -200,6 +200,9 @@ class PackedExperts(Experts):
             num_bytes=self.experts * weights + num_rows * 4 * hidden, flops=6 * num_rows * hidden * intermediate
         )
 
+    def small(self) -> Case:
+        return attrs.evolve(self, rows=min(self.rows, 150))  # with other experts kernels would be compiled twice
+
     def spec(self, device: torch.device | str) -> OpSpec:
         return OpSpec(device=device, weight_formats={self.kind.name})
 
