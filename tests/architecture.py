@@ -197,7 +197,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("norms", "activations", "cache", "experts", "pages"),
         ("tile_products", "filters", "tiles", "softmax", "latent_parts"),
         ("product_kernel",),
-        ("launch", "configs", "rounding", "rows"),
+        ("launch", "configs", "rounding", "rows", "four_bits"),
     ),
     "process": (
         ("ahead",),

@@ -98,6 +98,7 @@ def first_of(kind: type[case.Case]) -> case.Case:
         attention_cases.SparseDecode,
         attention_cases.Prefill,
         product_cases.MaskedExperts,
+        product_cases.PackedExperts,
         product_cases.Dense,
         row_cases.Scatter,
         row_cases.Combine,
@@ -181,6 +182,19 @@ def test_sizes_are_those_of_deepseek_v3() -> None:
         attention_cases.Decode(heads=16, batch=1, context=1, packed=True, goal=attention_cases.MEMORY).row_bytes == 656
     )
     assert attrs.evolve(experts, rows=2).work.flops == 2 * 32 * 6 * hidden * intermediate
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4", 4.5), ("mxfp4", 4.25)])
+def test_four_bits_are_measured_by_their_bytes_beside_other_formats(name: str, bits: float) -> None:
+    packed = [each for each in run.CASES if isinstance(each, product_cases.PackedExperts) and each.kind.name == name]
+    sizes = {(each.rows, each.room) for each in packed}
+    assert sizes == {(rows, room) for rows in (1, 4, 16, 64) for room in (0, 128)} | {(4096, 0)}
+    small = attrs.evolve(packed[0], rows=0).tiny()
+    gate_up, down = small.inputs(CPU, 0)[2:]
+    held = sum(each.nbytes for weight in (gate_up, down) for each in (weight.numbers, weight.scale))
+    assert small.work.num_bytes == held == 2 * 3 * 256 * 128 * bits / 8
+    assert small.spec("cpu").weight_formats == {name}
+    assert [*small.rivals(small.inputs(CPU, 0))] == ["experts in bf16", "experts in FP8"]
 
 
 def test_the_kit_is_listed_and_may_travel() -> None:

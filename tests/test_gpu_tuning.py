@@ -21,6 +21,7 @@ import row_cases
 import tune
 import tuning
 
+from pdinfer.kernels.formats.four_bits import Int4
 from pdinfer.kernels.triton import configs
 from pdinfer.kernels.triton.configs import Config
 
@@ -44,6 +45,7 @@ def test_files_have_the_names_that_vllm_and_sglang_look_for() -> None:
         assert place is not None
         assert (place[0].file_name, place[1]) == (name, num_tokens)
     assert tune.file_of(row_cases.Norm(), H200) is None
+    assert tune.file_of(product_cases.PackedExperts(kind=Int4, experts=12, rows=4), H200) is None  # names are for FP8
 
 
 def test_entries_have_their_keys_and_come_back(tmp_path: Path) -> None:

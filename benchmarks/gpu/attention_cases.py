@@ -249,7 +249,7 @@ class Prefill(AttentionCase):
         cache = PrefillCache(pool.pages_PGW, pool.table_BM, self.contexts, self.contexts)
         return op(q_THQ, kv_b_OC, cache, v_head_dim=VALUE, scale=SCALE)
 
-    def torch_rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
+    def rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
         """Return SDPA by each of its kernels, which gets the latents in one piece and expands them too. Flash attention
         needs values as wide as keys."""
         q_THQ, pool, kv_b_OC = inputs

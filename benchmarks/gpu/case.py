@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdinfer.kernels import OpSpec, Rounded
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, FourBits
 from pdinfer.kernels.formats.fp8 import FP8_MAX, FP8Blocks
 
 PAGE_SIZE = 64
@@ -109,8 +110,8 @@ class Case(abc.ABC):
         """Return the part of a result that the reference's is compared with."""
         return result
 
-    def torch_rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
-        """Return what torch itself has for the same, beside the ops of the provider "torch"."""
+    def rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
+        """Return what else does the same, beside other providers of the op: what torch itself has, other formats."""
         return {}
 
 
@@ -142,6 +143,19 @@ def draw_blocks(device: torch.device, seed: int, *shape: int, parts: int = 1) ->
     scales = (*lead, parts * -(-rows // parts // BLOCK), -(-columns // BLOCK))
     spread = torch.rand(scales, generator=generator(device, seed + 1), device=device) + 0.5
     return FP8Blocks(numbers=draw_fp8(device, seed, *shape), scale=spread * 0.01 * columns**-0.5, parts=parts)
+
+
+def draw_four_bits(kind: type[FourBits], device: torch.device, seed: int, *shape: int) -> FourBits:
+    """Return a stack of weights [E, O, I] in INT4 or MXFP4 whose products have values near one."""
+    *lead, columns = shape
+    numbers = torch.randint(
+        256, (*lead, columns // 2), generator=generator(device, seed), device=device, dtype=torch.uint8
+    )
+    spread = torch.rand((*lead, columns // GROUP), generator=generator(device, seed + 1), device=device) + 0.5
+    scale = (spread * 0.2 * columns**-0.5).bfloat16()
+    if kind is MXFP4:
+        scale = (scale.view(torch.int16) >> 7).to(torch.uint8)  # the exponent
+    return kind(numbers=numbers, scale=scale)
 
 
 def floats_of(result: Any) -> list[Tensor]:

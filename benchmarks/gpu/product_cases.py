@@ -8,16 +8,18 @@ from typing import Any, ClassVar
 import attrs
 import torch
 import torch.nn.functional as F
-from case import BLOCK, HIDDEN, MOE_INTERMEDIATE, Case, Goal, Work, draw, draw_blocks
+from case import BLOCK, HIDDEN, MOE_INTERMEDIATE, TOLERANCE, Case, Goal, Work, draw, draw_blocks, draw_four_bits
 
-from pdinfer.kernels import reference
+from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 
 ROOM = 128
 WIDE_ROOM = 8192
 """Rows of each expert in the low-latency mode of 32 ranks with 256 tokens each."""
 MEMORY, COMPUTE = Goal("copy", 0.65, 0.80), Goal("2 x bf16", 0.40, 0.55)
+BF16 = Goal("bf16", 0.30, 0.45)
 
 
 def rounded(x: torch.Tensor) -> FP8Rows:
@@ -68,7 +70,7 @@ class Dense(Case):
     def call(self, op: Callable[..., Any], inputs: Any) -> Any:
         return op(*inputs)
 
-    def torch_rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
+    def rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
         """Return the same product in bfloat16."""
         x_TI, weight_OI = inputs[0].floats(), inputs[1].numbers.to(torch.bfloat16)
         return {"linear bf16": lambda: F.linear(x_TI, weight_OI)}
@@ -110,7 +112,7 @@ class Experts(Case):
     def counts(self, device: torch.device) -> torch.Tensor:
         return torch.full((self.experts,), self.rows, device=device, dtype=torch.int32)
 
-    def torch_rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
+    def rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
         """Return torch's grouped products in bfloat16, of rows one after another."""
         x, counts_E, gate_up, down = inputs
         hidden, intermediate = self.sizes
@@ -168,12 +170,80 @@ class ContiguousExperts(Experts):
         return op(*inputs)
 
 
+@attrs.frozen(kw_only=True)
+class PackedExperts(Experts):
+    """Experts in four bits on rows in bfloat16: in `room` for some rows of each, or one after another. Rivals are the
+    same sizes in bfloat16 and FP8."""
+
+    family: ClassVar[str] = "packed"
+    tolerance: ClassVar[float] = TOLERANCE
+    kind: type[FourBits]
+    room: int = 0
+    goal: Goal = MEMORY
+
+    @property
+    def op(self) -> str:
+        return f"grouped_mlp[{self.kind.name}]"
+
+    @property
+    def name(self) -> str:
+        rows = f"{self.rows} of {self.room}" if self.room else f"{self.rows} sorted"
+        return f"{self.kind.name} grouped, {self.experts} experts, {rows} rows"
+
+    @property
+    def work(self) -> Work:
+        hidden, intermediate = self.sizes
+        scale_bytes = 2 if self.kind is Int4 else 1
+        weights = 3 * hidden * intermediate // GROUP * (GROUP // 2 + scale_bytes)
+        num_rows = self.experts * self.rows
+        return Work(
+            num_bytes=self.experts * weights + num_rows * 4 * hidden, flops=6 * num_rows * hidden * intermediate
+        )
+
+    def small(self) -> Case:
+        return attrs.evolve(self, rows=min(self.rows, 150))  # with other experts kernels would be compiled twice
+
+    def spec(self, device: torch.device | str) -> OpSpec:
+        return OpSpec(device=device, weight_formats={self.kind.name})
+
+    def inputs(self, device: torch.device, seed: int) -> Any:
+        hidden, intermediate = self.sizes
+        shape = (self.experts, self.room, hidden) if self.room else (self.experts * self.rows, hidden)
+        gate_up = draw_four_bits(self.kind, device, seed, self.experts, 2 * intermediate, hidden)
+        down = draw_four_bits(self.kind, device, seed + 1, self.experts, hidden, intermediate)
+        return draw(device, seed + 2, *shape), self.counts(device), gate_up, down
+
+    def call(self, op: Callable[..., Any], inputs: Any) -> Any:
+        return op(*inputs)[:, : self.rows] if self.room else op(*inputs)
+
+    def rivals(self, inputs: Any) -> dict[str, Callable[[], Any]]:
+        x, counts_E, _, _ = inputs
+        hidden, intermediate = self.sizes
+        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        floats = [draw(x.device, 0, self.experts, *shape).mul_(shape[1] ** -0.5) for shape in shapes]
+        blocks, rows = self.weights(x.device, 0), rounded(x)
+        names = ("grouped_mlp", "grouped_mlp[fp8]")
+        forced = dict.fromkeys(names, "triton") if x.device.type == "cuda" else None
+        in_bf16, in_fp8 = (resolve_ops(OpSpec(device=x.device), forced=forced).ops[name] for name in names)
+        return {
+            "experts in bf16": lambda: in_bf16(x, counts_E, *floats),
+            "experts in FP8": lambda: in_fp8(rows, counts_E, *blocks),
+        }
+
+
 MATRICES = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432))
 """Outputs and channels of q_a with kv_a, q_b, kv_b, o, and of a dense MLP."""
 CASES: tuple[Case, ...] = (
     *(MaskedExperts(experts=32, rows=rows) for rows in (1, 4, 16, 32)),
     MaskedExperts(experts=32, rows=16, room=16),
     *(MaskedExperts(experts=9, rows=rows, room=WIDE_ROOM) for rows in (4, 113)),
+    *(
+        PackedExperts(kind=kind, experts=12, rows=rows, room=room)
+        for kind in (Int4, MXFP4)
+        for room in (ROOM, 0)
+        for rows in (1, 4, 16, 64)
+    ),
+    *(PackedExperts(kind=kind, experts=12, rows=4096, goal=BF16) for kind in (Int4, MXFP4)),
     ContiguousExperts(experts=4, rows=8192),
     *(ContiguousExperts(experts=32, rows=rows, goal=MEMORY) for rows in (4, 32)),
     *(Dense(rows=4096, outputs=outputs, channels=channels) for outputs, channels in MATRICES),

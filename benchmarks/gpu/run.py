@@ -102,8 +102,8 @@ class Bench:
                     contenders[name] = [lambda each=each, op=theirs: case.call(op, each) for each in inputs]
                 except BackendUnavailable as error:
                     found[name] = Missing(sentence(error))
-        of_torch = [case.torch_rivals(each) for each in inputs]
-        contenders |= {name: [each[name] for each in of_torch] for name in of_torch[0]}
+        others = [case.rivals(each) for each in inputs]
+        contenders |= {name: [each[name] for each in others] for name in others[0]}
         found |= race(contenders, self.device)
         mine = found.pop("pdinfer")
         if isinstance(mine, Missing):

@@ -42,10 +42,11 @@ Line = dict[str, Any]
 
 
 def file_of(case: Case, device_name: str, *, down: bool = False) -> tuple[Target, int] | None:
-    """Return the file that others look for, and its number of tokens; None for what is no product with weights."""
+    """Return the file that others look for, and its number of tokens; None for what is no product with
+    weights in FP8."""
     if isinstance(case, Dense):
         return Target(sizes={"N": case.outputs, "K": case.channels}, device_name=device_name), case.rows
-    if isinstance(case, Experts):
+    if isinstance(case, Experts) and case.op == Experts.op:
         target = Target(sizes={"E": case.experts, "N": case.sizes[1]}, device_name=device_name, down=down)
         return target, max(1, case.experts * case.rows // TOP_K)
     return None

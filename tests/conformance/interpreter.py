@@ -1,8 +1,8 @@
 """Makes Triton's interpreter compute as GPUs and torch do.
 
 It warns of NaN and infinity. Its own casts from float32 drop the digits of a bfloat16, and round an e4m3 half up
-without a carry (Triton 3.6). Its loops end where a scalar says, which is an array of one number; numpy 2.4 makes no int
-of it.
+without a carry (Triton 3.6); it makes no bfloat16 of a number, and calculates with their bits as if they were integers.
+Its loops end where a scalar says, which is an array of one number; numpy 2.4 makes no int of it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,25 @@ def convert_float(numbers: Any, source: Any, target: Any, _rounding: object) -> 
     return bits.numpy().reshape(numbers.shape)
 
 
+def in_float32(calculate: Callable[..., Any], builder: Any, left: Any, right: Any, op: Any) -> Any:
+    """Return what an operation on two tensors gives, of bfloat16 rounded once."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import TensorHandle
+
+    if left.dtype.scalar != bfloat16:
+        return calculate(builder, left, right, op)
+    floats = [convert_float(each.data, bfloat16, float32, None).view(np.float32) for each in (left, right)]
+    return TensorHandle(convert_float(op(*floats), float32, bfloat16, None), bfloat16)
+
+
+def bfloat16_of(_builder: Any, number: float) -> Any:
+    """Return a scalar."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(convert_float(np.array([number], np.float32), float32, bfloat16, None), bfloat16)
+
+
 def _patch(patch: Callable[[Any, Any], None], tensor: Any, scope: Any) -> None:
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -58,6 +77,10 @@ def as_a_gpu() -> Iterator[None]:
         monkeypatch.setattr(interpreter, "_convert_float", convert_float)
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", partial(_patch, interpreter._patch_lang_tensor))
         monkeypatch.setattr(interpreter, "_patch_lang", partial(_patch_once, interpreter._patch_lang))
+        builder = interpreter.InterpreterBuilder
+        calculate = builder.binary_op
+        monkeypatch.setattr(builder, "binary_op", lambda *given: in_float32(calculate, *given))
+        monkeypatch.setattr(builder, "get_bf16", bfloat16_of, raising=False)
         # it asserts that each sum of integers fits, which takes as long as all else
         options = interpreter.InterpreterOptions(sanitize_overflow=False)
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)

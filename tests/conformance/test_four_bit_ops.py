@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4, quantize_int4, quantize_mxfp4
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4, packed, quantize_int4, quantize_mxfp4
 from tests.conformance.op_suite import (
     ROWS,
     Rows,
@@ -42,6 +42,26 @@ def test_linear(dtype: torch.dtype, provider: str, device: str, name: str, rows:
     floats = floats_of(weight)
     assert got.dtype == dtype
     assert_within(got, reference.linear(x.double(), floats), error_of_products(x.double(), floats), dtype)
+
+
+@every_place("linear[int4]", "linear[mxfp4]", dtype=torch.bfloat16)
+@for_each("name", FORMATS)
+def test_every_code_and_the_ends_of_scales(provider: str, device: str, name: str) -> None:
+    """Each row has each code twice. A bfloat16 has no exponent for the least scale of MXFP4, and only subnormal numbers
+    hold the lower bits of INT4's smallest."""
+    numbers = packed(torch.arange(32, dtype=torch.uint8).remainder(16).repeat(4, 1))
+    if name == "int4":
+        scale = torch.tensor([[2.0**-126 * (1 + 127 / 128)], [1 + 1 / 128], [255 / 128], [2.0**110]]).bfloat16()
+    else:
+        scale = torch.tensor([[0], [1], [127], [240]], dtype=torch.uint8)
+    weight = FORMATS[name][0](numbers=numbers, scale=scale)
+    floats, moved = floats_of(weight), weight.map(lambda tensor: tensor.to(device))
+    run = op_of(provider, f"linear[{name}]", device, torch.bfloat16)
+    for size, rows in ((2.0**110, slice(0, 2)), (2.0**-20, slice(2, 4))):
+        x = (draw(32, 32) * size).bfloat16()
+        got, exact = run(x.to(device), moved.rows(rows)), x.double()
+        expected, error = reference.linear(exact, floats[rows]), error_of_products(exact, floats[rows])
+        assert_within(got, expected, error, torch.bfloat16)
 
 
 @every_place("grouped_mlp[int4]", "grouped_mlp[mxfp4]", dtype=torch.bfloat16)

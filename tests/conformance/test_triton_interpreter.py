@@ -16,7 +16,7 @@ from tests.each_time import others_in_full
 
 EACH_TIME = ("test_ops",)
 FEW = 3
-FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2}
+FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2, "test_four_bit_ops": 12}
 """How many cases of each test run in `test_kernels_do_what_the_reference_does`, joined ones counted, and of those of
 some suites."""
 SUITES = {
@@ -25,6 +25,7 @@ SUITES = {
     "test_page_ops": (3, 3),
     "test_not_finite": (53, 65),
     "test_quantized_ops": (23, 24),
+    "test_four_bit_ops": (3, 3),
     "test_attention_ops": (19, 19),
     "test_sparse_ops": (33, 33),
     "test_routing_ops": (3, 3),

@@ -172,6 +172,13 @@ def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:
     linear_fp8(empty(rows, 512, dtype=dtype), fp8(384, 512))
 
 
+def of_four_bits(kind: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    from pdinfer.kernels.triton.products import linear_int4
+    from tests.unit.kernels.specimens.products import FOUR_BITS, four_bits
+
+    linear_int4(empty(rows, columns, dtype=dtype), four_bits(FOUR_BITS[kind], 24, columns))
+
+
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     "call",
@@ -183,6 +190,9 @@ def of_fp8(rows: int, dtype: torch.dtype = torch.float32) -> None:
         pytest.param(one_row_chosen, id="one row chosen"),
         pytest.param(lambda: of_fp8(5), id="float32 of FP8", marks=pytest.mark.full),
         pytest.param(lambda: of_fp8(500), id="float32 of FP8, many rows"),
+        pytest.param(lambda: of_four_bits("int4", 5, 32), id="INT4, one scale"),
+        pytest.param(lambda: of_four_bits("mxfp4", 5, 96), id="MXFP4, few columns", marks=pytest.mark.full),
+        pytest.param(lambda: of_four_bits("int4", 5, 96, torch.float32), id="float32 of INT4", marks=pytest.mark.full),
     ],
 )
 def test_what_no_real_model_asks_for_compiles_too(call: Callable[[], None]) -> None:

@@ -46,6 +46,16 @@ def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch, version: str,
     assert provider.unavailable(HOPPER) == told
 
 
+@pytest.mark.parametrize("op", ["linear[int4]", "grouped_mlp[mxfp4]"])
+def test_four_bits_are_for_models_of_bfloat16(op: str) -> None:
+    """A float16 may not hold what a scale makes of a code."""
+    pytest.importorskip("triton")
+    assert provider.refuses(op, HOPPER) is None
+    told = "multiplies weights of four bits for models of float32 and bfloat16, not of float16"
+    assert provider.refuses(op, attrs.evolve(HOPPER, dtype=torch.float16)) == told
+    assert provider.refuses("grouped_mlp", attrs.evolve(HOPPER, dtype=torch.float16)) is None
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

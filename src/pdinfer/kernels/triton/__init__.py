@@ -19,6 +19,7 @@
     softmax.py         products of tiles, and a softmax block by block
     draws.py           draws of tokens
     filters.py         what top_k and top_p leave of a vocabulary
+    four_bits.py       weights of four bits as bfloat16
     rounding.py        what kernels share that round to FP8 and INT8
     rows.py            tensors as rows that kernels read and write, and what is wrong with them
     launch.py          starts kernels

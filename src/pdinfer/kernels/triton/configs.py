@@ -76,6 +76,8 @@ INT8_SPLITS = 32
 
 
 FP8 = torch.float8_e4m3fn
+Multiplied = torch.dtype | str
+"""What is multiplied: numbers of a dtype, or weights of "int4" or "mxfp4"."""
 
 
 def _product(
@@ -86,14 +88,16 @@ def _product(
     num_stages: int,
     *,
     splits: int = 1,
+    weights_first: bool = False,
     exception: str | None = None,
 ) -> Config:
     tiles = {"ROWS": rows, "CHANNELS": channels, "DEPTH": depth, "NEAR": 8, "SPLITS": splits}
     # a tensor core takes 64 rows of its first factor
-    return Config(tiles | {"WEIGHTS_FIRST": int(rows < 64)}, num_warps, num_stages, exception=exception)
+    first = int(rows < 64 or weights_first)
+    return Config(tiles | {"WEIGHTS_FIRST": first}, num_warps, num_stages, exception=exception)
 
 
-PRODUCTS: Mapping[torch.dtype, Mapping[int, Config]] = MappingProxyType(
+PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
     {
         FP8: {
             16: _product(16, 128, 128, 4, 4),
@@ -111,17 +115,30 @@ PRODUCTS: Mapping[torch.dtype, Mapping[int, Config]] = MappingProxyType(
             64: _product(64, 128, 64, 4, 4, splits=2),
             128: _product(128, 256, 64, 8, 4),
         },
+        "int4": {
+            16: _product(16, 64, 128, 4, 4),
+            64: _product(64, 64, 128, 4, 3, splits=2, weights_first=True),
+            128: _product(128, 128, 128, 8, 3, weights_first=True),
+        },
+        "mxfp4": {
+            16: _product(16, 64, 256, 4, 4),
+            64: _product(64, 128, 128, 4, 3, splits=2, weights_first=True),
+            128: _product(128, 128, 128, 4, 3, weights_first=True),
+        },
     }
 )
-"""By what is multiplied, and by the rows that an expert has room for, or on average."""
-DENSE_PRODUCTS: Mapping[torch.dtype, Mapping[int, Config]] = MappingProxyType(
+"""By what is multiplied, and by the rows that an expert has room for, or on average. In four bits a tile has 4 bytes of
+scales or more for each thread, which is the least that is loaded asynchronously."""
+DENSE_PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
     {
         FP8: {**PRODUCTS[FP8], 16: _product(16, 64, 128, 4, 6), 32: _product(32, 64, 128, 4, 6)},
         torch.int8: {**PRODUCTS[torch.int8], 16: _product(16, 64, 128, 4, 6)},
+        "int4": PRODUCTS["int4"],
+        "mxfp4": PRODUCTS["mxfp4"],
     }
 )
 """The same for one matrix, which for few rows is cut more finely, into enough tiles for all multiprocessors."""
-GATED_PRODUCTS: Mapping[torch.dtype, Mapping[int, Config]] = MappingProxyType(
+GATED_PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
     {
         FP8: {
             16: _product(16, 128, 128, 8, 3),
@@ -133,32 +150,40 @@ GATED_PRODUCTS: Mapping[torch.dtype, Mapping[int, Config]] = MappingProxyType(
             64: _product(64, 128, 64, 8, 4, splits=2),
             128: _product(128, 128, 64, 8, 4),
         },
+        "int4": {
+            16: _product(16, 64, 128, 4, 3),
+            64: _product(64, 64, 128, 4, 3, splits=2, weights_first=True),
+        },
+        "mxfp4": {
+            16: _product(16, 64, 256, 4, 3),
+            64: _product(64, 64, 256, 4, 2, splits=2, weights_first=True),
+        },
     }
 )
 """The same for both halves of a gated MLP at once. In FP8 there is none of 128 rows: the sums of both halves do not fit
-in registers beside those that are not scaled yet."""
+in registers beside those that are not scaled yet; in four bits, beside unpacked weights."""
 FLOAT32_PRODUCT = _product(32, 64, 32, 4, 2, exception="float32 has no tensor cores; only tests use it")
 
 
-def of_product(dtype: torch.dtype, rows: int, form: str = "dense") -> Config:
-    """Return the config of a product of numbers of `dtype`, whose experts have so many rows, or "room" for so many, of
-    which most are empty."""
-    found = _of_rows(DENSE_PRODUCTS if form == "dense" else PRODUCTS, dtype, rows, form)
+def of_product(numbers: Multiplied, rows: int, form: str = "dense") -> Config:
+    """Return the config of a product of `numbers`, whose experts have so many rows, or "room" for so many, of which
+    most are empty."""
+    found = _of_rows(DENSE_PRODUCTS if form == "dense" else PRODUCTS, numbers, rows, form)
     assert found is not None
     return found
 
 
-def of_gated_product(dtype: torch.dtype, rows: int, form: str = "dense") -> Config | None:
+def of_gated_product(numbers: Multiplied, rows: int, form: str = "dense") -> Config | None:
     """Do so for `GATED_PRODUCTS`. Returns None where the halves are better multiplied one after the other."""
-    return _of_rows(GATED_PRODUCTS, dtype, rows, form)
+    return _of_rows(GATED_PRODUCTS, numbers, rows, form)
 
 
 def _of_rows(
-    configs: Mapping[torch.dtype, Mapping[int, Config]], dtype: torch.dtype, rows: int, form: str
+    configs: Mapping[Multiplied, Mapping[int, Config]], numbers: Multiplied, rows: int, form: str
 ) -> Config | None:
-    if dtype == torch.float32:
+    if numbers == torch.float32:
         return FLOAT32_PRODUCT
-    by_rows = configs[torch.bfloat16 if dtype == torch.float16 else dtype]
+    by_rows = configs[torch.bfloat16 if numbers == torch.float16 else numbers]
     most = max(PRODUCTS[torch.bfloat16])
     least = next((least for least in by_rows if rows <= least), most)
     return by_rows.get(min(least, 64) if form == "room" else least)

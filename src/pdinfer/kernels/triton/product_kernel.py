@@ -7,7 +7,8 @@ a single expert.
 
 Scales of FP8 change every 128 summed channels. There a sum leaves the tensor cores, is scaled, and added in float32
 (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Where rows are few the weights are the first factor, y^T = w
-x^T: a tensor core of Hopper takes 64 rows or more of the first and as few as 8 of the second.
+x^T: a tensor core of Hopper takes 64 rows or more of the first and as few as 8 of the second. Weights of four bits
+always are: a tensor core takes its first factor out of registers, where they are unpacked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pdinfer.kernels.triton.four_bits import SCALED, int4_tiles, mxfp4_tile
 from pdinfer.kernels.triton.rounding import GROUP, to_fp8
 
 
@@ -22,7 +24,7 @@ from pdinfer.kernels.triton.rounding import GROUP, to_fp8
 def product(
     x, x_scale_ptr, w, w_scale_ptr, w_offset_ptr, out_ptr, out_scale_ptr, counts_ptr,
     num_rows, room, num_experts, width, part_channels, x_pitch, w_pitch, out_pitch,
-    x_scale_expert, x_scale_row, x_scale_group,
+    x_scale_expert, x_scale_row, x_scale_group, w_scale_pitch,
     FORM: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr, DTYPE: tl.constexpr,
     HAS_TMA: tl.constexpr, UPCAST: tl.constexpr, EXPERTS: tl.constexpr, GATED: tl.constexpr, UE8M0: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
@@ -63,7 +65,7 @@ def product(
             xs_ptr += expert * x_scale_expert + rows * x_scale_row
             ws_ptr += matrix * scales_of_part + channel // GROUP * groups
         y, up = _sums(
-            x_factor, xs_ptr, x_scale_group, is_row, x_before + at, w_factor, ws_ptr, w_row, width,
+            x_factor, xs_ptr, x_scale_group, is_row, x_before + at, w_factor, ws_ptr, w_scale_pitch, w_row, width,
             part_channels, scales_of_part, FORMAT, GATED, HAS_TMA, UPCAST, ROWS, CHANNELS, DEPTH, WEIGHTS_FIRST,
         )  # fmt: skip
         if FORMAT == "int8":
@@ -119,7 +121,7 @@ def _expert_of_tile(counts_ptr, tile, num_experts, ROWS: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _sums(
-    x, xs_ptr, xs_step, is_row, x_row, w, ws_ptr, w_row, width, part_channels, scales_of_part,
+    x, xs_ptr, xs_step, is_row, x_row, w, ws_ptr, ws_pitch, w_row, width, part_channels, scales_of_part,
     FORMAT: tl.constexpr, GATED: tl.constexpr, HAS_TMA: tl.constexpr, UPCAST: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -129,19 +131,29 @@ def _sums(
     up = y
     for k in range(0, width, DEPTH):
         x_tile = _tile(x, x_row, k, width, ROWS, DEPTH, HAS_TMA, UPCAST)
-        w_tile = _tile(w, w_row, k, width, CHANNELS, DEPTH, HAS_TMA, UPCAST)
-        if FORMAT == "fp8":
-            xs = tl.load(xs_ptr + k // GROUP * xs_step, is_row, 0)
-            y = _add_scaled(y, x_tile, w_tile, xs * tl.load(ws_ptr + k // GROUP), WEIGHTS_FIRST)
+        if FORMAT == "int4" or FORMAT == "mxfp4":
+            y = _add_four_bits(
+                y, x_tile, w, w_row, ws_ptr, ws_pitch, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST
+            )
+            if GATED:
+                up = _add_four_bits(
+                    up, x_tile, w, w_row + part_channels, ws_ptr, ws_pitch, k, width,
+                    FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST,
+                )  # fmt: skip
         else:
-            y = _add(y, x_tile, w_tile, WEIGHTS_FIRST)
-        if GATED:
-            w_tile = _tile(w, w_row + part_channels, k, width, CHANNELS, DEPTH, HAS_TMA, UPCAST)
+            w_tile = _tile(w, w_row, k, width, CHANNELS, DEPTH, HAS_TMA, UPCAST)
             if FORMAT == "fp8":
-                ws = tl.load(ws_ptr + scales_of_part + k // GROUP)
-                up = _add_scaled(up, x_tile, w_tile, xs * ws, WEIGHTS_FIRST)
+                xs = tl.load(xs_ptr + k // GROUP * xs_step, is_row, 0)
+                y = _add_scaled(y, x_tile, w_tile, xs * tl.load(ws_ptr + k // GROUP), WEIGHTS_FIRST)
             else:
-                up = _add(up, x_tile, w_tile, WEIGHTS_FIRST)
+                y = _add(y, x_tile, w_tile, WEIGHTS_FIRST)
+            if GATED:
+                w_tile = _tile(w, w_row + part_channels, k, width, CHANNELS, DEPTH, HAS_TMA, UPCAST)
+                if FORMAT == "fp8":
+                    ws = tl.load(ws_ptr + scales_of_part + k // GROUP)
+                    up = _add_scaled(up, x_tile, w_tile, xs * ws, WEIGHTS_FIRST)
+                else:
+                    up = _add(up, x_tile, w_tile, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:
         y = tl.trans(y)
         up = tl.trans(up)
@@ -180,6 +192,25 @@ def _add_scaled(sums, x_tile, w_tile, scale_of_row, WEIGHTS_FIRST: tl.constexpr)
         sums += tl.dot(w_tile, x_tile.T).to(tl.float32) * scale_of_row[None, :]
     else:
         sums += tl.dot(x_tile, w_tile.T).to(tl.float32) * scale_of_row[:, None]
+    return sums
+
+
+@triton.jit
+def _add_four_bits(
+    sums, x_tile, w, w_row, scale_ptr, scale_pitch, k, width,
+    FORMAT: tl.constexpr, HAS_TMA: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
+    _, num_rows, _ = w
+    codes = _tile(w, w_row, k // 2, width // 2, CHANNELS, DEPTH // 2, HAS_TMA, None)
+    scale = (scale_ptr, num_rows, scale_pitch)
+    scales = _tile(scale, w_row, k // SCALED, scale_pitch, CHANNELS, DEPTH // SCALED, False, None)
+    if FORMAT == "int4":
+        high, low = int4_tiles(codes, scales)
+        sums = _add(sums, x_tile, high.to(x_tile.dtype), WEIGHTS_FIRST)
+        sums = _add(sums, x_tile, low.to(x_tile.dtype), WEIGHTS_FIRST)
+    else:
+        sums = _add(sums, x_tile, mxfp4_tile(codes, scales).to(x_tile.dtype), WEIGHTS_FIRST)
     return sums
 
 

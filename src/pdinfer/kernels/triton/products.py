@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.four_bits import FourBits
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.triton.activations import gated_silu_fp8, quantize_fp8
-from pdinfer.kernels.triton.configs import INT8_SPLITS, of_gated_product, of_product, of_width
+from pdinfer.kernels.triton.activations import gated_silu, gated_silu_fp8, quantize_fp8
+from pdinfer.kernels.triton.configs import INT8_SPLITS, Multiplied, of_gated_product, of_product, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.product_kernel import silu
 from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
@@ -32,6 +33,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     """Return why these products are not for a model of `spec`, or None where they are."""
     if spec.dtype not in TRITON_DTYPES:
         return f"is for models of float32, bfloat16 and float16, not of {str(spec.dtype).removeprefix('torch.')}"
+    if spec.dtype == torch.float16 and op.endswith(("[int4]", "[mxfp4]")):
+        return "multiplies weights of four bits for models of float32 and bfloat16, not of float16"
     return None
 
 
@@ -55,12 +58,37 @@ def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
     return multiply(_int8(Rows.of(x_TI), weight), matrices, of_product(weight.numbers.dtype, len(x_TI)))
 
 
+def linear_int4(x_TI: Tensor, weight: FourBits) -> Tensor:
+    rows, matrices = Rows.of(x_TI), _of_four_bits(weight)
+    return multiply(rows, matrices, of_product(_multiplied(rows, matrices), len(x_TI)))
+
+
+linear_mxfp4 = linear_int4
+
+
+def _of_four_bits(weight: FourBits, parts: int = 1) -> Matrices:
+    return Matrices.of(weight.numbers, parts=parts, scales=weight.scale)
+
+
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    rows = Rows.of(x, counts_E)
-    config = of_gated_product(gate_up_EJD.dtype, _each(rows), rows.form)
-    assert config is not None, "only FP8 has a class without"
-    hidden_SI = multiply_gated(rows, Matrices.of(gate_up_EJD, parts=2), config)
-    return _multiply_experts(rows.with_numbers(hidden_SI), Matrices.of(down_EDI)).view(x.shape)
+    return _run(Rows.of(x, counts_E), Matrices.of(gate_up_EJD, parts=2), Matrices.of(down_EDI)).view(x.shape)
+
+
+def grouped_mlp_int4(x: Tensor, counts_E: Tensor, gate_up: FourBits, down: FourBits) -> Tensor:
+    return _run(Rows.of(x, counts_E), _of_four_bits(gate_up, parts=2), _of_four_bits(down)).view(x.shape)
+
+
+grouped_mlp_mxfp4 = grouped_mlp_int4
+
+
+def _run(rows: Rows, gate_up: Matrices, down: Matrices) -> Tensor:
+    """Run experts on rows of floats."""
+    config = of_gated_product(_multiplied(rows, gate_up), _each(rows), rows.form)
+    if config is None:
+        hidden_SI = gated_silu(_multiply_experts(rows, gate_up))
+    else:
+        hidden_SI = multiply_gated(rows, gate_up, config)
+    return _multiply_experts(rows.with_numbers(hidden_SI), down)
 
 
 def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
@@ -81,7 +109,14 @@ def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, 
 
 
 def _multiply_experts(rows: Rows, matrices: Matrices) -> Tensor:
-    return multiply(rows, matrices, of_product(matrices.numbers.dtype, _each(rows), rows.form))
+    return multiply(rows, matrices, of_product(_multiplied(rows, matrices), _each(rows), rows.form))
+
+
+def _multiplied(rows: Rows, matrices: Matrices) -> Multiplied:
+    """Return by what the config of a product is chosen. Four bits become what the rows are."""
+    if matrices.kind not in ("int4", "mxfp4"):
+        return matrices.numbers.dtype
+    return rows.dtype if rows.dtype == torch.float32 else matrices.kind
 
 
 def _each(rows: Rows) -> int:

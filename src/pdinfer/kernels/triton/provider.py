@@ -26,8 +26,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "index_topk": ("index_topk", "index_topk_decode"),
         "mla_decode": ("mla_decode",),
         "products": (
-            *("linear[fp8]", "linear[w8a8_dynamic]", "linear[w8a8]"),
+            *("linear[fp8]", "linear[w8a8_dynamic]", "linear[w8a8]", "linear[int4]", "linear[mxfp4]"),
             *("grouped_mlp", "grouped_mlp[fp8]", "grouped_mlp[w8a8_dynamic]"),
+            *("grouped_mlp[int4]", "grouped_mlp[mxfp4]"),
         ),
     }
 )

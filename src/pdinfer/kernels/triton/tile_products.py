@@ -21,7 +21,7 @@ from pdinfer.kernels.triton.rows import as_rows, need
 
 TMA_BYTES = 16
 """Where rows start at a multiple of this, the TMA of a GPU loads tiles. Others are loaded by pointers."""
-INTERPRETED = {"floats": tl.float32, "fp8": tl.float64, "int8": None}
+INTERPRETED = {"floats": tl.float32, "fp8": tl.float64, "int8": None, "int4": tl.float32, "mxfp4": tl.float32}
 """What the interpreter multiplies instead. It has no bfloat16, and its float32 sums depend on how tiles are cut."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -78,7 +78,8 @@ class Matrices:
     """The matrices of all experts, one below the other: `numbers` [experts * parts * channels, width].
 
     `scales` is None for floats. FP8 has one per 128 channels of a part and 128 of the width; int8 one per channel, and
-    perhaps an int32 `offsets`, which is added before.
+    perhaps an int32 `offsets`, which is added before; four bits, of which a byte has two, one per channel and 32 of the
+    width.
     """
 
     numbers: Tensor
@@ -93,6 +94,17 @@ class Matrices:
     ) -> Matrices:
         """Return the matrices of a weight [..., O, I]; leading axes are experts."""
         return cls(as_rows(numbers), numbers.shape[:-2].numel(), parts, *map(_dense, (scales, offsets)))
+
+    @property
+    def kind(self) -> str:
+        """What the kernel calls their format."""
+        if self.numbers.dtype == torch.uint8:
+            return "int4" if self.scales is not None and self.scales.dtype == torch.bfloat16 else "mxfp4"
+        return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(self.numbers.dtype, "floats")
+
+    @property
+    def numbers_of_element(self) -> int:
+        return 2 if self.numbers.dtype == torch.uint8 else 1
 
     @property
     def part_channels(self) -> int:
@@ -137,9 +149,9 @@ def _launch(
     gated: bool = False,
     ue8m0: bool = False,
 ) -> None:
-    width, tiles, numbers = x.numbers.shape[1], config.tiles, weight.numbers
-    kind = "fp8" if numbers.dtype == torch.float8_e4m3fn else "int8" if numbers.dtype == torch.int8 else "floats"
-    need(numbers.shape[1] == width, f"a product with {numbers.shape[1]} columns takes as many channels, got {width}")
+    width, tiles, numbers, kind = x.numbers.shape[1], config.tiles, weight.numbers, weight.kind
+    columns = numbers.shape[1] * weight.numbers_of_element
+    need(columns == width, f"a product with {columns} columns takes as many channels, got {width}")
     counted = 1 if x.counts_E is None else len(x.counts_E)
     need(counted == weight.experts, f"there are matrices of {weight.experts} experts, and rows of {counted}")
     has_tma = _has_tma(x.numbers) and _has_tma(numbers)
@@ -148,7 +160,7 @@ def _launch(
         (_blocks(x, weight, config, gated=gated),),
         _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma),
         x.scales,
-        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"], has_tma),
+        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.numbers_of_element, has_tma),
         weight.scales,
         weight.offsets,
         out,
@@ -163,6 +175,7 @@ def _launch(
         numbers.stride(0),
         out.stride(0),
         *x.scale_strides,
+        0 if weight.scales is None else weight.scales.shape[-1],
         FORM=x.form,
         FORMAT=kind,
         PARTS=weight.parts,

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.format import Shape
+from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.triton import products
@@ -13,6 +15,7 @@ from tests.unit.kernels.aot import Specimen
 
 HIDDEN, WIDTH, EXPERTS, HEADS = 7168, 2048, 32, 16384
 FP8 = torch.float8_e4m3fn
+FOUR_BITS = {"int4": Int4, "mxfp4": MXFP4}
 SCALES = 11
 """Loads of single numbers: scales of rows and of blocks of weights, and counts."""
 
@@ -51,6 +54,14 @@ def int8_static(rows: int, columns: int) -> Int8Static:
     )
 
 
+def four_bits(kind: type[FourBits], *shape: int) -> FourBits:
+    *lead, rows, columns = shape
+    size = Shape(lead[0] if lead else 1, 1, rows, columns)
+    weight = kind.empty(size, dtype=torch.bfloat16, device=torch.device("meta"))
+    assert isinstance(weight, FourBits)
+    return weight if lead else weight.map(lambda tensor: tensor[0])
+
+
 def experts(kind: str, *rows: int) -> None:
     """Run the experts on rows sorted by expert, or in room for some rows each."""
     counts_E = empty(EXPERTS, dtype=torch.int32 if len(rows) > 1 else torch.int64)
@@ -60,6 +71,9 @@ def experts(kind: str, *rows: int) -> None:
     elif kind == "int8":
         gate_up, down = int8(EXPERTS, 2 * WIDTH, HIDDEN), int8(EXPERTS, HIDDEN, WIDTH)
         products.grouped_mlp_w8a8_dynamic(floats(*rows, HIDDEN), counts_E, gate_up, down)
+    elif kind in FOUR_BITS:
+        gate_up, down = (four_bits(FOUR_BITS[kind], EXPERTS, *size) for size in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        products.grouped_mlp_int4(floats(*rows, HIDDEN), counts_E, gate_up, down)
     else:
         gate_up, down = floats(EXPERTS, 2 * WIDTH, HIDDEN), floats(EXPERTS, HIDDEN, WIDTH)
         products.grouped_mlp(floats(*rows, HIDDEN), counts_E, gate_up, down)
@@ -89,6 +103,17 @@ SPECIMENS = (
     ),
     *(
         Specimen(
+            f"linear_{kind}, {rows} rows",
+            lambda kind=kind, rows=rows: products.linear_int4(
+                floats(rows, HEADS), four_bits(FOUR_BITS[kind], HIDDEN, HEADS)
+            ),
+            narrow=SCALES,
+        )
+        for kind in FOUR_BITS
+        for rows in (16, 64, 4096)
+    ),
+    *(
+        Specimen(
             f"grouped_mlp_{kind}, room for {room} rows",
             lambda kind=kind, room=room: experts(kind, EXPERTS, room),
             narrow=SCALES,
@@ -101,12 +126,17 @@ SPECIMENS = (
             ("int8", 1024),
             ("bf16", 16),
             ("bf16", 1024),
+            ("int4", 16),
+            ("int4", 1024),
+            ("mxfp4", 16),
+            ("mxfp4", 1024),
         )
     ),
     *(
         Specimen(
             f"grouped_mlp_{kind}, {rows} sorted rows", lambda kind=kind, rows=rows: experts(kind, rows), narrow=SCALES
         )
-        for kind, rows in (("fp8", 256), ("fp8", 32768), ("int8", 256), ("int8", 32768), ("bf16", 256), ("bf16", 32768))
+        for kind in ("fp8", "int8", "bf16", "int4", "mxfp4")
+        for rows in (256, 32768)
     ),
 )
