@@ -22,6 +22,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.kernels import reference
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4
 from pdinfer.kernels.native import ops as native
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import (
@@ -29,6 +30,9 @@ from tests.conformance.op_suite import (
     assert_experts,
     assert_product,
     draw,
+    floats_of,
+    four_bit_weight,
+    four_bits_in_strips,
     fp8_in_strips,
     fp8_weight,
     in_strips,
@@ -287,6 +291,15 @@ def stored(chance: random.Random, host: Host) -> None:
     torch.testing.assert_close(got[2], reference.linear_fp8(wide, in_steps), rtol=0.02, atol=0.02)
 
 
+def four_bits(chance: random.Random, host: Host) -> None:
+    kind, parts = chance.choice((Int4, MXFP4)), chance.choice((1, 2))
+    weight = four_bit_weight(kind, 32 * parts * chance.randint(1, 5), 32 * chance.randint(1, 24))
+    x, strips = draw(rows_of(chance), 2 * weight.numbers.shape[1]).to(DTYPE), four_bits_in_strips(weight, parts)
+    with host():
+        got = native.products.linear_int4_strips(x, strips)
+    assert_product(got, x, floats_of(weight), DTYPE)
+
+
 def norms(chance: random.Random, host: Host) -> None:
     rows, width, eps = rows_of(chance), chance.randint(1, 300), chance.choice((1e-6, 1e-3))
     x, weight = draw(rows, width).to(DTYPE), draw(width, seed=1).to(DTYPE)
@@ -322,7 +335,7 @@ def attention(chance: random.Random, host: Host) -> None:
 
 Case = Callable[[random.Random, Host], None]
 OPS: dict[str, Case] = {
-    each.__name__: each for each in (linear, linear_strips, heads, experts, stored, norms, attention)
+    each.__name__: each for each in (linear, linear_strips, heads, experts, stored, four_bits, norms, attention)
 }
 KINDS: dict[str, Case] = {each.__name__: each for each in (models, engines, ops, steps)}
 """Each raises where its case is not as it should be."""
