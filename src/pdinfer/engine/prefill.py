@@ -227,15 +227,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draw the first token of each finished prompt. It travels in the hand-off."""
+        eos = self.model.config.eos_token_ids
         draws = [
-            Draw(
-                sampling=prompt.request.sampling,
-                prompt=prompt.request.prompt,
-                output=prompt.request.output,
-                eos_token_ids=self.model.config.eos_token_ids,
-                processor=prompt.processor,
-            )
-            for prompt in prompts
+            Draw.of(one.request, one.request.output, eos_token_ids=eos, processor=one.processor) for one in prompts
         ]
         drawn = self._runner.first_tokens(rows, draws)
         mark(self._trace, "emit")
