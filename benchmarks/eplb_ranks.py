@@ -31,10 +31,10 @@ import torch.distributed as dist
 import pdinfer as pd
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.moe import DispatchRule, solve_placement
+from pdinfer.moe import solve_placement
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.layer import Experts
-from pdinfer.moe.placement.replicas import ReplicaTables
+from pdinfer.moe.placement.replicas import DispatchRule, ReplicaTables
 
 NUM_RANKS, NUM_EXPERTS, NUM_REDUNDANT, TOP_K = 4, 64, 8, 4
 HIDDEN, INNER = 512, 256

@@ -18,6 +18,7 @@ import attrs
 import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.planning import Change
+from pdinfer.planning.simulation import Cluster
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
@@ -39,7 +40,7 @@ class Setting:
     changes: tuple[Change, ...] = ()
     factors: Mapping[str, float] = attrs.field(factory=dict)
 
-    def cluster(self) -> planning.Cluster:
+    def cluster(self) -> Cluster:
         """Return the cluster as a value to simulate."""
         return planning.cluster(
             self.shape,

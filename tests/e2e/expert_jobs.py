@@ -43,9 +43,10 @@ def expert_logits(
     assert model.experts.placement is not None
     for layer in model.moe_layers():
         assert num_experts(layer.experts.gate_up) == model.experts.placement.slots_per_rank
-    logits = [model.logits(prompt) for prompt in prompts[of_rank.dp_rank]]
+    mine = prompts[of_rank.rank // (of_rank.cp_size * of_rank.tp_size)]
+    logits = [model.logits(prompt) for prompt in mine]
     if next_token is not None:
-        logits += [model.mtp_logits(prompt, next_token) for prompt in prompts[of_rank.dp_rank]]
+        logits += [model.mtp_logits(prompt, next_token) for prompt in mine]
     return [each.numpy().tobytes() for each in logits]
 
 

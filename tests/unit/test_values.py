@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdinfer as pd
 from pdinfer import bench, planning
+from pdinfer.bench.summary import Finding, Interval, Stage
 from pdinfer.diagnosis.report import Diagnosis, Fact, Section, failure, warning
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.values import MAX_CHARACTERS, asdict, brief, shown
@@ -214,9 +215,9 @@ def test_a_table_of_stats_has_what_its_text_has(untouched: None) -> None:
 
 
 def test_a_table_of_a_summary_has_what_its_text_has() -> None:
-    finding = bench.Finding(check="slip", expected="<", found=">", advice="mend it")
-    stage = bench.Stage(name="compute", mean_ms=1.0, p50_ms=1.0, p99_ms=2.0, share=0.5)
-    interval = bench.Interval(mean=2.0, low=1.0, high=3.0, cv=0.1)
+    finding = Finding(check="slip", expected="<", found=">", advice="mend it")
+    stage = Stage(name="compute", mean_ms=1.0, p50_ms=1.0, p99_ms=2.0, share=0.5)
+    interval = Interval(mean=2.0, low=1.0, high=3.0, cv=0.1)
     summary = bench.Summary(
         name=MARKUP, findings=(finding,), stages=(stage,), intervals={"tpot": interval}, notes=("a note",)
     )

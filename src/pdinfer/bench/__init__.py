@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from pdinfer.bench import plots
 from pdinfer.bench.checks import check
-from pdinfer.bench.compare import Comparison, compare
+from pdinfer.bench.compare import compare
 from pdinfer.bench.formats import (
     from_aiperf,
     from_genai_bench,
@@ -35,10 +35,10 @@ from pdinfer.bench.load import Load, burst, closed_loop, open_loop, replay
 from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run
-from pdinfer.bench.search import Goodput, Trial, find_goodput
+from pdinfer.bench.search import Goodput, find_goodput
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import merge, summarize
-from pdinfer.bench.summary import SCHEMA, EngineUse, Finding, Interval, Stage, Summary, json_schema
+from pdinfer.bench.summary import SCHEMA, Summary, json_schema
 from pdinfer.bench.traces import Arrival, Trace, read_trace
 
 __all__ = [
@@ -46,19 +46,13 @@ __all__ = [
     "SLO",
     "STAGES",
     "Arrival",
-    "Comparison",
-    "EngineUse",
-    "Finding",
     "Goodput",
-    "Interval",
     "Load",
     "PromptMaker",
     "Record",
     "Recorder",
-    "Stage",
     "Summary",
     "Trace",
-    "Trial",
     "burst",
     "check",
     "closed_loop",

@@ -140,27 +140,13 @@ class EngineConfig(Value):
     rebalance_max_bytes: int | None = int_field(0, 1 << 50, default=None)
     rebalance_bytes_per_step: int = int_field(0, 1 << 50, default=64 << 20)
 
-    @property
-    def largest_decode_step(self) -> tuple[int, str]:
-        """The most tokens that a decode step has, drafts included, and the reason."""
-        requests, drafts = self.max_running_requests, self.num_draft_tokens
-        reason = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
-        return requests * (1 + drafts), reason
-
-    def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
-        """Return the most tokens that a prefill step has, and the reason."""
-        if self.chunked_prefill_size != -1:
-            return self.chunked_prefill_size, f"chunked_prefill_size = {self.chunked_prefill_size}"
-        most = max(self.max_prefill_tokens, max_position_embeddings)
-        return most, f"chunked_prefill_size = -1 runs prompts of up to {most} tokens whole"
-
 
 @attrs.frozen(kw_only=True)
 class ExpertConfig(Value):
     """The spread of a model's experts over ranks, and the way of tokens to them.
 
     `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
-    itself. `ep_dispatch_algorithm` says which copy of an expert a token goes to (see `moe.DispatchRule`). A node has
+    itself. `ep_dispatch_algorithm` says which copy of an expert a token goes to (`DispatchRule`). A node has
     `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
     torch.distributed) on several. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
     `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last two

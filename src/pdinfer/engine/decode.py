@@ -25,6 +25,7 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
+from pdinfer.scheduling.rules import largest_decode_step
 from pdinfer.stats import DecodeCost, DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request, Timeline
 
@@ -52,7 +53,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 "with mtp=True, or leave num_draft_tokens 0"
             )
         self.model.experts.check_step(
-            *self.config.largest_decode_step, tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
+            *largest_decode_step(self.config), tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
         )
 
     def _prepare(self) -> None:

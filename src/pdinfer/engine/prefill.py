@@ -21,6 +21,7 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.prefill import PrefillScheduler
+from pdinfer.scheduling.rules import largest_prefill_step
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
@@ -39,7 +40,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     _run_empty = staticmethod(empty_prefill)
 
     def _check_steps(self) -> None:
-        largest = self.config.largest_prefill_step(self.model.config.max_position_embeddings)
+        largest = largest_prefill_step(self.config, self.model.config.max_position_embeddings)
         self.model.experts.check_step(*largest, tp_size=self.model.topology.tp_size)
 
     def _prepare(self) -> None:
@@ -226,15 +227,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draw the first token of each finished prompt. It travels in the hand-off."""
+        eos = self.model.config.eos_token_ids
         draws = [
-            Draw(
-                sampling=prompt.request.sampling,
-                prompt=prompt.request.prompt,
-                output=prompt.request.output,
-                eos_token_ids=self.model.config.eos_token_ids,
-                processor=prompt.processor,
-            )
-            for prompt in prompts
+            Draw.of(one.request, one.request.output, eos_token_ids=eos, processor=one.processor) for one in prompts
         ]
         drawn = self._runner.first_tokens(rows, draws)
         mark(self._trace, "emit")

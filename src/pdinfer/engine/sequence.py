@@ -3,7 +3,6 @@ it is one, it is a command of the host, which waits in the engine's inbox for th
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -107,9 +106,7 @@ class Sequence(ScheduledSequence):
         processor: LogitsProcessor | None,
     ) -> Sequence:
         """Return the sequence of a request that comes now, as number `arrival`."""
-        sampling, output = request.sampling, list(request.output)
-        # every step reads all of a prompt whose tokens are penalized, which is slow for a tuple of ints
-        prompt = array("q", request.prompt) if sampling.repetition_penalty != 1 else request.prompt
+        output = list(request.output)
         return cls(
             request_id=request.request_id or "",
             request=request,
@@ -120,14 +117,12 @@ class Sequence(ScheduledSequence):
             priority=request.priority,
             is_resumed=bool(request.output),
             alone=request.alone,
-            max_tokens=len(request.prompt) + sampling.max_new_tokens,
+            max_tokens=len(request.prompt) + request.sampling.max_new_tokens,
             expected_tokens=forecast_tokens(request),
             output=output,
             num_told=len(output),
             chain=chain,
-            next_draw=Draw(
-                sampling=sampling, prompt=prompt, output=output, eos_token_ids=eos_token_ids, processor=processor
-            ),
+            next_draw=Draw.of(request, output, eos_token_ids=eos_token_ids, processor=processor),
         )
 
     @property

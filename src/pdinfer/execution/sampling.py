@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -25,7 +26,7 @@ from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
-from pdinfer.types import SamplingParams
+from pdinfer.types import Request, SamplingParams
 
 _log = logging.getLogger("pdinfer")
 
@@ -62,6 +63,23 @@ class Draw:
     output: Sequence[int]
     eos_token_ids: Sequence[int] = ()
     processor: LogitsProcessor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        output: Sequence[int],
+        *,
+        eos_token_ids: Sequence[int],
+        processor: LogitsProcessor | None,
+    ) -> Draw:
+        """Return what the token of a request after `output` depends on. Prefill, which draws the first one, and decode
+        ask here, so that neither lacks what the other has."""
+        # every step reads all of a prompt whose tokens are penalized, which is slow for a tuple of ints
+        prompt = array("q", request.prompt) if request.sampling.repetition_penalty != 1 else request.prompt
+        return cls(
+            sampling=request.sampling, prompt=prompt, output=output, eos_token_ids=eos_token_ids, processor=processor
+        )
 
     @property
     def position(self) -> int:

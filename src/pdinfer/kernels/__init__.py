@@ -25,12 +25,11 @@ May import: process, the ground.
 from __future__ import annotations
 
 from pdinfer.kernels.formats.activations import Rounded
-from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
+from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 
 __all__ = [
     "DeviceSpec",
-    "OpChoice",
     "OpSpec",
     "ResolvedOps",
     "Rounded",

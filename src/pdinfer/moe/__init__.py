@@ -17,17 +17,14 @@ from __future__ import annotations
 from pdinfer.config import ExpertConfig
 from pdinfer.moe.balance.solver import solve_placement
 from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked, Returned, TokenDispatcher
-from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
+from pdinfer.moe.placement.files import read_expert_location, write_counts, write_placement
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
-from pdinfer.moe.placement.replicas import DispatchRule
 
 __all__ = [
     "Contiguous",
-    "DispatchRule",
     "Dispatched",
     "ExpertConfig",
     "ExpertLoadRecorder",
-    "ExpertLocation",
     "Masked",
     "Returned",
     "TokenDispatcher",

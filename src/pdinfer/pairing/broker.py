@@ -34,7 +34,7 @@ RELEASE_S = 1.0
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or came back."""
 DIAL_S = 5.0
-"""How often links that are down are dialled anew: the channels may have given up the peer."""
+"""How often links that are down are dialled anew: the channels may have given up the peer, or never reached it."""
 STRANDED_S = 3.0
 """How long a request waits for a prefill at a decode that none reaches, while another pair could serve it. Links that
 broke are back sooner, or one of their ports is known to be lost."""

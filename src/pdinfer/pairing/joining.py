@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -27,8 +26,8 @@ _log = logging.getLogger("pdinfer")
 def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAddress, TransferError]:
     """Connect a port to the ports of the other side, and return which of them cannot be reached now, and why.
 
-    One link is enough to begin with. The others are left to the channels, which keep dialling. When no port could be
-    reached, all are tried once more, within `timeout_s` in total. Raises LayoutMismatch.
+    One link is enough to begin with. The others are down, and the Broker has them dialled until they are there. When
+    no port could be reached, all are tried once more, within `timeout_s` in total. Raises LayoutMismatch.
     """
     known = {other.address: other for other in others}
     end = time.monotonic() + timeout_s
@@ -39,8 +38,6 @@ def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAd
     if len(unlinked) < len(known):
         for address, error in unlinked.items():
             _log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
-            with contextlib.suppress(TransferError):
-                _connect(port, known[address], 0.0)
     return unlinked
 
 
@@ -124,7 +121,7 @@ class Joining:
             self._join(port, token)
         finally:
             self._end(port, token)
-            if self._intake.num_unfinished:
+            if self._intake.num_unfinished or self._ports.links_down:  # requests may go there, and links are dialled
                 self._intake.inbox.wake()
 
     def _join(self, port: Port, token: object) -> None:

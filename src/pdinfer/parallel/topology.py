@@ -82,18 +82,14 @@ class Topology:
         )
 
     @property
-    def attention_size(self) -> int:
+    def _attention_size(self) -> int:
         """The number of ranks that have the same requests: cp_size * tp_size."""
         return self.cp_size * self.tp_size
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank // self.attention_size
-
-    @property
     def is_leader(self) -> bool:
         """True if hosts talk to this rank, the first of the ranks that have the same requests."""
-        return self.rank % self.attention_size == 0
+        return self.rank % self._attention_size == 0
 
     def at(self, rank: int) -> Topology:
         """Return the same sizes as another rank sees them."""
@@ -103,7 +99,7 @@ class Topology:
         """Return the groups of this rank without connections to the others: enough for plans."""
         return Groups(
             world=Group("world", tuple(range(self.world_size)), self.rank),
-            attention=self._alone("attention", self.attention_size),
+            attention=self._alone("attention", self._attention_size),
             tp=self._alone("tp", self.tp_size),
             cp=self._alone("cp", self.cp_size, stride=self.tp_size),
             dense_tp=self._alone("dense_tp", self.moe_dense_tp_size),

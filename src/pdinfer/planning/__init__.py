@@ -11,17 +11,14 @@ May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, paralle
 from __future__ import annotations
 
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
-from pdinfer.planning.profiles import EngineProfile, Profile, Setting, profile
-from pdinfer.planning.simulation import Change, Cluster, Simulator, Stall, StepRows, cluster, simulate
+from pdinfer.planning.profiles import Profile, profile
+from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
     "Change",
-    "Cluster",
     "ClusterPlan",
     "EnginePlan",
-    "EngineProfile",
     "Profile",
-    "Setting",
     "Simulator",
     "Stall",
     "StepRows",

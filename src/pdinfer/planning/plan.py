@@ -22,6 +22,7 @@ from pdinfer.moe.parallel import check_step_fits, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
+from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
 
 
@@ -92,11 +93,6 @@ class EnginePlan(Value):
         """How many bytes of weights each rank holds."""
         return self.rank_weights.total
 
-    @cached_property
-    def float_weight_bytes(self) -> int:
-        """How many bytes a rank would hold as floats of the config's dtype."""
-        return self._rank_weights("float").total
-
     def _rank_weights(self, weights: str) -> RankWeights:
         return rank_weights(
             self.config,
@@ -133,23 +129,10 @@ class EnginePlan(Value):
             )
 
     def _told(self) -> str:
-        floats = "" if self.stored == "float" else f"; {_gib(self.float_weight_bytes)} as {self.config.dtype}"
+        float_bytes = self._rank_weights("float").total
+        floats = "" if self.stored == "float" else f"; {_gib(float_bytes)} as {self.config.dtype}"
         how = f'weights="{self.weights}", stored: {self.stored}{floats}'
         return f"{_gib(self.weight_bytes)} of weights per rank ({how})"
-
-    @property
-    def attention_groups(self) -> list[range]:
-        """The ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of each."""
-        size = self.topology.attention_size
-        return [range(first, first + size) for first in range(0, self.topology.world_size, size)]
-
-    def check_steps(self, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
-        """Raise ConfigError where a step is larger than DeepEP's kernels for few tokens can carry."""
-        options = self.experts
-        if options.moe_a2a_backend == "deep_ep" and options.deepep_mode != "normal":
-            most = options.num_max_dispatch_tokens_per_rank
-            overlap = num_queries if options.two_batch_overlap else None
-            check_step_fits(most, overlap, num_tokens, f"{self.name}: {told}", tp_size=self.topology.tp_size)
 
     def __str__(self) -> str:
         at, placement = self.topology, self.placement
@@ -161,6 +144,22 @@ class EnginePlan(Value):
             f"parallel {at.tp_size}{experts}; {self._told()}, {pages} of {self.layout.page_size} tokens, "
             f"{self.layout.page_bytes} bytes each{memory}"
         )
+
+
+def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
+    """Raise ConfigError where a step is larger than DeepEP's kernels for few tokens can carry."""
+    options = engine.experts
+    if options.moe_a2a_backend == "deep_ep" and options.deepep_mode != "normal":
+        most = options.num_max_dispatch_tokens_per_rank
+        overlap = num_queries if options.two_batch_overlap else None
+        check_step_fits(most, overlap, num_tokens, f"{engine.name}: {told}", tp_size=engine.topology.tp_size)
+
+
+def _attention_groups(topology: Topology) -> list[range]:
+    """Return the ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of
+    each."""
+    size = topology.cp_size * topology.tp_size
+    return [range(first, first + size) for first in range(0, topology.world_size, size)]
 
 
 def _gib(num_bytes: float) -> str:
@@ -185,9 +184,10 @@ class ClusterPlan(Value):
                 f"a cluster needs engines on both sides, got {len(self.prefill)} prefill and {len(self.decode)} decode"
             )
         for engine in self.prefill:
-            engine.check_steps(*engine.engine.largest_prefill_step(engine.config.max_position_embeddings))
+            _check_steps(engine, *largest_prefill_step(engine.engine, engine.config.max_position_embeddings))
         for engine in self.decode:
-            engine.check_steps(*engine.engine.largest_decode_step, num_queries=1 + engine.engine.num_draft_tokens)
+            num_queries = 1 + engine.engine.num_draft_tokens
+            _check_steps(engine, *largest_decode_step(engine.engine), num_queries=num_queries)
         ours = self.prefill[0]
         for other in self.engines[1:]:
             ours.layout.compatible_with(other.layout)
@@ -209,8 +209,8 @@ class ClusterPlan(Value):
         """Yield every way that a request can take: prefill, its writing ranks, decode, its receiving ranks."""
         for prefill in self.prefill:
             for decode in self.decode:
-                for writers in prefill.attention_groups:
-                    for written in decode.attention_groups:
+                for writers in _attention_groups(prefill.topology):
+                    for written in _attention_groups(decode.topology):
                         yield prefill, writers, decode, written
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ class Recording:
         name = op.overloadpacket.__name__
         if "empty" in name:
             self._keep(result)
-        elif not (name in _PLAIN or _is_pointwise(op)):
+        elif not (isinstance(result, Tensor) and (name in _PLAIN or torch.Tag.pointwise in op.tags)):
             self.refusal = self.refusal or f"torch's {name} cannot be recorded"
         elif _storage(result) in map(_storage, _tensors((*arguments, *options.values()))):
             self._calls.append(partial(op, *arguments, **options))  # in place, or into what was given
@@ -140,10 +140,6 @@ class _Looks(TorchFunctionMode):
         if getattr(function, "__name__", None) in _LOOKS:
             self._recording.refusal = f"Python looks at values on the host: {function.__name__}"
         return function(*args, **(kwargs or {}))
-
-
-def _is_pointwise(op: Any) -> bool:
-    return torch.Tag.pointwise in op.tags and torch.Tag.data_dependent_output not in op.tags
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import attrs
 
+from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
 from pdinfer.types import Request
 
@@ -38,6 +39,24 @@ WORTH_A_STEP = 4.0
 it has. In smaller chunks prompts would mostly wait for what every step costs."""
 GROWTH_RAISE = 0.1
 GROWTH_DECAY = 1 / 512
+
+
+# -- how large a step may be ------------------------------------------------------------------------------------------
+
+
+def largest_decode_step(config: EngineConfig) -> tuple[int, str]:
+    """Return the most tokens that a decode step has, drafts included, and the reason."""
+    requests, drafts = config.max_running_requests, config.num_draft_tokens
+    reason = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
+    return requests * (1 + drafts), reason
+
+
+def largest_prefill_step(config: EngineConfig, max_position_embeddings: int) -> tuple[int, str]:
+    """Return the most tokens that a prefill step has, and the reason."""
+    if config.chunked_prefill_size != -1:
+        return config.chunked_prefill_size, f"chunked_prefill_size = {config.chunked_prefill_size}"
+    most = max(config.max_prefill_tokens, max_position_embeddings)
+    return most, f"chunked_prefill_size = -1 runs prompts of up to {most} tokens whole"
 
 
 # -- who comes first --------------------------------------------------------------------------------------------------

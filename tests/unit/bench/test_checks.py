@@ -9,6 +9,7 @@ import pdinfer as pd
 from pdinfer import bench
 from pdinfer.bench import Summary, check
 from pdinfer.bench.compare import ComparedRow
+from pdinfer.bench.summary import Interval
 from tests.unit.bench.study import WRONG, rows
 
 
@@ -44,7 +45,7 @@ RUN = Summary(
     p99_delivery_ms=5.0,
 )
 LONGER = msgspec.structs.replace(RUN, mode="burst", total_input_tokens=10_000, max_ttft_ms=1000.0)
-INTERVAL = bench.Interval(mean=1.0, low=0.1, high=1.9, cv=0.5)
+INTERVAL = Interval(mean=1.0, low=0.1, high=1.9, cv=0.5)
 
 
 def test_a_sound_run_passes() -> None:

@@ -14,6 +14,7 @@ import pytest
 import pdinfer as pd
 from pdinfer import bench
 from pdinfer.bench import plots
+from pdinfer.bench.summary import EngineUse, Finding, Interval
 from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
@@ -92,7 +93,7 @@ def test_load_is_what_each_engine_held_on_average() -> None:
         record(2, ttft_s=2.1, prefill="p1"),  # at p1 from 2.1 to 4.0
         FAILED,
     ]
-    uses = [bench.EngineUse(name="p2", role="prefill"), bench.EngineUse(name="d1", role="decode")]
+    uses = [EngineUse(name="p2", role="prefill"), EngineUse(name="d1", role="decode")]
     plot = plots.load_per_engine({"blind": records}, engines=uses, num_points=4)
     assert listed(plot)["engine"] == ["p0"] * 4 + ["p1"] * 4 + ["p2"] * 4
     assert plot.columns["at_s"][:4] == pytest.approx([0.5, 1.5, 2.5, 3.5])
@@ -163,7 +164,7 @@ def test_the_frontier_is_what_no_other_run_beats() -> None:
 
 
 def test_a_prediction_stands_beside_what_was_observed() -> None:
-    sure = bench.Interval(mean=100.0, low=90.0, high=110.0, cv=0.1)
+    sure = Interval(mean=100.0, low=90.0, high=110.0, cv=0.1)
     measured = [summary(median_ttft_ms=100.0, p99_ttft_ms=0.0, intervals={"median_ttft_ms": sure})] * 2
     simulated = [summary(median_ttft_ms=ttft_ms, p99_ttft_ms=9.0, source="simulated") for ttft_ms in (90.0, 120.0)]
     plot = plots.predicted_against_observed(simulated, measured)
@@ -181,7 +182,7 @@ def test_a_prediction_stands_beside_what_was_observed() -> None:
 
 
 def test_a_prediction_of_another_experiment_is_refused() -> None:
-    failed = bench.Finding(check="Little", expected="8", found="6", advice="look")
+    failed = Finding(check="Little", expected="8", found="6", advice="look")
     with pytest.raises(pd.ConfigError, match="request_rate is"):
         plots.predicted_against_observed(summary(request_rate=1.0), summary(request_rate=2.0))
     with pytest.raises(pd.ConfigError, match="Little"):
@@ -194,7 +195,7 @@ def test_a_prediction_of_another_experiment_is_refused() -> None:
 
 
 def test_checks_that_failed_stand_on_every_plot_of_a_run() -> None:
-    failed = bench.Finding(check="Little", expected="8", found="6", advice="look")
+    failed = Finding(check="Little", expected="8", found="6", advice="look")
     one = summary(findings=(failed, failed))
     for plot in (plots.over_concurrency([one, one]), plots.stage_waterfall(one), plots.goodput_frontier({"": [one]})):
         assert "failed checks: Little" in plot.notes

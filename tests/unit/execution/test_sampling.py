@@ -19,6 +19,7 @@ from pdinfer.errors import PDInferError, RequestError
 from pdinfer.execution.sampling import Draw, LogitsProcessor, sample, signed
 from pdinfer.kernels.draws import gumbel_noise
 from pdinfer.types import SamplingParams
+from pdinfer.values import changed_fields
 from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
 
 CPU = torch.device("cpu")
@@ -316,19 +317,25 @@ STEP = 1 / 8
 
 steps = st.integers(-32, 32).map(lambda number: number * STEP)
 tokens = st.integers(0, 11)
-changes = st.fixed_dictionaries(
-    {},
-    optional={
-        "repetition_penalty": st.sampled_from([0.5, 1.0, 2.0, 4.0]),
-        "presence_penalty": st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
-        "frequency_penalty": st.sampled_from([-1.0, 0.0, 0.25, 2.0]),
-        "logit_bias": st.dictionaries(tokens, steps, max_size=4).map(lambda bias: tuple(bias.items())),
-        "min_new_tokens": st.integers(0, 6),
-        "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
-        "ignore_eos": st.booleans(),
-        "logprobs": st.integers(0, 20),
-    },
-)
+CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    "presence_penalty": st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
+    "frequency_penalty": st.sampled_from([-1.0, 0.0, 0.25, 2.0]),
+    "logit_bias": st.dictionaries(tokens, steps, max_size=4).map(lambda bias: tuple(bias.items())),
+    "min_new_tokens": st.integers(0, 6),
+    "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.integers(0, 20),
+}
+
+
+def test_every_parameter_is_compared_with_plain_loops() -> None:
+    """One that is new needs its rule in `tests.plain_sampling`, and a place in CHANGES or FILTERS."""
+    filters = {name for param in FILTERS for name in changed_fields(param)}
+    fields = {field.name for field in attrs.fields(SamplingParams)}
+    assert fields - {*CHANGES, *filters, "seed"} == {"max_new_tokens", "logits_processor", "logits_processor_argument"}
+
+
 draws_of_12 = st.builds(
     lambda changes, temperature, seed, prompt, output: Draw(
         sampling=SamplingParams(temperature=temperature, seed=seed, **changes),
@@ -336,7 +343,7 @@ draws_of_12 = st.builds(
         output=output,
         eos_token_ids=(EOS,),
     ),
-    changes,
+    st.fixed_dictionaries({}, optional=CHANGES),
     st.sampled_from([0.0, 1.0]),
     st.integers(0, 2**64 - 1),
     st.lists(tokens, min_size=1, max_size=8).map(tuple),

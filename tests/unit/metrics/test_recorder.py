@@ -51,6 +51,8 @@ def test_metrics_of_real_engines_are_valid_and_add_up() -> None:
     families = {family.name: family for family in parser.text_string_to_metric_families(text)}
     kinds = {metric.name.removesuffix("_total"): metric.kind for metric in METRICS}
     assert {name: family.type for name, family in families.items()} == kinds
+    without = {name for name, family in families.items() if not family.samples}
+    assert without == {"pdinfer_requests_refused", "pdinfer_engine_step_age_seconds"}, "of these there was nothing here"
     assert [line for line in before.splitlines() if line.startswith("#")] == [
         line for line in text.splitlines() if line.startswith("#")
     ]

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.moe import DispatchRule
 from pdinfer.moe.placement.difference import count_arrivals, keep_slots, plan_migration
 from pdinfer.moe.placement.placement import Floats, Ints, Shares
-from pdinfer.moe.placement.replicas import candidates
+from pdinfer.moe.placement.replicas import DispatchRule, candidates
 
 # Two ranks of three slots, one layer each way round.
 BY_HAND = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]

@@ -17,7 +17,8 @@ import pdinfer as pd
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import OP_NAMES
-from pdinfer.planning import Profile, Setting, profile
+from pdinfer.planning import Profile, profile
+from pdinfer.planning.profiles import Setting
 from pdinfer.planning.profiles.profile import OpCall, SettingValue, decoded, deployments
 from tests.unit.config import published_configs
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.process.recording import RecordedLibrary, Recording, recording_here
+from pdinfer.process.recording import _LOOKS, _PLAIN, RecordedLibrary, Recording, recording_here
 from tests.waiting import check_ends, started
+
+ROOT = Path(__file__).parents[3]
+TRIED = Path(__file__).with_name("torch_versions.toml")
 
 
 def in_place_by_a_sign(x: Tensor) -> Tensor:
@@ -77,7 +83,9 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "repeated": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 0),
     "equal": lambda x: x.equal(x),
     "a draw": lambda x: x.clone().uniform_(),
+    "a draw by element": lambda x: torch.rrelu(x, training=True),
     "several results": lambda x: x.topk(2),
+    "frexp": torch.frexp,
     "rows by number": lambda x: x.index_select(0, torch.zeros(2, dtype=torch.int64)),
     "made anew": lambda x: torch.arange(4),
     "a list of tensors": lambda x: torch.stack((x, x)),
@@ -145,3 +153,49 @@ def test_what_is_raised_while_recording_is_raised_and_ends_it() -> None:
     with pytest.raises(ZeroDivisionError):
         Recording.of(lambda: 1 // 0)
     assert recording_here() is None
+
+
+# -- what recordings know of torch -----------------------------------------------------------------------------------
+
+
+def ops_of_torch() -> Iterator[tuple[str, Any]]:
+    """Yield every op of torch with its name, once for each kind of arguments."""
+    for name in {schema.name for schema in torch._C._jit_get_all_schemas()}:
+        op = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+        for kind in [] if op is None else op.overloads():
+            yield op.__name__, getattr(op, kind)
+
+
+def test_the_ops_and_methods_that_are_known_by_name_are_there() -> None:
+    assert {name for name, _ in ops_of_torch()} >= _PLAIN
+    assert {*dir(Tensor)} >= _LOOKS
+
+
+def test_no_op_but_new_memory_has_empty_in_its_name() -> None:
+    assert {name for name, _ in ops_of_torch() if "empty" in name} == {
+        *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        *("empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
+    }
+
+
+def test_pointwise_ops_follow_shapes_but_for_those_that_torch_tags_otherwise() -> None:
+    """`rrelu` draws, but never runs itself: torch makes other ops of it, and one of them refuses."""
+    otherwise = {torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+    pointwise = [(name, {*op.tags}) for name, op in ops_of_torch() if torch.Tag.pointwise in op.tags]
+    assert len(pointwise) > 500
+    assert {name for name, tags in pointwise if tags & otherwise} == {"equal", "rrelu"}
+
+
+def test_recorded_steps_were_tried_with_this_torch_and_all_from_the_oldest_that_is_declared() -> None:
+    tried = {minor_of(version): last for version, last in tomllib.loads(TRIED.read_text("utf-8")).items()}
+    (least,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    here = minor_of(torch.__version__)
+    assert here in tried, f"torch {torch.__version__} is not among those of {TRIED.name}, which says what to run"
+    missing = {(2, minor) for minor in range(minor_of(least)[1], max(tried)[1])} - {*tried}
+    assert not missing, f"{TRIED.name} lacks {missing}"
+    assert all(re.fullmatch(r"\d+ passed", last) for last in tried.values())
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)

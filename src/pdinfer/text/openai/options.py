@@ -6,17 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from pdinfer.errors import RequestError
-from pdinfer.text.openai.body import ChatBody, CompletionBody
+from pdinfer.text.openai.body import Body, ChatBody, CompletionBody
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import SamplingParams
 
 PROCESSOR = "json_schema"
 """The name that engines must know `text.json_schema` by."""
-_AS_THEY_ARE = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "ignore_eos"),
-)
+_NAMESAKES = tuple(field.name for field in attrs.fields(SamplingParams) if field.name in Body.__struct_fields__)
+"""The fields of a body that are sampling parameters by the same name."""
 
 
 def sampling_of(
@@ -27,7 +27,7 @@ def sampling_of(
     `schema` is that of a forced call. Raise RequestError for what contradicts itself or needs a library that is not
     there; the engines check ranges."""
     options: dict[str, Any] = dict(tokenizer.sampling_defaults)
-    options |= {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    options |= {name: value for name in _NAMESAKES if (value := getattr(body, name)) is not None}
     options["logit_bias"] = tuple((body.logit_bias or {}).items())
     options["min_new_tokens"] = body.min_tokens or 0
     options["stop_token_ids"] = tuple(body.stop_token_ids or ())

@@ -70,6 +70,16 @@ def accept(grant: Any = GRANT) -> say.Accept:
     return say.Accept(PackedGrant.of(grant))
 
 
+@pytest.mark.parametrize("field", attrs.fields(Row), ids=lambda field: field.name)
+def test_every_field_of_a_row_reaches_followers(field: Any) -> None:
+    """One that is new travels once `PackedRow` has it, and needs a value here that is not its default."""
+    row = Row(tokens=(5, 6), start=3, pages=(4, 2), next_token=9)
+    assert getattr(row, field.name) != field.default
+    (order,) = say.decode(say.encode([say.DecodeMessage([say.PackedRow.of(row)])]))
+    assert isinstance(order, say.DecodeMessage)
+    assert getattr(order.rows[0].unpack(), field.name) == getattr(row, field.name)
+
+
 # -- decode's side -----------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from pdinfer import bench, planning
 from pdinfer.bench.traces import Arrival
-from pdinfer.planning import Cluster, Simulator
+from pdinfer.planning import Simulator
+from pdinfer.planning.simulation import Cluster
 
 SERVICE_S = 0.01
 MANY = 1 << 20

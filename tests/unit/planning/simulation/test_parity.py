@@ -10,7 +10,8 @@ import pytest
 
 import pdinfer as pd
 from pdinfer import bench, planning
-from pdinfer.planning import Cluster, Simulator, StepRows
+from pdinfer.planning import Simulator, StepRows
+from pdinfer.planning.simulation import Cluster
 from tests.unit.planning.simulation.timed import Timed
 
 Records = tuple[bench.Record, ...]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.planning import Change
+from pdinfer.values import changed_fields
 
 SLO = pd.bench.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
 NUM_SESSIONS, NUM_TURNS, BLOCK_TOKENS, PAGE_SIZE = 100, 6, 512, 256
@@ -104,3 +106,31 @@ def conversations(rate: float, seed: int) -> bench.Load:
     return bench.Load(
         mode="open_loop", arrivals=tuple(arrivals), request_rate=rate, seed=seed, block_tokens=BLOCK_TOKENS
     )
+
+
+LEFT_OUT = {
+    *("transport", "providers", "kv"),  # as of real engines
+    *("step_age_s", "unsent_bytes", "prefix_query_tokens", "prefix_hit_tokens"),
+    *("placement_epoch", "is_placement_staged", "placement_error"),
+    *("num_draft_tokens", "num_accepted_tokens", "accept_length"),
+}
+"""What simulated loads do not say. The links have the bytes that were not sent."""
+
+
+def test_policies_are_shown_what_real_engines_say_but_for_a_few_fields() -> None:
+    """A policy that reads another field would decide otherwise than on real engines. One that is new is told by
+    simulated engines, too, or stands in LEFT_OUT."""
+    told: set[str] = set()
+
+    def note(shape: pd.policy.RequestShape, prefills: Any, decodes: Any) -> pd.policy.Choice | None:
+        for load in (*prefills, *decodes):
+            told.update(changed_fields(load))
+        return pd.policy.round_robin(shape, prefills, decodes)
+
+    planning.simulate(
+        planning.cluster("P1D1", prefill_s=lambda rows: 0.5, decode_s=lambda rows: 0.1, page_size=16, token_bytes=64),
+        bench.open_loop(4.0, 40, prompt_tokens=100, output_tokens=50),
+        policy=note,
+    )
+    fields = {field.name for kind in (pd.policy.PrefillLoad, pd.policy.DecodeLoad) for field in attrs.fields(kind)}
+    assert fields - told == LEFT_OUT

@@ -13,7 +13,8 @@ import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.bench.traces import Arrival
 from pdinfer.errors import ConfigError
-from pdinfer.planning import Change, Cluster, Simulator, Stall, StepRows
+from pdinfer.planning import Change, Simulator, Stall, StepRows
+from pdinfer.planning.simulation import Cluster
 from pdinfer.types import Choice
 from tests.unit.planning.simulation.queues import CV2, waited_s
 

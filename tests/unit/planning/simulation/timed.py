@@ -17,7 +17,8 @@ from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.model.batch import Row
-from pdinfer.planning import Cluster, StepRows
+from pdinfer.planning import StepRows
+from pdinfer.planning.simulation import Cluster
 from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
 from tests.sim.fakes import CellMemory, FakeConfig, FakeModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.text.openai import Call, error_answer
+from pdinfer.text.openai.body import ChatBody, CompletionBody
+from pdinfer.text.openai.options import _NAMESAKES
 from tests.backends import ROOT
 
 pytest.importorskip("tokenizers", reason="text needs the package tokenizers")
@@ -127,3 +130,11 @@ def test_errors_have_the_status_that_clients_act_on(tokenizer: pd.text.Tokenizer
     end = pd.TokenEvent(request_id=name, token=None, index=0, finish_reason=pd.FinishReason.CANCELLED)
     with pytest.raises(pd.TransferError, match="ended early: cancelled"):
         next(call.push(end))
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_every_field_of_a_body_is_read(body: Any) -> None:
+    """One that is taken and read nowhere would be lost in silence, where an unknown one is refused."""
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "src/pdinfer/text/openai").glob("*.py"))
+    read = {*re.findall(r"\bbody\.(\w+)", sources), *_NAMESAKES}
+    assert not {*body.__struct_fields__} - read
