@@ -25,7 +25,7 @@ SUITES = {
     "test_page_ops": (3, 3),
     "test_not_finite": (53, 65),
     "test_quantized_ops": (23, 24),
-    "test_four_bit_ops": (3, 3),
+    "test_four_bit_ops": (4, 4),
     "test_attention_ops": (19, 19),
     "test_sparse_ops": (33, 33),
     "test_routing_ops": (3, 3),

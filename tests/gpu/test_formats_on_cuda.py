@@ -86,7 +86,7 @@ def test_a_packed_cache(family: str, transport: str) -> None:
     check(asked, serve(joined(model, transport, kv_format="fp8"), asked), expected, exact, TIE["packed"])
 
 
-@pytest.fixture(scope="module", params=["fp8", "w8a8_dynamic"])
+@pytest.fixture(scope="module", params=["fp8", "w8a8_dynamic", "int4", "mxfp4"])
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp(request.param)
     pd.quantize_checkpoint(CHECKPOINT, folder, scheme=request.param)

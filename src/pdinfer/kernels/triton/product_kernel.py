@@ -128,16 +128,16 @@ def _sums(
     """Return a tile of products [ROWS, CHANNELS], and where GATED that of the second part."""
     shape: tl.constexpr = (CHANNELS, ROWS) if WEIGHTS_FIRST else (ROWS, CHANNELS)
     y = tl.zeros(shape, tl.int32 if FORMAT == "int8" else tl.float32)
-    up = y
+    up, y_low, up_low = y, y, y
     for k in range(0, width, DEPTH):
         x_tile = _tile(x, x_row, k, width, ROWS, DEPTH, HAS_TMA, UPCAST)
         if FORMAT == "int4" or FORMAT == "mxfp4":
-            y = _add_four_bits(
-                y, x_tile, w, w_row, ws_ptr, ws_pitch, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST
+            y, y_low = _add_four_bits(
+                y, y_low, x_tile, w, w_row, ws_ptr, ws_pitch, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST
             )
             if GATED:
-                up = _add_four_bits(
-                    up, x_tile, w, w_row + part_channels, ws_ptr, ws_pitch, k, width,
+                up, up_low = _add_four_bits(
+                    up, up_low, x_tile, w, w_row + part_channels, ws_ptr, ws_pitch, k, width,
                     FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST,
                 )  # fmt: skip
         else:
@@ -154,6 +154,9 @@ def _sums(
                     up = _add_scaled(up, x_tile, w_tile, xs * ws, WEIGHTS_FIRST)
                 else:
                     up = _add(up, x_tile, w_tile, WEIGHTS_FIRST)
+    if FORMAT == "int4":
+        y += y_low
+        up += up_low
     if WEIGHTS_FIRST:
         y = tl.trans(y)
         up = tl.trans(up)
@@ -197,10 +200,12 @@ def _add_scaled(sums, x_tile, w_tile, scale_of_row, WEIGHTS_FIRST: tl.constexpr)
 
 @triton.jit
 def _add_four_bits(
-    sums, x_tile, w, w_row, scale_ptr, scale_pitch, k, width,
+    sums, low_sums, x_tile, w, w_row, scale_ptr, scale_pitch, k, width,
     FORMAT: tl.constexpr, HAS_TMA: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Return both sums with a tile's products. Those of INT4 with the lower bits of scales have a sum of their own: one
+    product would wait for the other."""
     _, num_rows, _ = w
     codes = _tile(w, w_row, k // 2, width // 2, CHANNELS, DEPTH // 2, HAS_TMA, None)
     scale = (scale_ptr, num_rows, scale_pitch)
@@ -208,10 +213,10 @@ def _add_four_bits(
     if FORMAT == "int4":
         high, low = int4_tiles(codes, scales)
         sums = _add(sums, x_tile, high.to(x_tile.dtype), WEIGHTS_FIRST)
-        sums = _add(sums, x_tile, low.to(x_tile.dtype), WEIGHTS_FIRST)
+        low_sums = _add(low_sums, x_tile, low.to(x_tile.dtype), WEIGHTS_FIRST)
     else:
         sums = _add(sums, x_tile, mxfp4_tile(codes, scales).to(x_tile.dtype), WEIGHTS_FIRST)
-    return sums
+    return sums, low_sums
 
 
 @triton.jit

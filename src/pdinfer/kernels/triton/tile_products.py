@@ -103,7 +103,8 @@ class Matrices:
         return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(self.numbers.dtype, "floats")
 
     @property
-    def numbers_of_element(self) -> int:
+    def per_element(self) -> int:
+        """The weights that an element of `numbers` holds."""
         return 2 if self.numbers.dtype == torch.uint8 else 1
 
     @property
@@ -150,7 +151,7 @@ def _launch(
     ue8m0: bool = False,
 ) -> None:
     width, tiles, numbers, kind = x.numbers.shape[1], config.tiles, weight.numbers, weight.kind
-    columns = numbers.shape[1] * weight.numbers_of_element
+    columns = numbers.shape[1] * weight.per_element
     need(columns == width, f"a product with {columns} columns takes as many channels, got {width}")
     counted = 1 if x.counts_E is None else len(x.counts_E)
     need(counted == weight.experts, f"there are matrices of {weight.experts} experts, and rows of {counted}")
@@ -160,7 +161,7 @@ def _launch(
         (_blocks(x, weight, config, gated=gated),),
         _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma),
         x.scales,
-        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.numbers_of_element, has_tma),
+        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma),
         weight.scales,
         weight.offsets,
         out,
