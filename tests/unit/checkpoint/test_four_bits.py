@@ -17,10 +17,8 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import MXFP4_OF_V4, StoredWeights
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels.formats.format import Format, Shard
-from pdinfer.kernels.formats.four_bits import MXFP4, Int4, quantize_int4, quantize_mxfp4
-from pdinfer.kernels.formats.weights import columns_of, dequantize
-from pdinfer.model.destinations import Destinations
+from pdinfer.kernels.formats.four_bits import MXFP4, quantize_int4, quantize_mxfp4
+from pdinfer.kernels.formats.weights import dequantize
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.setups import greedy, join, pool_of
@@ -57,19 +55,19 @@ def test_packed_weights_are_those_of_the_twin(made: Path, scheme: str, weights: 
 
 
 def kimi(**more: Any) -> dict[str, Any]:
-    """Return the config.json of a small model that routes as Kimi-K2 does: among many experts, without groups."""
-    return tiny_config_dict("v3-ungrouped", model_type="kimi_k2", **{"n_routed_experts": 24, **SIZES, **more})
+    """Return the config.json of a small model that routes as Kimi-K2 does: without groups of experts."""
+    return tiny_config_dict("v3-ungrouped", model_type="kimi_k2", **{"num_hidden_layers": 2, **SIZES, **more})
 
 
 ATTENTION = {"q_lora_rank": 32, "kv_lora_rank": 64, "v_head_dim": 24}
 SHAPES: dict[str, dict[str, Any]] = {
-    "Kimi-K2": kimi(**ATTENTION, num_experts_per_tok=8),
+    "Kimi-K2": kimi(**ATTENTION, n_routed_experts=24, num_experts_per_tok=8),
     "V3": tiny_config_dict("v3", **SIZES, **ATTENTION),
     "V2 without a query latent": tiny_config_dict("v2-lite", hidden_size=64, moe_intermediate_size=32),
     "a group wide": kimi(hidden_size=32, moe_intermediate_size=32, intermediate_size=32),
     "five groups and three": kimi(hidden_size=160, moe_intermediate_size=96, intermediate_size=224),
     "one expert": kimi(n_routed_experts=1, num_experts_per_tok=1),
-    "many experts": kimi(n_routed_experts=130, num_hidden_layers=2, moe_intermediate_size=32),
+    "many experts": kimi(n_routed_experts=130, hidden_size=32, moe_intermediate_size=32),
 }
 
 
@@ -120,33 +118,6 @@ def test_a_moved_expert_brings_its_scales(made: Path, scheme: str) -> None:
     if layer.router.bias_E is not None:
         layer.router.bias_E.copy_(layer.router.bias_E[order])
     assert torch.allclose(model.logits(TOKENS), before, atol=1e-4)
-
-
-@every_scheme
-def test_a_part_of_the_columns_has_whole_groups(made: Path, scheme: str) -> None:
-    with Checkpoint.open(made / scheme) as files:
-        stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / scheme))
-        whole, whole_floats = stored.read(f"{EXPERT}.weight"), torch.empty(96, 64)
-        dequantize(whole, whole_floats)
-        for index in range(2):
-            part, floats = columns_of(whole, Shard(index, 2, axis=1)), torch.empty(96, 32)
-            dequantize(part, floats)
-            assert torch.equal(floats, whole_floats[:, 32 * index : 32 * index + 32])
-            rows, floats = stored.read(f"{EXPERT}.weight", Shard(index, 2)), torch.empty(48, 64)
-            dequantize(rows, floats)
-            assert torch.equal(floats, whole_floats[48 * index : 48 * index + 48])
-
-
-@every_scheme
-def test_ranks_have_whole_groups(made: Path, scheme: str) -> None:
-    """64 columns are two groups, which four ranks cannot divide."""
-    with Checkpoint.open(made / scheme) as files:
-        stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / scheme))
-        kept: frozenset[type[Format]] = frozenset({Int4, MXFP4})
-        places = Destinations(torch.device("meta"), torch.float32, stored, kept)
-        with pytest.raises(ConfigError, match=r"between 4 ranks in whole blocks of 32 that share a scale: 64 columns"):
-            places.weight((f"{EXPERT}.weight",), 96, 64, Shard(0, 4, axis=1))
-        places.weight((f"{EXPERT}.weight",), 96, 64, Shard(0, 4))
 
 
 def test_the_entry_of_deepseek_v4_is_the_same_numbers(made: Path, tmp_path: Path) -> None:
@@ -281,9 +252,11 @@ def prefixed(tensors: dict[str, Tensor]) -> None:
 PUBLISHED = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
 
 
-@pytest.mark.parametrize("where", ["outside", "inside", "both"])
+OF_FILES = ("language_model.lm_head", "re:vision_tower.*", r"re:language_model\.model\.layers\.0.*")
+
+
 @pytest.mark.parametrize(
-    "ignore", [PUBLISHED, (), ("language_model.lm_head", "re:vision_tower.*", r"re:language_model\.model\.layers\.0.*")]
+    ("where", "ignore"), [("outside", ()), ("outside", OF_FILES), ("inside", PUBLISHED), ("both", OF_FILES)]
 )
 def test_a_text_model_may_be_packed(made: Path, tmp_path: Path, where: str, ignore: tuple[str, ...]) -> None:
     folder = changed(made / "int4", tmp_path / "k25", prefixed, as_kimi_k25(where, *ignore))
