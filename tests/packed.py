@@ -56,6 +56,12 @@ def twin_of(folder: Path) -> Path:
     return changed(folder, twin, unpack, lambda config: config.pop("quantization_config"))
 
 
+def prefixed(tensors: dict[str, Tensor]) -> None:
+    """Name tensors as files do in which a text model is a part of another one."""
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+
+
 def ignoring(config: dict[str, Any], *names: str) -> None:
     config["quantization_config"]["ignore"] = list(names)
 

@@ -22,7 +22,7 @@ from pdinfer.kernels.formats.weights import dequantize
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.setups import greedy, join, pool_of
-from tests.packed import SCHEMES, Change, changed, ignoring, tensors_of, twin_of, unpack, with_twin
+from tests.packed import SCHEMES, Change, changed, ignoring, prefixed, tensors_of, twin_of, unpack, with_twin
 
 SIZES = {"hidden_size": 96, "moe_intermediate_size": 64}
 EXPERT = "model.layers.2.mlp.experts.5.down_proj"
@@ -242,11 +242,6 @@ def as_kimi_k25(where: str, *ignore: str) -> Callable[[dict[str, Any]], None]:
         config |= {"model_type": "kimi_k25", "text_config": text} | (said if where != "inside" else {})
 
     return change
-
-
-def prefixed(tensors: dict[str, Tensor]) -> None:
-    for name in list(tensors):
-        tensors[f"language_model.{name}"] = tensors.pop(name)
 
 
 PUBLISHED = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
