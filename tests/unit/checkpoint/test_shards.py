@@ -104,11 +104,12 @@ def test_rows_of_all_parts_are_the_whole(made: Path, scheme: str, *, stored: boo
     assert sizes[0] / 2 <= sizes[1] <= sizes[0] / 2 + 8  # the two numbers that static INT8 has per matrix
 
 
-def test_floats_are_divided_inside_blocks(made: Path) -> None:
-    whole = linear_of(made / "fp8", WHOLE, stored=False).weight
+@pytest.mark.parametrize(("scheme", "num_columns"), [("fp8", 8), *((scheme, 64) for scheme in SCHEMES)])
+def test_floats_are_divided_inside_blocks(made: Path, scheme: str, num_columns: int) -> None:
+    whole = linear_of(made / scheme, WHOLE, stored=False).weight
     assert isinstance(whole, Tensor)
-    for size, axis in ((4, 0), (8, 1)):
-        parts = [linear_of(made / "fp8", Shard(index, size, axis), stored=False).weight for index in range(size)]
+    for size, axis in ((4, 0), (num_columns, 1)):
+        parts = [linear_of(made / scheme, Shard(index, size, axis), stored=False).weight for index in range(size)]
         assert torch.equal(torch.cat(parts, axis), whole)  # type: ignore[arg-type]
 
 
