@@ -186,10 +186,14 @@ def stored_in(folder: Path, scheme: str, **sizes: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", *SCHEMES])
 def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
-    (folder, compared), sizes = stored_in(tmp_path, scheme), Shape(tp=2, dense=2).sizes
-    for weights, tolerance in (("float", 1e-5), ("stored", 1e-5 if scheme in SCHEMES else 0.03)):
-        (expected,) = rank_jobs.logits([compared], {}, PROMPTS[-1:], weights=weights)
-        for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights):
+    (folder, compared), sizes = stored_in(tmp_path, scheme), Shape(tp=2, dense=2, ep=2).sizes
+    for weights, dtype, tolerance, whole in (
+        ("float", "float32", 1e-5, compared),
+        ("stored", "float32", 1e-5 if scheme in SCHEMES else 0.03, compared),
+        ("auto", "bfloat16", 0.2, folder),  # in strips where kernels read them
+    ):
+        (expected,) = rank_jobs.logits([whole], {}, PROMPTS[-1:], weights=weights, dtype=dtype)
+        for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights, dtype=dtype):
             assert distance(got, expected) < tolerance
 
 

@@ -104,20 +104,22 @@ def test_a_prompt_becomes_the_twins_tokens_in_one_process_and_over_tcp(tmp_path:
 
 
 @every_scheme
-def test_a_moved_expert_brings_its_scales(made: Path, scheme: str) -> None:
-    model = load_model(made / scheme, dtype=torch.float32)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_a_moved_expert_brings_its_scales(made: Path, scheme: str, dtype: torch.dtype, within: float) -> None:
+    """In bfloat16 it lies in strips where kernels read them."""
+    model = load_model(made / scheme, dtype=dtype)
     layer = model.moe_layers()[0]
     before, first, second = model.logits(TOKENS), layer.experts.read_slot(0), layer.experts.read_slot(1)
     assert len(first) < 0.6 * 3 * 96 * 64
     layer.experts.write_slot(0, second)
     layer.experts.write_slot(1, first)
-    assert not torch.equal(model.logits(TOKENS), before)
+    assert (model.logits(TOKENS) - before).norm() > 2 * within * before.norm()
     swapped = {0: 1, 1: 0}
     order = [swapped.get(expert, expert) for expert in range(layer.router.weight_ED.shape[0])]
     layer.router.weight_ED.copy_(layer.router.weight_ED[order])
     if layer.router.bias_E is not None:
         layer.router.bias_E.copy_(layer.router.bias_E[order])
-    assert torch.allclose(model.logits(TOKENS), before, atol=1e-4)
+    assert (model.logits(TOKENS) - before).norm() < within * before.norm()
 
 
 def test_the_entry_of_deepseek_v4_is_the_same_numbers(made: Path, tmp_path: Path) -> None:
