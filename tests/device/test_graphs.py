@@ -38,6 +38,7 @@ FEATURES = {
     "packed": ModelKind(sizes=PACKED, kv_format="fp8"),
     "fp8": ModelKind(sizes=WIDE, scheme="fp8", own_products=True),
     "int8": ModelKind(sizes=WIDE, scheme="w8a8_dynamic", own_products=True),
+    "int4": ModelKind(sizes=WIDE, scheme="int4", own_products=True),
     "drafts": ModelKind(num_drafts=2),
     "sparse packed drafts": ModelKind("v32", sizes=PACKED, kv_format="fp8", num_drafts=3),
 }

@@ -198,6 +198,19 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
         return {"seen": seen, "agreements": len(agreements) - first, "same": engine.model.experts.placement == mine[1]}
 
 
+def logits_after_moves(checkpoint: str, folder: str, prompt: list[int]) -> list[list[float]]:
+    """Take two placements into use, one behind the other, and return the logits that these experts give."""
+    with idle_engine(checkpoint, folder, TWO) as engine:
+        for seed in range(2):
+            running = engine.model.experts.placement
+            assert running is not None
+            engine.experts.stage(scattered(running, seed))
+            step_until(engine, lambda: not engine.load().is_placement_staged)
+        assert engine.load().placement_epoch == 2
+        logits: list[list[float]] = engine.model.logits(prompt).tolist()
+        return logits
+
+
 def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
     """Rank 1 runs out of memory in the second part of a migration, and has enough for the next try."""
     with idle_engine(checkpoint, folder, TWO, rebalance_bytes_per_step=1) as engine:

@@ -15,6 +15,7 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.errors import ConfigError
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.e2e import expert_jobs
+from tests.packed import SCHEMES, with_twin
 from tests.ranks import Ranks
 from tests.slices import one_in
 
@@ -26,11 +27,17 @@ NEXT_TOKEN = 42
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same weights in each format."""
+    """The same weights in each format, and a model that routes as Kimi-K2 does in four bits, with its twins."""
     root = tmp_path_factory.mktemp("experts")
     write_checkpoint(root / "float", tiny_config_dict(num_nextn_predict_layers=1), mtp=True)
     for scheme in ("fp8", "w8a8_dynamic"):
         quantize_checkpoint(root / "float", root / scheme, scheme=scheme)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "num_nextn_predict_layers": 1}
+    write_checkpoint(root / "v3", tiny_config_dict(**sizes), mtp=True)
+    write_checkpoint(root / "k2", tiny_config_dict("v3-ungrouped", model_type="kimi_k2", n_routed_experts=24, **sizes))
+    for scheme in SCHEMES:
+        with_twin(root / "v3", scheme)
+        with_twin(root / "k2", scheme)
     return {path.name: path for path in root.iterdir()}
 
 
@@ -82,6 +89,25 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "2, context parallel": (2, "float", {"cp_size": 2}, {"placement": scattered(2, 10)}),
     "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
     "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
+    "4, INT4": (4, "v3-int4", {}, {"placement": scattered(4, 12), "weights": "stored"}),
+    "4, twice on a rank, two batches, MTP, MXFP4": (
+        4,
+        "v3-mxfp4",
+        {"tp_size": 2},
+        {
+            "placement": doubled(4, 16, layers=MOE_LAYERS + 1),
+            "weights": "auto",
+            "experts": {"two_batch_overlap": True},
+            "next_token": NEXT_TOKEN,
+        },
+    ),
+    "4, Kimi-K2 in INT4, copies, dynamic": (
+        4,
+        "k2-int4",
+        {},
+        {"experts": {"num_redundant_experts": 8, "ep_dispatch_algorithm": "dynamic"}, "weights": "auto"},
+    ),
+    "2, context parallel, Kimi-K2 in MXFP4": (2, "k2-mxfp4", {"cp_size": 2}, {"weights": "float"}),
     "2, twice on a rank, dynamic, FP8": (
         2,
         "fp8",
@@ -107,7 +133,8 @@ def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], ca
     folder = folders[stored]
     got = ranks.run("tests.e2e.expert_jobs:expert_logits", world_size, str(folder), topology, PROMPTS, **options)
     weights, next_token = options.get("weights", "float"), options.get("next_token")
-    model = pd.load_model(folder, dtype=torch.float32, weights=weights, mtp=next_token is not None)
+    twin = folders.get(f"{stored}-twin", folder)
+    model = pd.load_model(twin, dtype=torch.float32, weights=weights, mtp=next_token is not None)
     for rank, of_rank in enumerate(got):
         prompts = PROMPTS[rank // (topology.get("tp_size", 1) * topology.get("cp_size", 1))]
         expected = [model.logits(prompt) for prompt in prompts]

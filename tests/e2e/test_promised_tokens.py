@@ -116,6 +116,7 @@ def test_in_bfloat16_rounding_decides(folder: Path, provider: str) -> None:
     [
         *product(("dense", "trained", "fp8", "w8a8_dynamic"), (CHOSEN, "torch", "reference"), [torch.bfloat16]),
         ("dense", "torch", torch.float16),
+        ("int4", CHOSEN, torch.bfloat16),
     ],
     indirect=["folder"],
 )

@@ -15,6 +15,7 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import Sizes, serving
 from tests.e2e.setups import Tally, by_request, collect, greedy, prompt_of
+from tests.packed import SCHEMES, with_twin
 from tests.ranks import Ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 7, 64, 257)]
@@ -30,11 +31,12 @@ WORLDS: list[tuple[Sizes, Sizes]] = [
 
 @attrs.frozen(kw_only=True)
 class Kind:
-    """What a checkpoint is made of, and how it is loaded."""
+    """What a checkpoint is made of, and how it is loaded. Weights of a `scheme` are read as floats, and kept where that
+    is in four bits."""
 
     family: str
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    fp8: bool = False
+    scheme: str = ""
     num_draft_tokens: int = 0
 
     @property
@@ -44,6 +46,7 @@ class Kind:
 
 EDGES = {"hidden_size": 200, "intermediate_size": 304, "moe_intermediate_size": 136, "q_lora_rank": 136}
 """No multiple of a block of 128: ranks divide matrices inside blocks, and blocks at the edge are partial."""
+GROUPS = {"hidden_size": 64, "moe_intermediate_size": 96, "n_routed_experts": 24}
 KINDS = {
     "V3": Kind(family="v3"),
     "V3, odd sizes": Kind(family="v3-ungrouped", more={"n_routed_experts": 12, "vocab_size": 333, "v_head_dim": 14}),
@@ -53,16 +56,21 @@ KINDS = {
     "sparse attention": Kind(family="v32"),
     "sparse attention, shared indexers": Kind(family="glm"),
     "MTP": Kind(family="v3", num_draft_tokens=3),
-    "FP8 as floats": Kind(family="v3", more=EDGES, fp8=True),
+    "FP8 as floats": Kind(family="v3", more=EDGES, scheme="fp8"),
+    "Kimi-K2 in INT4": Kind(family="v3-ungrouped", more=GROUPS, scheme="int4"),
+    "sparse attention, experts in MXFP4, MTP": Kind(family="v32", more=GROUPS, scheme="mxfp4", num_draft_tokens=2),
     "all at once": Kind(
-        family="v32", more={"rope_scaling": tiny_config_dict("v3-yarn")["rope_scaling"]}, fp8=True, num_draft_tokens=2
+        family="v32",
+        more={"rope_scaling": tiny_config_dict("v3-yarn")["rope_scaling"]},
+        scheme="fp8",
+        num_draft_tokens=2,
     ),
 }
 
 
 @attrs.frozen
 class Oracle:
-    """A checkpoint, and its model as one rank has it."""
+    """A checkpoint, and the model of the same numbers in floats as one rank has it."""
 
     folder: str
     model: pd.Model
@@ -75,10 +83,13 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("oracle")
     more = {"num_nextn_predict_layers": 1} if kind.mtp else {}
     write_checkpoint(folder / "floats", tiny_config_dict(kind.family, **more, **kind.more), mtp=kind.mtp)
-    if kind.fp8:
-        quantize_checkpoint(folder / "floats", folder / "fp8", scheme="fp8")
-    chosen = folder / ("fp8" if kind.fp8 else "floats")
-    return Oracle(str(chosen), pd.load_model(chosen, dtype=torch.float32, weights="float"))
+    chosen = twin = folder / "floats"
+    if kind.scheme in SCHEMES:
+        chosen, twin = with_twin(folder / "floats", kind.scheme)
+    elif kind.scheme:
+        chosen = twin = folder / kind.scheme
+        quantize_checkpoint(folder / "floats", chosen, scheme=kind.scheme)
+    return Oracle(str(chosen), pd.load_model(twin, dtype=torch.float32, weights="float"))
 
 
 @pytest.mark.full
@@ -101,7 +112,7 @@ def test_ranks_give_what_the_whole_model_gives(
         checkpoint=oracle.folder,
         chunked_prefill_size=96,
         num_pages=256,
-        weights="float",
+        weights="stored" if kind.scheme in SCHEMES else "float",
         mtp=kind.mtp,
         num_draft_tokens=kind.num_draft_tokens,
     ) as serves:

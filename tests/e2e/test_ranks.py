@@ -15,6 +15,7 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e import rank_jobs
 from tests.e2e.setups import prompt_of
+from tests.packed import SCHEMES, with_twin
 from tests.ranks import COLLECTIVE_S, Ranks
 from tests.slices import one_in
 
@@ -160,8 +161,10 @@ BLOCKS = {
     "v_head_dim": 64,
     "num_attention_heads": 4,
     "intermediate_size": 256,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 32,
 }
-"""Of which two ranks get whole blocks of FP8 and four do not."""
+"""Of which two ranks get whole blocks of FP8 and four do not. All but the query latent is whole groups of four bits."""
 
 
 def distance(got: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -170,14 +173,27 @@ def distance(got: dict[str, Any], expected: dict[str, Any]) -> float:
     return float((mine - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic"])
+def stored_in(folder: Path, scheme: str, **sizes: int) -> tuple[str, str]:
+    """Write a checkpoint whose linear maps are quantized. Return its folder, and the one with whose numbers those of
+    ranks are compared: the twin of four bits."""
+    write_checkpoint(folder / "floats", tiny_config_dict("v3", **{**BLOCKS, **sizes}))
+    if scheme in SCHEMES:
+        packed, twin = with_twin(folder / "floats", scheme, every_linear=True)
+        return str(packed), str(twin)
+    quantize_checkpoint(folder / "floats", folder / scheme, scheme=scheme)
+    return str(folder / scheme), str(folder / scheme)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", *SCHEMES])
 def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "floats", tiny_config_dict("v3", **BLOCKS))
-    quantize_checkpoint(tmp_path / "floats", tmp_path / scheme, scheme=scheme)
-    folder, sizes = str(tmp_path / scheme), Shape(tp=2, dense=2).sizes
-    for weights, tolerance in (("float", 1e-5), ("stored", 0.03)):
-        (expected,) = rank_jobs.logits([folder], {}, PROMPTS[-1:], weights=weights)
-        for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights):
+    (folder, compared), sizes = stored_in(tmp_path, scheme), Shape(tp=2, dense=2, ep=2).sizes
+    for weights, dtype, tolerance, whole in (
+        ("float", "float32", 1e-5, compared),
+        ("stored", "float32", 1e-5 if scheme in SCHEMES else 0.03, compared),
+        ("auto", "bfloat16", 0.2, folder),  # in strips where kernels read them
+    ):
+        (expected,) = rank_jobs.logits([whole], {}, PROMPTS[-1:], weights=weights, dtype=dtype)
+        for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights, dtype=dtype):
             assert distance(got, expected) < tolerance
 
 
@@ -191,14 +207,21 @@ def test_ranks_hold_experts_alike(ranks: Ranks, tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_blocks_are_refused_with_the_sizes(ranks: Ranks, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "floats", tiny_config_dict("v3", **BLOCKS))
-    quantize_checkpoint(tmp_path / "floats", tmp_path / "fp8", scheme="fp8")
-    for outcome in ranks.outcomes(LOGITS, 4, [str(tmp_path / "fp8")], Shape(tp=4).sizes, PROMPTS, weights="stored"):
+@pytest.mark.parametrize(
+    ("scheme", "name", "columns", "unit"),
+    [("fp8", "self_attn.o_proj", 256, 128), *((scheme, "mlp.down_proj", 192, 32) for scheme in SCHEMES)],
+)
+def test_parts_of_blocks_are_refused_with_the_sizes(
+    ranks: Ranks, tmp_path: Path, scheme: str, name: str, columns: int, unit: int
+) -> None:
+    folder, _ = stored_in(tmp_path, scheme, intermediate_size=192)
+    for outcome in ranks.outcomes(LOGITS, 4, [folder], Shape(tp=4, dense=4).sizes, PROMPTS, weights="stored"):
         assert outcome.error == "ConfigError"
-        told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole blocks"
+        told = (
+            f"model.layers.0.{name}.weight [128, {columns}] cannot be divided between 4 ranks in whole blocks of {unit}"
+        )
         assert outcome.message.startswith(told), outcome.message
-        assert "256 columns are not a multiple of 512; use a smaller tp_size" in outcome.message
+        assert f"{columns} columns are not a multiple of {4 * unit}; use a smaller tp_size" in outcome.message
 
 
 def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: dict[str, str], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import serving
 from tests.e2e.setups import Tally, by_request, collect, greedy, prompt_of
+from tests.packed import SCHEMES, with_twin
 from tests.ranks import Ranks
 from tests.waiting import TIMEOUT_S
 
@@ -28,8 +29,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int, count: int) -> None:
-    """Give placements to decode's ranks, while prefill's ask a solver that is killed at the first request."""
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """A model that routes as Kimi-K2 does, packed by each scheme, and the twins."""
+    floats = tmp_path_factory.mktemp("packed") / "k2"
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 24}
+    write_checkpoint(floats, tiny_config_dict("v3-ungrouped", model_type="kimi_k2", **sizes))
+    return {scheme: (str(packed), str(twin)) for scheme in SCHEMES for packed, twin in [with_twin(floats, scheme)]}
+
+
+def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int, count: int, twin: str = "") -> None:
+    """Give placements to decode's ranks, while prefill's ask a solver that is killed at the first request. Tokens are
+    those of `twin`, if there is one."""
     sizes = {"dp_size": size, "ep_size": size}
     options: dict[str, Any] = {"count": count, "redundant": redundant, "bytes_per_step": 80_000}
     requests, events = [], []
@@ -65,7 +76,7 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
         assert error == ""
         assert sum(value["killed"] for value in ended) == (role == "prefill")
         print(f"{role}: {epochs} placements in {len(requests)} requests")
-    model = pd.load_model(checkpoint, dtype=torch.float32)
+    model = pd.load_model(twin or checkpoint, dtype=torch.float32)
     tally = Tally()
     tally.compare_all(model, requests, by_request(events))
     tally.check()
@@ -79,6 +90,24 @@ def test_tokens_stay_the_same_while_experts_move(ranks: Ranks, checkpoint: str, 
 @pytest.mark.full
 def test_tokens_stay_the_same_while_experts_move_between_four_ranks(ranks: Ranks, checkpoint: str) -> None:
     rebalance_under_load(ranks, checkpoint, size=4, redundant=4, count=50)
+
+
+@pytest.mark.full
+def test_tokens_stay_the_same_while_experts_in_four_bits_move(
+    ranks: Ranks, four_bits: dict[str, tuple[str, str]]
+) -> None:
+    packed, twin = four_bits["int4"]
+    rebalance_under_load(ranks, packed, size=2, redundant=4, count=12, twin=twin)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_stay_the_same_after_experts_in_four_bits_moved(
+    ranks: Ranks, four_bits: dict[str, tuple[str, str]], scheme: str, tmp_path: Path
+) -> None:
+    (packed, twin), prompt = four_bits[scheme], list(prompt_of(23))
+    expected = pd.load_model(twin, dtype=torch.float32).logits(prompt)
+    for logits in ranks.run(f"{JOBS}logits_after_moves", 2, packed, str(tmp_path), prompt):
+        torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_that_disagree_wait_and_can_cancel(ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:

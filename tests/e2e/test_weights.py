@@ -33,7 +33,8 @@ def flip(folder: Path, name: str, *, at_start: bool = False) -> Path:
 
 def made(folder: Path, flipped: str = "", scheme: str = "", *, mtp: bool = True) -> Path:
     """Write a checkpoint, with one other bit in the tensor `flipped`."""
-    config = tiny_config_dict(torch_dtype="bfloat16", num_nextn_predict_layers=int(mtp))
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    config = tiny_config_dict(torch_dtype="bfloat16", num_nextn_predict_layers=int(mtp), **sizes)
     write_checkpoint(folder, config, mtp=mtp)
     if scheme:
         quantize_checkpoint(folder, folder / scheme, scheme=scheme)
@@ -69,17 +70,27 @@ def test_one_bit_of_one_tensor_is_found(tmp_path: Path, name: str, tcp: bool) ->
     assert refused(*folders, tcp=tcp) == ["weights_id", f"weights.{name}"]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic"])
+@pytest.mark.parametrize(
+    ("scheme", "suffix"),
+    [
+        ("fp8", "_scale_inv"),
+        ("w8a8_dynamic", "_scale"),
+        ("int4", "_scale"),
+        ("int4", "_packed"),
+        ("mxfp4", "_scale"),
+        ("mxfp4", "_packed"),
+    ],
+)
 @pytest.mark.parametrize("weights", ["stored", "float"])
-def test_one_bit_of_a_scale_is_found(tmp_path: Path, scheme: str, weights: str) -> None:
-    suffix = "_scale_inv" if scheme == "fp8" else "_scale"
+def test_one_bit_of_a_quantized_weight_is_found(tmp_path: Path, scheme: str, suffix: str, weights: str) -> None:
     name = f"{EXPERT}{suffix}"
     folders = made(tmp_path / "one", scheme=scheme), made(tmp_path / "other", name, scheme)
     assert refused(*folders, weights=weights) == ["weights_id", f"weights.{name}"]
 
 
-def test_weights_as_stored_and_as_floats_are_one_model(tmp_path: Path) -> None:
-    folder = made(tmp_path, scheme="fp8")
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_weights_as_stored_and_as_floats_are_one_model(tmp_path: Path, scheme: str) -> None:
+    folder = made(tmp_path, scheme=scheme)
     ids = {pd.load_model(folder, weights=weights).weights_id for weights in ("stored", "float")}
     assert len(ids) == 1
 

@@ -1,6 +1,6 @@
 """Random cases of what tests elsewhere choose by hand, and a host that has set torch and its process in any way:
 
-    models     logits of random configurations against transformers
+    models     logits of random configurations, also packed in four bits, against transformers
     engines    requests over pairs of engines against the model in one piece
     ops        kernels in C against the reference, at random sizes
     steps      recorded decode steps against steps that are not, in bfloat16
@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.kernels import reference
-from pdinfer.kernels.formats.four_bits import MXFP4, Int4
+from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, Int4
 from pdinfer.kernels.native import ops as native
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import (
@@ -40,6 +41,7 @@ from tests.conformance.op_suite import (
 )
 from tests.e2e.setups import Tally, arrive, by_request, join, plain_reference, pool_of, tokens_of
 from tests.e2e.test_recorded_steps import SIZES
+from tests.packed import SCHEMES, with_twin
 from tests.rounding import (
     assert_within,
     difference_of_models,
@@ -104,12 +106,21 @@ def models(chance: random.Random, host: Host) -> None:
 
     config = config_of(chance)
     prompt = prompt_of(chance, config["vocab_size"], 90)
-    providers = chance.choice((None, "torch"))
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        write_checkpoint(folder, config, seed=chance.randrange(1000))
+    providers, seed = chance.choice((None, "torch")), chance.randrange(1000)
+    scheme = chance.choice((None, None, *SCHEMES))
+    if scheme is not None:
+        config |= {
+            "hidden_size": GROUP * config["num_attention_heads"],
+            "moe_intermediate_size": GROUP * chance.randint(1, 3),
+        }
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+        folder = exact = Path(root) / "floats"
+        write_checkpoint(folder, config, seed=seed)
+        if scheme is not None:
+            folder, exact = with_twin(folder, scheme, every_linear=True)
         warnings.simplefilter("ignore")  # of transformers
         oracle = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            exact, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         with torch.inference_mode():
             expected = oracle(torch.tensor([prompt])).logits[0].clone()

@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
+from pdinfer.checkpoint.reader import Checkpoint, Prefixes, TensorInfo, renamed
 from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
@@ -99,9 +99,8 @@ def quantize_checkpoint(
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
     recipe = _recipe(scheme, scale_fmt, config)
-    prefixes = config.family.tensor_prefixes
     with (
-        Checkpoint.open(source, prefixes=prefixes, trusted_roots=trusted_roots) as files,
+        Checkpoint.open(source, trusted_roots=trusted_roots) as files,
         telling(progress, "quantizing", "bytes") as tell,
     ):
         _check_floats(files)
@@ -112,7 +111,7 @@ def quantize_checkpoint(
         for at, infos in enumerate(shards, 1):
             tensors: dict[str, Tensor] = {}
             for info in infos:
-                tensors |= _converted(files, info, recipe)
+                tensors |= _converted(files, info, recipe, config.family.tensor_prefixes)
                 done += info.num_bytes
                 tell(done, files.total_bytes)
             file = f"{recipe.stem}-{at:05d}-of-{len(shards):05d}.safetensors"
@@ -231,9 +230,9 @@ def _shards(files: Checkpoint, max_bytes: int) -> Iterator[list[TensorInfo]]:
     yield shard
 
 
-def _converted(files: Checkpoint, info: TensorInfo, recipe: Recipe) -> dict[str, Tensor]:
+def _converted(files: Checkpoint, info: TensorInfo, recipe: Recipe, prefixes: Prefixes) -> dict[str, Tensor]:
     tensor = files.read(info)
-    if not recipe.chosen(info.name) or len(info.shape) != 2:
+    if not recipe.chosen(renamed(info.name, prefixes)) or len(info.shape) != 2:
         return {info.name: tensor}
     if not all_finite(tensor):
         raise CheckpointError(f"{info.file}: tensor {info.name} holds NaN or infinite values")

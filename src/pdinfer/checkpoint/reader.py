@@ -30,7 +30,7 @@ from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import AnyPath, check_file_name, check_folder, open_regular, read_json
 
-__all__ = ["Checkpoint", "Prefixes", "TensorInfo", "renamed"]
+__all__ = ["Checkpoint", "Prefixes", "TensorInfo", "names_in_files", "renamed"]
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_FILES = 4096
@@ -57,6 +57,11 @@ def renamed(name: str, prefixes: Prefixes) -> str:
         if name.startswith(stored):
             return here + name.removeprefix(stored)
     return name
+
+
+def names_in_files(name: str, prefixes: Prefixes) -> list[str]:
+    """Return the names that `renamed` makes to `name`, which is one of them."""
+    return [name, *(stored + name.removeprefix(here) for stored, here in prefixes if name.startswith(here))]
 
 
 class Checkpoint:

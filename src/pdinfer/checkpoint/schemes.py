@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, renamed
+from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, names_in_files, renamed
 from pdinfer.checks import clip
 from pdinfer.config import ModelConfig
 from pdinfer.config.packed import PackedWeights
@@ -232,7 +232,7 @@ class StoredWeights:
                 yield f"{name} is in {self.files.tensors[name].file}, and packed in {info.file} too"
             if self.packed is None:
                 yield f"{info.name} is packed, and config.json has no quantization_config of compressed-tensors"
-            elif self.packed.ignores(base.removesuffix(".")):
+            elif any(map(self.packed.ignores, names_in_files(base.removesuffix("."), self.files.prefixes))):
                 yield f"{info.name} is packed, and config.json says that it is not (ignore)"
         for suffix in NEVER_PACKED:
             if f"{base}{suffix}" in self.files.tensors:

@@ -7,7 +7,7 @@ those that are read is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
@@ -34,6 +34,7 @@ WEIGHTS: Mapping[str, object] = MappingProxyType(
 )
 """What `weights` of the one group must be, besides its type."""
 
+EXPRESSION = "re:"
 MAX_IGNORED = 4096
 MAX_PATTERN = 256
 MAX_WILDCARDS = 3
@@ -45,11 +46,12 @@ wildcards a match takes no longer than the cube of a name's length, whoever wrot
 
 @attrs.frozen
 class PackedWeights(Value):
-    """The format of packed weights, "int4" or "mxfp4", and the layers that are not packed: names, or regular
-    expressions that the beginning of a name must match."""
+    """The format of packed weights, "int4" or "mxfp4", and the layers that are not packed: by their names, or by
+    regular expressions that the beginning of a name must match."""
 
     format: str
-    ignore: tuple[str | re.Pattern[str], ...] = ()
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> PackedWeights:
@@ -72,11 +74,14 @@ class PackedWeights(Value):
             )
         name, kind = FORMATS[stored]
         _check_weights(group.get("weights"), kind, where)
-        return cls(name, tuple(_ignored(fields.get("ignore"), where)))
+        ignored = _ignored(fields.get("ignore"), where)
+        names = frozenset(each for each in ignored if not each.startswith(EXPRESSION))
+        patterns = (_pattern(each.removeprefix(EXPRESSION), where) for each in ignored if each not in names)
+        return cls(name, names, tuple(patterns))
 
     def ignores(self, layer: str) -> bool:
         """Return whether the layer of that name is said not to be packed."""
-        return any(each == layer if isinstance(each, str) else each.match(layer) for each in self.ignore)
+        return layer in self.names or any(pattern.match(layer) for pattern in self.patterns)
 
 
 def _only_group(groups: object, where: str) -> Mapping[str, object]:
@@ -102,12 +107,12 @@ def _check_weights(weights: object, kind: str, where: str) -> None:
         raise ConfigError(f"scale_dtype {clip(dtype)} of packed weights is not supported")
 
 
-def _ignored(names: object, where: str) -> Collection[str | re.Pattern[str]]:
+def _ignored(names: object, where: str) -> Sequence[str]:
     if names is None:
         return ()
     if not isinstance(names, list) or len(names) > MAX_IGNORED or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"ignore of {where} must be a list of at most {MAX_IGNORED} names, got {clip(names)}")
-    return [_pattern(name.removeprefix("re:"), where) if name.startswith("re:") else name for name in names]
+    return names
 
 
 def _pattern(text: str, where: str) -> re.Pattern[str]:

@@ -37,16 +37,22 @@ def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
     return device
 
 
+def _stored(plan: EnginePlan) -> str:
+    """Return how the checkpoint is stored as far as a config.json says it."""
+    return "float" if plan.config.packed is None else plan.config.packed.format
+
+
 @attrs.frozen(kw_only=True)
 class EnginePlan(Value):
     """One engine of a cluster; each of its ranks has a `device` of `device_bytes`.
 
-    The checkpoint is `stored` as published ones are ("float", "fp8" or "w8a8_dynamic"), and `weights` is the argument
-    of `load_model`. What a rank then holds decides, not what lies in the files. A plan that exists can be loaded, as
-    far as sizes say. Raises ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks,
-    where the dispatcher or the cache cannot have such sizes, and where weights and a page of KV do not fit into the
-    memory, or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's
-    buffers take is not known here: a pool finds that memory in use, and has fewer pages than planned.
+    The checkpoint is `stored` as published ones are ("float", "fp8", "w8a8_dynamic", "int4" or "mxfp4"), by default in
+    four bits if the config says so and else in floats, and `weights` is the argument of `load_model`. What a rank then
+    holds decides, not what lies in the files. A plan that exists can be loaded, as far as sizes say. Raises
+    ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks, where the dispatcher or the
+    cache cannot have such sizes, and where weights and a page of KV do not fit into the memory, or into
+    `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's buffers take is
+    not known here: a pool finds that memory in use, and has fewer pages than planned.
     """
 
     name: str
@@ -56,7 +62,7 @@ class EnginePlan(Value):
     engine: EngineConfig = attrs.field(factory=EngineConfig)
     experts: ExpertConfig = attrs.field(factory=ExpertConfig)
     mtp: bool = False
-    stored: str = "float"
+    stored: str = attrs.field(default=attrs.Factory(_stored, takes_self=True))
     weights: str = "auto"
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 50)))

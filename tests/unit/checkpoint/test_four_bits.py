@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save_file
 from torch import Tensor
 
 import pdinfer as pd
@@ -17,18 +17,17 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import MXFP4_OF_V4, StoredWeights
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels.formats.format import Format, Shard
-from pdinfer.kernels.formats.four_bits import MXFP4, Int4, quantize_int4, quantize_mxfp4
-from pdinfer.kernels.formats.weights import columns_of, dequantize
-from pdinfer.model.destinations import Destinations
+from pdinfer.kernels.formats.four_bits import MXFP4, quantize_int4, quantize_mxfp4
+from pdinfer.kernels.formats.weights import dequantize
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.e2e.setups import greedy, join, pool_of
+from tests.packed import SCHEMES, Change, changed, ignoring, prefixed, tensors_of, twin_of, unpack, with_twin
 
-SCHEMES = ("int4", "mxfp4")
 SIZES = {"hidden_size": 96, "moe_intermediate_size": 64}
 EXPERT = "model.layers.2.mlp.experts.5.down_proj"
 TOKENS = list(range(3, 30))
-Change = Callable[[dict[str, Tensor]], object]
+IS_IGNORED = r"layers\.2\.mlp\.experts\.\d\.\w+\.weight_packed is packed, and config.json says that it is not"
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -40,44 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder / "floats", tiny_config_dict(**SIZES))
     for scheme in SCHEMES:
         quantize_checkpoint(folder / "floats", folder / scheme, scheme=scheme)
-        changed(folder / scheme, folder / f"{scheme}-twin", unpack, lambda config: config.pop("quantization_config"))
+        twin_of(folder / scheme)
     return folder
-
-
-def changed(source: Path, folder: Path, change: Change, config: Callable[[dict[str, Any]], object] = len) -> Path:
-    """Write a copy of a folder with other tensors and another config."""
-    folder.mkdir()
-    tensors: dict[str, Tensor] = {}
-    for file in source.glob("*.safetensors"):
-        tensors |= load(file.read_bytes())
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    stored = json.loads((source / "config.json").read_text())
-    config(stored)
-    (folder / "config.json").write_text(json.dumps(stored))
-    return folder
-
-
-def number(code: int, scheme: str) -> float:
-    """Return what a code stands for, by the words of the formats."""
-    if scheme == "int4":
-        return code - 8
-    exponent, fraction = code >> 1 & 3, code & 1
-    size = fraction * 0.5 if exponent == 0 else (1 + fraction / 2) * 2 ** (exponent - 1)
-    return -size if code & 8 else size
-
-
-def unpack(tensors: dict[str, Tensor]) -> None:
-    """Put floats in the place of what is packed, code by code."""
-    for name in [name for name in tensors if name.endswith("_packed")]:
-        base, words = name.removesuffix("_packed"), tensors.pop(name)
-        tensors.pop(f"{base}_shape", None)
-        scale = tensors.pop(f"{base}_scale")
-        scheme, per = ("int4", 8) if words.dtype == torch.int32 else ("mxfp4", 2)
-        codes = torch.stack([words.long() >> 4 * at & 15 for at in range(per)], -1).flatten(-2)
-        values = torch.tensor([number(code, scheme) for code in range(16)])[codes]
-        scales = scale.float() if scheme == "int4" else torch.exp2(scale.float() - 127)
-        tensors[base] = values * scales.repeat_interleave(32, -1)
 
 
 @every_scheme
@@ -91,58 +54,72 @@ def test_packed_weights_are_those_of_the_twin(made: Path, scheme: str, weights: 
     assert any(f"{scheme.upper()} weights" in line and kept in line for line in model.resolved.weights)
 
 
+def kimi(**more: Any) -> dict[str, Any]:
+    """Return the config.json of a small model that routes as Kimi-K2 does: without groups of experts."""
+    return tiny_config_dict("v3-ungrouped", model_type="kimi_k2", **{"num_hidden_layers": 2, **SIZES, **more})
+
+
+ATTENTION = {"q_lora_rank": 32, "kv_lora_rank": 64, "v_head_dim": 24}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Kimi-K2": kimi(**ATTENTION, n_routed_experts=24, num_experts_per_tok=8),
+    "V3": tiny_config_dict("v3", **SIZES, **ATTENTION),
+    "V2 without a query latent": tiny_config_dict("v2-lite", hidden_size=64, moe_intermediate_size=32),
+    "a group wide": kimi(hidden_size=32, moe_intermediate_size=32, intermediate_size=32),
+    "five groups and three": kimi(hidden_size=160, moe_intermediate_size=96, intermediate_size=224),
+    "one expert": kimi(n_routed_experts=1, num_experts_per_tok=1),
+    "many experts": kimi(n_routed_experts=130, hidden_size=32, moe_intermediate_size=32),
+}
+
+
 @every_scheme
-def test_they_cross_from_prefill_to_decode(made: Path, scheme: str) -> None:
-    def tokens(folder: Path) -> list[int | None]:
-        with pd.Pairing.local(folder, dtype=torch.float32) as pairing:
-            request = pd.Request(prompt=tuple(TOKENS), sampling=pd.SamplingParams(max_new_tokens=8, temperature=0.0))
-            return [event.token for event in pairing.generate([request])]
-
-    assert tokens(made / scheme) == tokens(made / f"{scheme}-twin")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_models_of_any_shape_are_their_twins(tmp_path: Path, scheme: str, shape: str) -> None:
+    """Every linear map is packed that has whole groups. The prompt runs in one piece, and in chunks."""
+    write_checkpoint(tmp_path / "floats", SHAPES[shape], seed=len(shape))
+    folders = with_twin(tmp_path / "floats", scheme, every_linear=True)
+    model, twin = (load_model(folder, dtype=torch.float32) for folder in folders)
+    assert torch.allclose(model.logits(TOKENS), twin.logits(TOKENS), atol=1e-5)
+    last = model.config.num_hidden_layers - 1
+    mine, other = (each.activations(TOKENS, layers=(0, last), routing=True, chunk_size=7) for each in (model, twin))
+    assert torch.allclose(mine.hidden_LTD, other.hidden_LTD, atol=1e-5)
+    assert torch.equal(mine.routing[last].experts_TK, other.routing[last].experts_TK)
 
 
 @every_scheme
-def test_a_moved_expert_brings_its_scales(made: Path, scheme: str) -> None:
-    model = load_model(made / scheme, dtype=torch.float32)
+def test_a_prompt_becomes_the_twins_tokens_in_one_process_and_over_tcp(tmp_path: Path, scheme: str) -> None:
+    def told(folder: Path, transport: str) -> list[tuple[int | None, float | None]]:
+        model, engine = load_model(folder, dtype=torch.float32), pd.EngineConfig(chunked_prefill_size=7)
+        pools = [pool_of(model, num_pages=32) for _ in range(2)]
+        with join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
+            request = pd.Request(prompt=tuple(TOKENS), sampling=greedy(8, ignore_eos=True))
+            return [(event.token, event.logprob) for event in setup.pairing.generate([request])]
+
+    write_checkpoint(tmp_path / "floats", kimi())
+    packed, twin = with_twin(tmp_path / "floats", scheme)
+    expected = told(twin, "shared")
+    assert len(expected) == 8
+    for transport in ("shared", "tcp"):
+        for mine, other in zip(told(packed, transport), expected, strict=True):
+            assert mine == (other[0], pytest.approx(other[1], abs=1e-5))
+
+
+@every_scheme
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_a_moved_expert_brings_its_scales(made: Path, scheme: str, dtype: torch.dtype, within: float) -> None:
+    """In bfloat16 it lies in strips where kernels read them."""
+    model = load_model(made / scheme, dtype=dtype)
     layer = model.moe_layers()[0]
     before, first, second = model.logits(TOKENS), layer.experts.read_slot(0), layer.experts.read_slot(1)
     assert len(first) < 0.6 * 3 * 96 * 64
     layer.experts.write_slot(0, second)
     layer.experts.write_slot(1, first)
-    assert not torch.equal(model.logits(TOKENS), before)
+    assert (model.logits(TOKENS) - before).norm() > 2 * within * before.norm()
     swapped = {0: 1, 1: 0}
     order = [swapped.get(expert, expert) for expert in range(layer.router.weight_ED.shape[0])]
     layer.router.weight_ED.copy_(layer.router.weight_ED[order])
     if layer.router.bias_E is not None:
         layer.router.bias_E.copy_(layer.router.bias_E[order])
-    assert torch.allclose(model.logits(TOKENS), before, atol=1e-4)
-
-
-@every_scheme
-def test_a_part_of_the_columns_has_whole_groups(made: Path, scheme: str) -> None:
-    with Checkpoint.open(made / scheme) as files:
-        stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / scheme))
-        whole, whole_floats = stored.read(f"{EXPERT}.weight"), torch.empty(96, 64)
-        dequantize(whole, whole_floats)
-        for index in range(2):
-            part, floats = columns_of(whole, Shard(index, 2, axis=1)), torch.empty(96, 32)
-            dequantize(part, floats)
-            assert torch.equal(floats, whole_floats[:, 32 * index : 32 * index + 32])
-            rows, floats = stored.read(f"{EXPERT}.weight", Shard(index, 2)), torch.empty(48, 64)
-            dequantize(rows, floats)
-            assert torch.equal(floats, whole_floats[48 * index : 48 * index + 48])
-
-
-@every_scheme
-def test_ranks_have_whole_groups(made: Path, scheme: str) -> None:
-    """64 columns are two groups, which four ranks cannot divide."""
-    with Checkpoint.open(made / scheme) as files:
-        stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / scheme))
-        kept: frozenset[type[Format]] = frozenset({Int4, MXFP4})
-        places = Destinations(torch.device("meta"), torch.float32, stored, kept)
-        with pytest.raises(ConfigError, match=r"between 4 ranks in whole blocks of 32 that share a scale: 64 columns"):
-            places.weight((f"{EXPERT}.weight",), 96, 64, Shard(0, 4, axis=1))
-        places.weight((f"{EXPERT}.weight",), 96, 64, Shard(0, 4))
+    assert (model.logits(TOKENS) - before).norm() < within * before.norm()
 
 
 def test_the_entry_of_deepseek_v4_is_the_same_numbers(made: Path, tmp_path: Path) -> None:
@@ -255,14 +232,87 @@ def test_files_that_mean_something_else_are_refused_by_name(made: Path, tmp_path
     assert EXPERT in str(caught.value)
 
 
-def test_a_name_that_is_ignored_and_packed_is_refused(made: Path, tmp_path: Path) -> None:
-    def ignore(config: dict[str, Any]) -> None:
-        config["quantization_config"]["ignore"].append(r"re:.*layers\.2\.mlp\.experts\.5\.down.*")
+def as_kimi_k25(where: str, *ignore: str) -> Callable[[dict[str, Any]], None]:
+    """Return a change of config.json to that of a model with a text model inside. What it says of packed weights stands
+    `where`: "outside", "inside" or in both places."""
 
-    with pytest.raises(
-        CheckpointError, match=rf"{EXPERT}.weight_packed is packed, and config.json says that it is not"
-    ):
-        load_model(changed(made / "int4", tmp_path / "ignored", len, ignore))
+    def change(config: dict[str, Any]) -> None:
+        ignoring(config, *ignore)
+        said = {"quantization_config": config.pop("quantization_config")}
+        text = config | (said if where != "outside" else {})
+        config.clear()
+        config |= {"model_type": "kimi_k25", "text_config": text} | (said if where != "inside" else {})
+
+    return change
+
+
+PUBLISHED = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
+
+
+OF_FILES = ("language_model.lm_head", "re:vision_tower.*", r"re:language_model\.model\.layers\.0.*")
+
+
+@pytest.mark.parametrize(
+    ("where", "ignore"), [("outside", ()), ("outside", OF_FILES), ("inside", PUBLISHED), ("both", OF_FILES)]
+)
+def test_a_text_model_may_be_packed(made: Path, tmp_path: Path, where: str, ignore: tuple[str, ...]) -> None:
+    folder = changed(made / "int4", tmp_path / "k25", prefixed, as_kimi_k25(where, *ignore))
+    twin = load_model(made / "int4-twin", dtype=torch.float32)
+    assert torch.allclose(load_model(folder, dtype=torch.float32).logits(TOKENS), twin.logits(TOKENS), atol=1e-5)
+
+
+IGNORED = (
+    EXPERT,
+    r"re:.*layers\.2\.mlp\.experts\.5\.down.*",
+    r"re:model\.layers\.2\.",
+    r"re:.*experts\.[0-9]+\.down_proj$",
+)
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_name_that_is_ignored_and_packed_is_refused(made: Path, tmp_path: Path, name: str) -> None:
+    folder = changed(made / "int4", tmp_path / "ignored", len, lambda config: ignoring(config, *PUBLISHED, name))
+    with pytest.raises(CheckpointError, match=IS_IGNORED):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", [*IGNORED, f"language_model.{EXPERT}", r"re:language_model\.model\.layers\.2.*"])
+def test_a_name_in_a_text_model_that_is_ignored_and_packed_is_refused(made: Path, tmp_path: Path, name: str) -> None:
+    """As the files name it, or as the text model does."""
+    folder = changed(made / "int4", tmp_path / "ignored", prefixed, as_kimi_k25("inside", *PUBLISHED, name))
+    with pytest.raises(CheckpointError, match=IS_IGNORED):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "weights", "is_read"),
+    [
+        (r"model\.layers\.1\.mlp\.experts", "auto", True),
+        (EXPERT, "auto", False),
+        (EXPERT, "float", True),
+        (r"model\.layers\.2\.mlp\.experts\.(2|5)\.", "auto", False),
+    ],
+)
+def test_experts_of_a_layer_are_packed_or_not(
+    made: Path, tmp_path: Path, ignored: str, weights: str, is_read: bool
+) -> None:
+    """Ignored ones, which are in floats: all of a layer or none, unless all become floats."""
+
+    def unpack_those(tensors: dict[str, Tensor]) -> None:
+        those = {name: tensors.pop(name) for name in list(tensors) if re.match(ignored, name)}
+        unpack(those)
+        tensors |= those
+
+    def config(config: dict[str, Any]) -> None:
+        ignoring(config, *PUBLISHED, f"re:{ignored}")
+
+    folder = changed(made / "int4", tmp_path / "some", unpack_those, config)
+    if is_read:
+        twin = load_model(made / "int4-twin", dtype=torch.float32).logits(TOKENS)
+        assert torch.allclose(load_model(folder, dtype=torch.float32, weights=weights).logits(TOKENS), twin, atol=1e-5)
+    else:
+        with pytest.raises(CheckpointError, match='stored differently and cannot be one matrix: load with weights="fl'):
+            load_model(folder, weights=weights)
 
 
 def test_packed_files_need_a_config_that_says_so(made: Path, tmp_path: Path) -> None:
@@ -315,6 +365,29 @@ def test_widths_without_whole_groups_are_not_packed(tmp_path: Path, scheme: str)
 
 
 @every_scheme
+def test_a_group_that_is_cut_short_is_not_read(made: Path, tmp_path: Path, scheme: str) -> None:
+    """Of 40 columns, 8 would be a tail without a scale of their own."""
+    per = 8 if scheme == "int4" else 2
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("down_proj.weight_packed"):
+                tensors[name] = tensor[:, : 40 // per]
+            elif name.endswith("down_proj.weight_scale"):
+                tensors[name] = tensor[:, :1]
+            elif name.endswith("down_proj.weight_shape"):
+                tensors[name] = torch.tensor([96, 40])
+            elif ".experts." in name and not name.endswith("_shape"):
+                tensors[name] = tensor[:40]
+            elif ".experts." in name:
+                tensors[name] = torch.tensor([40, 96])
+
+    folder = changed(made / scheme, tmp_path / "cut", cut, lambda config: config.update(moe_intermediate_size=40))
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has 40 columns, not a multiple of the 32"):
+        load_model(folder)
+
+
+@every_scheme
 def test_they_are_not_quantized_again(made: Path, tmp_path: Path, scheme: str) -> None:
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize_checkpoint(made / scheme, tmp_path / "again")
@@ -329,9 +402,7 @@ def test_compressed_tensors_reads_what_is_written(made: Path, scheme: str) -> No
     stored = json.loads((made / scheme / "config.json").read_text())["quantization_config"]
     theirs = QuantizationConfig.model_validate(stored)
     compressor = BaseCompressor.get_value_from_registry(theirs.format)
-    tensors: dict[str, Tensor] = {}
-    for file in (made / scheme).glob("*.safetensors"):
-        tensors |= load(file.read_bytes())
+    tensors = tensors_of(made / scheme)
     parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(EXPERT)}
     back = compressor.decompress(parts, theirs.config_groups["group_0"])["weight"]
     unpack(tensors)

@@ -30,6 +30,7 @@ from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
 from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.packed import changed, prefixed
 
 # No size is a multiple of 128, and several are larger, so blocks are cut at every edge.
 SIZES = {"hidden_size": 150, "intermediate_size": 170, "moe_intermediate_size": 140, "kv_lora_rank": 136}
@@ -110,6 +111,26 @@ def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: 
     drift = 0.1 if scheme["scheme"] == "fp8" else 0.03
     assert distance(held, original) < drift
     assert 1e-4 < distance(stored, held) < drift
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", "int4", "mxfp4"])
+def test_a_text_model_keeps_the_names_of_its_files(scheme: str, tmp_path: Path) -> None:
+    config = tiny_config_dict("v3-ungrouped", hidden_size=64, moe_intermediate_size=32)
+    write_checkpoint(tmp_path / "floats", config)
+
+    def wrapped(config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config |= {"model_type": "kimi_k25", "text_config": text}
+
+    changed(tmp_path / "floats", tmp_path / "k25", prefixed, wrapped)
+    folders = {name: tmp_path / f"{name}-q" for name in ("floats", "k25")}
+    for name, folder in folders.items():
+        quantize_checkpoint(tmp_path / name, folder, scheme=scheme)
+    plain, named = (tensors_in(folder).keys() for folder in folders.values())
+    assert named == {f"language_model.{name}" for name in plain}
+    one, other = (load_model(folder, dtype=torch.float32).logits(TOKENS) for folder in folders.values())
+    assert torch.equal(one, other)
 
 
 def distance(one: Model, other: Model) -> float:

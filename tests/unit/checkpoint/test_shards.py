@@ -15,6 +15,7 @@ from pdinfer.checkpoint import reader
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
+from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.formats.format import WHOLE, Shard
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
@@ -27,21 +28,25 @@ from pdinfer.model.load_plan import read_all
 from pdinfer.parallel.groups import ALONE, InTouch
 from pdinfer.progress import nobody
 from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.packed import SCHEMES, with_twin
 from tests.rounding import error_of_products, gamma
 
 CPU = torch.device("cpu")
 OPS = resolve_ops(OpSpec(device=CPU, dtype=torch.float32), forced="reference").ops
 NAME, SHAPE = "model.layers.0.mlp.down_proj", (256, 512)
-FORMATS = ("float", "fp8", "w8a8_dynamic", "w8a8")
+FORMATS = ("float", "fp8", "w8a8_dynamic", "w8a8", *SCHEMES)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder of one model per format. Static INT8 has an offset and a bias."""
     folder = tmp_path_factory.mktemp("shards")
-    write_checkpoint(folder / "float", tiny_config_dict(hidden_size=SHAPE[0], intermediate_size=SHAPE[1]))
+    sizes = {"hidden_size": SHAPE[0], "intermediate_size": SHAPE[1], "moe_intermediate_size": 32}
+    write_checkpoint(folder / "float", tiny_config_dict(**sizes))
     for scheme in ("fp8", "w8a8_dynamic"):
         quantize_checkpoint(folder / "float", folder / scheme, scheme=scheme)
+    for scheme in SCHEMES:
+        with_twin(folder / "float", scheme, every_linear=True)[0].rename(folder / scheme)
     (folder / "w8a8").mkdir()
     for file in (folder / "w8a8_dynamic").iterdir():
         (folder / "w8a8" / file.name).write_bytes(file.read_bytes())
@@ -70,7 +75,7 @@ def static(numbers: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
 def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
     """Read the part of the matrix, held as it is stored or as floats."""
     with Checkpoint.open(folder) as files:
-        weights = StoredWeights.survey(files)
+        weights = StoredWeights.survey(files, ModelConfig.from_checkpoint(folder))
         source = Destinations(CPU, torch.float32, weights, frozenset(QUANTIZED) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
         read_all(weights, source, nobody, InTouch(ALONE, CPU))
@@ -99,11 +104,12 @@ def test_rows_of_all_parts_are_the_whole(made: Path, scheme: str, *, stored: boo
     assert sizes[0] / 2 <= sizes[1] <= sizes[0] / 2 + 8  # the two numbers that static INT8 has per matrix
 
 
-def test_floats_are_divided_inside_blocks(made: Path) -> None:
-    whole = linear_of(made / "fp8", WHOLE, stored=False).weight
+@pytest.mark.parametrize(("scheme", "num_columns"), [("fp8", 8), *((scheme, 64) for scheme in SCHEMES)])
+def test_floats_are_divided_inside_blocks(made: Path, scheme: str, num_columns: int) -> None:
+    whole = linear_of(made / scheme, WHOLE, stored=False).weight
     assert isinstance(whole, Tensor)
-    for size, axis in ((4, 0), (8, 1)):
-        parts = [linear_of(made / "fp8", Shard(index, size, axis), stored=False).weight for index in range(size)]
+    for size, axis in ((4, 0), (num_columns, 1)):
+        parts = [linear_of(made / scheme, Shard(index, size, axis), stored=False).weight for index in range(size)]
         assert torch.equal(torch.cat(parts, axis), whole)  # type: ignore[arg-type]
 
 
@@ -153,6 +159,14 @@ def test_of_rows_no_others_are_read_but_those_in_their_blocks(made: Path, monkey
             "fp8",
             Shard(0, 8, axis=1),
             "whole blocks of 128 that share a scale: 512 columns are not a multiple of 1024; use a smaller tp",
+        ),
+        *(
+            (
+                scheme,
+                Shard(0, 32, axis=1),
+                "in whole blocks of 32 that share a scale: 512 columns are not a multiple of 1024; use a smaller tp",
+            )
+            for scheme in SCHEMES
         ),
     ],
 )

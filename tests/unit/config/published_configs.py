@@ -193,7 +193,33 @@ GENERIC: dict[str, Any] = {
 }
 KIMI_TEXT = GENERIC | {name: value for name, value in KIMI_K2.items() if name != "quantization_config"}
 KIMI_TEXT |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "rope_scaling": YARN | {"factor": 64.0}}
-# Without the quantization_config that K2.5 has: its INT4 weights are refused by name.
+KIMI_INT4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+KIMI_K2_THINKING = KIMI_TEXT | {"quantization_config": KIMI_INT4}
 KIMI_K25: dict[str, Any] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config", "AutoModel": "modeling_kimi_k25.KimiK25"},
@@ -204,7 +230,7 @@ KIMI_K25: dict[str, Any] = {
     "media_placeholder_token_id": 163605,
     "model_type": "kimi_k25",
     "pad_token_id": 163839,
-    "text_config": KIMI_TEXT,
+    "text_config": KIMI_K2_THINKING,
     "tie_word_embeddings": False,
     "transformers_version": "4.56.2",
     "use_unified_vision_chunk": True,
@@ -399,8 +425,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.1": V31,
     "DeepSeek-V3.2": V32,
     "Kimi-K2-Instruct": KIMI_K2,
-    "Kimi-K2-Thinking without INT4": KIMI_TEXT,
-    "Kimi-K2.5 without INT4": KIMI_K25,
+    "Kimi-K2-Thinking": KIMI_K2_THINKING,
+    "Kimi-K2.5": KIMI_K25,
     "GLM-5": GLM_5,
     "GLM-5-FP8": GLM_5 | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head"]}},
     "GLM-5.2": GLM_52,

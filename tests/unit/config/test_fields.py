@@ -17,7 +17,17 @@ from pdinfer.config.families import FAMILIES, STRANGERS
 from pdinfer.config.fields import EXPERT_FIELDS, FIELDS, HARMLESS, INDEXER_FIELDS, OFF, SAME_AS
 from pdinfer.errors import ConfigError
 from pdinfer.testing import tiny_config_dict
-from tests.unit.config.published_configs import FP8, KIMI_K25, KIMI_TEXT, MOONLIGHT, PUBLISHED, V3, V32, YARN, YOUTU
+from tests.unit.config.published_configs import (
+    FP8,
+    KIMI_K2_THINKING,
+    KIMI_K25,
+    MOONLIGHT,
+    PUBLISHED,
+    V3,
+    V32,
+    YARN,
+    YOUTU,
+)
 
 ALL_HARMLESS = frozenset[str]().union(*HARMLESS.values())
 KNOWN = FIELDS | EXPERT_FIELDS | INDEXER_FIELDS | ALL_HARMLESS | OFF.keys() | SAME_AS.keys()
@@ -298,10 +308,12 @@ def test_what_models_of_transformers_read_is_read_or_fixed_here(model_type: str)
 
 
 def test_wrapped_text_models_are_read_like_others() -> None:
-    inside = ModelConfig.from_dict(KIMI_TEXT)
+    inside = ModelConfig.from_dict(KIMI_K2_THINKING)
     wrapped = ModelConfig.from_dict(KIMI_K25)
     assert (wrapped.rope_theta, wrapped.yarn, wrapped.eos_token_ids) == (5e4, inside.yarn, (163585,))
     assert wrapped.num_parameters == inside.num_parameters
+    assert wrapped.packed == inside.packed
+    assert wrapped.packed is not None
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def refused(folder: Path, *names: str, **options: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path, tiny_config_dict())
+    write_checkpoint(tmp_path, tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
     return tmp_path
 
 
@@ -145,7 +145,7 @@ def test_an_indexer_whose_choice_is_not_used_needs_no_reading(tmp_path: Path) ->
     refused(tmp_path, "model.layers.2.self_attn.indexer.gate.weight")
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic"])
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", "int4", "mxfp4"])
 def test_what_belongs_to_a_quantized_weight_is_read_and_no_more(folder: Path, tmp_path: Path, scheme: str) -> None:
     quantized = tmp_path / "quantized"
     quantize_checkpoint(folder, quantized, scheme=scheme)
@@ -155,7 +155,7 @@ def test_what_belongs_to_a_quantized_weight_is_read_and_no_more(folder: Path, tm
     refused(quantized, strange)
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8", "w8a8_dynamic"])
+@pytest.mark.parametrize("scheme", [None, "fp8", "w8a8_dynamic", "int4", "mxfp4"])
 def test_experts_of_other_ranks_are_known(folder: Path, tmp_path: Path, scheme: str | None) -> None:
     """A rank reads its own experts. Those of other ranks belong to the model as well, and nothing else does."""
     if scheme is not None:
@@ -164,10 +164,11 @@ def test_experts_of_other_ranks_are_known(folder: Path, tmp_path: Path, scheme: 
     config = ModelConfig.from_checkpoint(folder)
     add(folder, {"model.layers.1.mlp.experts.9.down_proj.weight": torch.ones(1)})
     with Checkpoint.open(folder) as files:
-        stored = StoredWeights.survey(files)
-        companions = {part for name in files.tensors for part in stored.parts(name)[1:]}
+        stored = StoredWeights.survey(files, config)
+        matrices = [stored.matrix(name) for name in files.tensors]
+        companions = {part for name in matrices for part in stored.parts(name)[1:]}
         experts = {f".experts.{expert}." for expert in range(4, 10)}
-        read = [n for n in files.tensors if n not in companions and not any(expert in n for expert in experts)]
+        read = [n for n in matrices if n not in companions and not any(expert in n for expert in experts)]
         with pytest.raises(
             CheckpointError, match=r": 1 tensors are not .*'model\.layers\.1\.mlp\.experts\.9\.down_proj"
         ):

@@ -15,6 +15,7 @@ from pdinfer.config import ExpertConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Shape, Weight
+from pdinfer.kernels.formats.four_bits import MXFP4, Int4, quantize_int4, quantize_mxfp4
 from pdinfer.kernels.formats.fp8 import FP8Blocks, quantize_fp8
 from pdinfer.kernels.formats.int8 import Int8Dynamic, quantize_int8
 from pdinfer.kernels.formats.weights import assign, expert, part, tensors_of
@@ -32,8 +33,9 @@ from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
 OPS = resolve_ops(OpSpec(device=CPU, dtype=torch.float32)).ops
-SLOTS, WIDTH, INNER = 3, 136, 24  # two blocks of columns, one of them narrow
-FORMATS = (Plain, FP8Blocks, Int8Dynamic)
+SLOTS, WIDTH, INNER = 3, 160, 32  # two blocks of columns, one of them narrow, and whole groups of four bits
+QUANTIZE = {Int8Dynamic: quantize_int8, Int4: quantize_int4, MXFP4: quantize_mxfp4}
+FORMATS = (Plain, FP8Blocks, *QUANTIZE)
 every_format = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.__name__)
 
 
@@ -41,9 +43,9 @@ def stored(kind: type[Format], matrix_OI: Tensor) -> Weight:
     if kind is FP8Blocks:
         numbers, scale = quantize_fp8(matrix_OI, ue8m0=False)
         return FP8Blocks(numbers=numbers, scale=scale)
-    if kind is Int8Dynamic:
-        numbers, scale = quantize_int8(matrix_OI)
-        return Int8Dynamic(numbers=numbers, scale=scale)
+    if kind in QUANTIZE:
+        numbers, scale = QUANTIZE[kind](matrix_OI)
+        return kind(numbers=numbers, scale=scale)
     return matrix_OI
 
 

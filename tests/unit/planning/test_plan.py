@@ -327,15 +327,30 @@ def test_clusters_are_named_by_their_nodes() -> None:
             engine_nodes(text)
 
 
-def test_experts_of_kimi_k2_in_four_bits_take_what_the_published_files_do() -> None:
-    """532 GiB of experts, divided over 32 prefill ranks and 16 decode ranks of H200, and 22 GiB on each of them."""
-    config = ModelConfig.from_dict(published_configs.KIMI_K2)
-    sizes = {}
-    for ranks in (1, 16, 32):
-        topology = Topology(world_size=ranks, dp_size=ranks, ep_size=ranks)
-        plan = engine(config=config, topology=topology, stored="int4", device="H200", device_bytes=1 << 40)
-        sizes[ranks] = plan.weight_bytes
-    experts = config.n_routed_experts * 60 * 3 * 2048 * 7168 * 9 // 16  # 4 bits, and 16 for every 32
+def kimi(name: str, ranks: int, **changes: Any) -> EnginePlan:
+    """Return an engine of Kimi-K2-Thinking on cards of 141 GB, planned from its config.json alone."""
+    return engine(
+        name=name,
+        config=ModelConfig.from_dict(published_configs.KIMI_K2_THINKING),
+        topology=Topology(world_size=ranks, dp_size=ranks, ep_size=ranks),
+        device="H200",
+        **{"device_bytes": 141 * 10**9, "cache": CacheConfig(mem_fraction_static=0.8), **changes},
+    )
+
+
+def test_kimi_k2_in_four_bits_takes_what_the_published_files_do() -> None:
+    """532 GiB of experts, divided over 4 nodes of a prefill and 2 of a decode, and 22 GiB on each rank."""
+    plan = ClusterPlan(prefill=(kimi("P", 32),), decode=(kimi("D", 16),))
+    experts = 384 * 60 * 3 * 2048 * 7168 * 9 // 16  # 4 bits, and 16 for every 32
     assert experts / GIB == pytest.approx(531.6, abs=0.1)
-    for ranks, size in sizes.items():
-        assert (size - experts // ranks) / GIB == pytest.approx(22.1, abs=0.1)
+    alone = kimi("alone", 1, device_bytes=None, cache=CacheConfig())
+    for each in (*plan.engines, alone):
+        weights = each.rank_weights
+        assert weights.quantized == experts // each.topology.world_size
+        assert weights.floats / GIB == pytest.approx(22.1, abs=0.1)
+    assert [each.num_pages for each in plan.engines] == [15828, 11862]
+    assert '55.36 GiB of weights per rank (weights="auto", stored: int4; 140.27 GiB as bfloat16)' in str(plan)
+    with pytest.raises(
+        ConfigError, match=r'D: 140\.27 GiB .*, do not fit into .*; use more ranks, or weights="stored"'
+    ):
+        kimi("D", 16, weights="float")
