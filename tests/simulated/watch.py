@@ -15,7 +15,7 @@ import attrs
 LOCK = threading.RLock()
 """Held by each op and by each change of what is known of it: the device does one thing at a time."""
 
-KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed")
+KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed", "elsewhere")
 
 _WATCHES: list[Watch] = []
 _OURS = str(Path(__file__).parent)
@@ -33,6 +33,7 @@ class Watch:
     pageable      copies to the device from memory that is not page-locked
     pinned        asynchronous copies from or to page-locked memory
     destroyed     captured graphs that ended
+    elsewhere     ops on another device than the current one of their thread
     """
 
     everywhere: bool = attrs.field(default=False, kw_only=True)
