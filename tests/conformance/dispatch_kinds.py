@@ -18,6 +18,7 @@ from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma
 
+CPU = torch.device("cpu")
 NORMAL_WIDTH, NORMAL_FP8_WIDTH, LOW_LATENCY_WIDTH = 16, 256, 2048
 
 
@@ -40,33 +41,35 @@ def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> 
 
 
 def normal(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS)
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, device=CPU)
 
 
 def normal_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), OPS)
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), OPS, device=CPU)
 
 
 def normal_tuned(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
     config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}})
-    dispatcher = DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config)
+    dispatcher = DeepEPNormal.connect(
+        group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config, device=CPU
+    )
     assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 24
     return dispatcher
 
 
 def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLatency:
     of = sizes(group, experts_per_rank, top_k, LOW_LATENCY_WIDTH)
-    return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 def elastic(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
     of = sizes(group, experts_per_rank, top_k, NORMAL_WIDTH)
-    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 def elastic_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
     of = sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH)
-    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 ROUGH = gamma(4, torch.bfloat16)

@@ -31,6 +31,11 @@ def make_current(device: torch.device) -> None:
     module.set_device(device)
 
 
+def is_current(device: torch.device) -> bool:
+    """Return whether what launches on the current device of this thread launches on `device`. A CPU has no others."""
+    return device.type == "cpu" or device.index in (None, torch.get_device_module(device).current_device())
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device`, which is no CPU, the current one of this thread until the context ends."""
     context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(device)

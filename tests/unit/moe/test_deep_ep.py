@@ -201,7 +201,7 @@ def test_a_prefill_with_larger_steps_than_can_be_dispatched_is_refused() -> None
 def test_without_the_library(library: object, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     with pytest.raises(BackendUnavailable, match=f'{match}.*moe_a2a_backend="all_to_all"'):
-        DeepEPNormal.connect(Group("ep"), V3, OPS)
+        DeepEPNormal.connect(Group("ep"), V3, OPS, device=torch.device("cpu"))
 
 
 def test_the_second_api_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:

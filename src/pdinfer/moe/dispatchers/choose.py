@@ -63,4 +63,4 @@ def _deep_ep(
     if options.deepep_mode == "low_latency":
         return DeepEPLowLatency.connect(group, sizes, room, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)
-    return DeepEPNormal.connect(group, sizes, ops, config)
+    return DeepEPNormal.connect(group, sizes, ops, config, device=device)

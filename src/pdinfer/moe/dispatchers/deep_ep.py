@@ -21,6 +21,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.parallel.groups import Group
+from pdinfer.process.streams import is_current
 
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -171,10 +172,13 @@ class DeepEPNormal:
     graph_safe: ClassVar[bool] = False
 
     @classmethod
-    def connect(cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None) -> DeepEPNormal:
+    def connect(
+        cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None, *, device: torch.device
+    ) -> DeepEPNormal:
         """Make the buffers of this rank, for sizes that were checked. A collective. Without `config`, DeepEP's own
         tables say how traffic is cut. Raises BackendUnavailable without deep_ep."""
         library = import_deep_ep("Buffer", "dispatch")
+        check_current(device)
         if config is None:
             chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
         else:
@@ -195,6 +199,7 @@ class DeepEPNormal:
         )
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
+        check_current(ids_TK.device)
         sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)
         per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.sizes.num_experts)
@@ -271,6 +276,7 @@ class DeepEPLowLatency:
         Raises BackendUnavailable without deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
         library = import_deep_ep("Buffer", "low_latency_dispatch")
+        check_current(device)
         check_same_room(group, max_tokens, device)
         num_bytes = library.Buffer.get_low_latency_rdma_size_hint(
             max_tokens, sizes.hidden_size, group.size, sizes.num_experts
@@ -285,6 +291,7 @@ class DeepEPLowLatency:
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
+        check_current(ids_TK.device)
         check_room(len(x_TD), self.max_tokens)
         if self.live == LOW_LATENCY_LIVE:
             raise ConfigError(
@@ -337,6 +344,16 @@ def travelling_form(x_TD: Tensor | Rounded) -> Tensor | FP8Rows:
 def as_argument(rows: Tensor | FP8Rows) -> Tensor | tuple[Tensor, Tensor]:
     """Return rows as the kernels take them."""
     return rows if isinstance(rows, Tensor) else (rows.numbers_TI, rows.scales_TN)
+
+
+def check_current(device: torch.device) -> None:
+    """Raise ConfigError where another device than that of the rows is the current one of this thread: DeepEP makes its
+    buffers there, and launches there."""
+    if not is_current(device):
+        raise ConfigError(
+            f"rows are on {device}, and another device is the current one of this thread, where DeepEP would launch: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
 
 
 def check_room(num_tokens: int, max_tokens: int) -> None:

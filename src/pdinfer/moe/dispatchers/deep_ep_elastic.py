@@ -18,6 +18,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
     Returning,
     Sent,
     as_argument,
+    check_current,
     check_room,
     check_same_room,
     import_deep_ep,
@@ -54,6 +55,7 @@ class DeepEPElastic:
         Raises BackendUnavailable without this API of deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
         library = import_deep_ep("ElasticBuffer", "dispatch")
+        check_current(device)
         check_same_room(group, max_tokens, device)
         # sized for rows of bfloat16, it has room for those in FP8
         buffer = library.ElasticBuffer(
@@ -65,6 +67,7 @@ class DeepEPElastic:
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
+        check_current(ids_TK.device)
         check_room(len(x_TD), self.max_tokens)
         sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)

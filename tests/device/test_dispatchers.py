@@ -1,0 +1,68 @@
+"""DeepEP's dispatchers on simulated devices, with the stand-in of the library: they launch where their rows are, or say
+that they would not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pdinfer.errors import ConfigError
+from pdinfer.moe.dispatchers.base import Masked
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.parallel.groups import Group
+from tests.conformance import fake_deep_ep
+from tests.conformance.dispatch_suite import OPS, summed
+from tests.simulated import order
+from tests.simulated.device import DEVICE, OTHER
+
+WIDTH, EXPERTS, TOP_K, ROOM = 2048, 4, 2, 8
+SIZES = ExpertSizes(num_ranks=1, num_experts=EXPERTS, hidden_size=WIDTH, top_k=TOP_K, dtype=torch.bfloat16)
+MODES: dict[str, Callable[[torch.device], Any]] = {
+    "normal": lambda device: DeepEPNormal.connect(Group("ep"), SIZES, OPS, device=device),
+    "low_latency": lambda device: DeepEPLowLatency.connect(Group("ep"), SIZES, ROOM, device=device),
+    "elastic": lambda device: DeepEPElastic.connect(Group("ep"), SIZES, ROOM, device=device),
+}
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    monkeypatch.setattr(fake_deep_ep, "here", lambda: order.DEVICES[order.number_of(None)])
+
+
+def routed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_TD = torch.arange(3.0)[:, None].expand(3, WIDTH).to(torch.bfloat16).contiguous()
+    ids_TK, weights_TK = torch.tensor([[0, 3], [2, 1], [3, 2]]), torch.tensor([[0.5, 0.25], [1.0, 0.5], [0.25, 0.5]])
+    return x_TD.to(device), ids_TK.to(device), weights_TK.to(device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_go_to_experts_and_back_on_the_device_of_the_rank(mode: str) -> None:
+    """Every expert returns its rows as they are."""
+    order.set_device(OTHER)
+    dispatcher = MODES[mode](OTHER)
+    x_TD, ids_TK, weights_TK = routed(OTHER)
+    dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK))
+    y = dispatched.x_END if isinstance(dispatched, Masked) else dispatched.x_SD
+    if not isinstance(dispatched, Masked) and dispatched.weights_S is not None:
+        y = (y * dispatched.weights_S[:, None]).to(torch.bfloat16)
+    returned = dispatcher.combine_end(dispatcher.combine_begin(y, dispatched))
+    assert returned.y_SD.device == OTHER
+    torch.testing.assert_close(summed(returned).cpu()[:, 0], torch.tensor([0.0, 1.5, 1.5]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_current_device_is_refused(mode: str) -> None:
+    told = r"rows are on gpusim:1, and another device is the current one .*: call torch.cuda.set_device\(1\) first"
+    with pytest.raises(ConfigError, match=told):
+        MODES[mode](OTHER)
+    order.set_device(OTHER)
+    dispatcher = MODES[mode](OTHER)
+    order.set_device(DEVICE)
+    with pytest.raises(ConfigError, match=told):
+        dispatcher.dispatch_begin(*routed(OTHER))
