@@ -203,9 +203,10 @@ class Group(OfOneProcess):
             return
         group = self.process_group
         with _calling(self, "exchange", None):
-            works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
-            works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
-            started = [work for work in works if work is not None]
+            ops = [dist.P2POp(dist.irecv, _raw(x), group=group, group_peer=rank) for rank, x in receives]
+            ops += [dist.P2POp(dist.isend, _raw(x), group=group, group_peer=rank) for rank, x in sends]
+            # one by one, those of a pair would share a stream of NCCL, and two ranks that trade wait in their receives
+            started = dist.batch_isend_irecv(ops)
             if all(self.lookout.watches(x) for _, x in (*sends, *receives)):
                 self.lookout.wait_apart(started)
             else:
