@@ -49,11 +49,11 @@ def normal_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
 
 
 def normal_tuned(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}})
+    config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 32}, "normal_combine": {"num_sms": 32}})
     dispatcher = DeepEPNormal.connect(
         group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config, device=CPU
     )
-    assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 24
+    assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 32
     return dispatcher
 
 

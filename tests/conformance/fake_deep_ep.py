@@ -45,8 +45,11 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        assert num_sms % 2 == 0
         self.arguments = dict(locals())
+        send, receive = num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens
+        assert 0 < num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens
+        assert num_sms % 2 == 0 < num_sms
+        assert 0 < send <= -(-receive // send) * send // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         assert hidden_bytes % 16 == 0
@@ -161,6 +164,7 @@ class Buffer:
         async_finish: bool,
     ) -> tuple[Any, ...]:
         assert not self.low_latency_mode
+        assert self.num_qps_per_rank == self.num_sms // 2 or self.num_qps_per_rank >= self.num_sms  # between nodes
         assert topk_weights.dtype == torch.float32
         if isinstance(x, tuple):
             x, scales = x

@@ -21,6 +21,7 @@ from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
+from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS
 
 V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
@@ -225,6 +226,14 @@ def test_a_tuned_file_is_read(tmp_path: Path) -> None:
     assert config.normal_dispatch.num_sms == 24
     assert config.normal_dispatch == DeepEPChunks(num_sms=24, num_max_nvl_chunked_send_tokens=16)
     assert config.normal_combine == DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=128)
+
+
+def test_what_is_taken_is_taken_by_the_library() -> None:
+    """It rounds what is received over RDMA up to a multiple of what is sent, and wants twice as much."""
+    for receive in range(2, 18):
+        for send in range(1, receive):
+            sizes = {"num_max_rdma_chunked_send_tokens": send, "num_max_rdma_chunked_recv_tokens": receive}
+            fake_deep_ep.Config(**attrs.asdict(DeepEPChunks(**sizes)))
 
 
 @pytest.mark.parametrize(

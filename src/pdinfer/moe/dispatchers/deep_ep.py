@@ -30,6 +30,8 @@ QP_DEPTH = 1024
 """NVSHMEM_QP_DEPTH by default."""
 LOW_LATENCY_MAX_TOKENS = QP_DEPTH // 2 - 1
 LOW_LATENCY_LIVE = 2
+DEFAULT_QPS = 24
+"""`Buffer` takes as many queue pairs for each rank. Between nodes its kernels trap where they have more blocks."""
 ELASTIC_MAX_RANKS = 2048
 ELASTIC_MAX_TOP_K = 32
 BUFFER_ALIGNMENT_BYTES = 128
@@ -187,7 +189,12 @@ class DeepEPNormal:
         hidden_bytes = sizes.hidden_size * 2
         nvl_bytes = max(part.get_nvl_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
         rdma_bytes = max(part.get_rdma_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
-        buffer = library.Buffer(group.process_group, _aligned(nvl_bytes), _aligned(rdma_bytes))
+        buffer = library.Buffer(
+            group.process_group,
+            _aligned(nvl_bytes),
+            _aligned(rdma_bytes),
+            num_qps_per_rank=max(DEFAULT_QPS, library.Buffer.num_sms),
+        )
         return cls(
             buffer=buffer,
             group=group,
