@@ -8,6 +8,7 @@ or the hook was called. A buffer belongs to the device that was `here` when it w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,6 +116,7 @@ class Buffer:
         self.group = group
         self.device = here()
         self.rank, self.size = place(group)
+        self.qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
         self.low_latency_mode = low_latency_mode
         self.num_qps_per_rank = num_qps_per_rank
         self.live = 0
@@ -227,6 +229,7 @@ class Buffer:
         assert x.shape[1] in (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
         assert len(topk_idx) == len(x) <= num_max_dispatch_tokens_per_rank
         assert num_max_dispatch_tokens_per_rank * self.size % 4 == 0
+        assert self.qp_depth >= 2 * (num_max_dispatch_tokens_per_rank + 1)
         assert topk_idx.shape[1] <= 11
         per_rank = num_experts // self.size
         assert self.num_qps_per_rank >= per_rank

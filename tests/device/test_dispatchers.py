@@ -12,8 +12,9 @@ import torch
 
 from pdinfer.errors import ConfigError
 from pdinfer.moe.dispatchers.base import Masked
-from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS, summed

@@ -15,7 +15,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.moe.placement.placement import ExpertPlacement, PlacementSizes, check_sizes
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.moe.placement.replicas import DispatchRule, LayerReplicas, ReplicaTables

@@ -16,9 +16,10 @@ import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance import fake_deep_ep
@@ -72,6 +73,22 @@ def test_limits_of_the_normal_kernels(changes: dict[str, object], match: str) ->
 def test_limits_of_the_low_latency_kernels(changes: dict[str, object], num_max_tokens: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         attrs.evolve(V3, **changes).check_low_latency(num_max_tokens)
+
+
+@pytest.mark.parametrize(("depth", "taken", "refused"), [("4096", 1024, 1025), ("128", 63, 64), ("2048", 1023, 1024)])
+def test_queues_are_as_long_as_the_environment_says(
+    depth: str, taken: int, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
+    V3.check_low_latency(taken)
+    with pytest.raises(ConfigError, match=f"from 1 to {taken}, got {refused}: .*NVSHMEM_QP_DEPTH = {depth}"):
+        V3.check_low_latency(refused)
+
+
+def test_queues_of_no_length_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "many")
+    with pytest.raises(ConfigError, match="NVSHMEM_QP_DEPTH must be a plain number, got 'many'"):
+        V3.check_low_latency(128)
 
 
 @pytest.mark.parametrize(("changes", "match"), ELASTIC)

@@ -1,8 +1,7 @@
 """Experts on several ranks, reached by DeepEP's first API, `Buffer`: kernels for prefill ("normal") and decode ("low
 latency"). This is the only file that imports deep_ep.
 
-Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels. Sizes with which the kernels would abort or
-hang are refused here, before a kernel is entered.
+Source: deepseek-ai/DeepEP, docs/legacy.md.
 """
 
 from __future__ import annotations
@@ -20,97 +19,14 @@ from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.process.streams import is_current
 
-NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-LOW_LATENCY_MAX_TOP_K = 11
-QP_DEPTH = 1024
-"""NVSHMEM_QP_DEPTH by default."""
-LOW_LATENCY_MAX_TOKENS = QP_DEPTH // 2 - 1
 LOW_LATENCY_LIVE = 2
 DEFAULT_QPS = 24
 """`Buffer` takes as many queue pairs for each rank. Between nodes its kernels trap where they have more blocks."""
-ELASTIC_MAX_RANKS = 2048
-ELASTIC_MAX_TOP_K = 32
 BUFFER_ALIGNMENT_BYTES = 128
-
-
-@attrs.frozen(kw_only=True)
-class ExpertSizes:
-    """The sizes that the kernels limit. `num_experts` counts the physical experts of all ranks."""
-
-    num_ranks: int
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    def check_normal(self) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels for prefill cannot serve."""
-        if self.num_ranks not in NORMAL_RANKS:
-            raise ConfigError(
-                f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
-                f"{self.num_ranks}"
-            )
-        self._check_any()
-
-    def check_low_latency(self, num_max_tokens: int) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels for decode cannot serve."""
-        if self.num_ranks < 2 or (self.num_ranks > 8 and self.num_ranks % 8):
-            raise ConfigError(f"DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is {self.num_ranks}")
-        if self.hidden_size not in LOW_LATENCY_HIDDEN_SIZES:
-            raise ConfigError(
-                f"DeepEP's low-latency kernels exist for hidden sizes {', '.join(map(str, LOW_LATENCY_HIDDEN_SIZES))}, "
-                f"hidden_size is {self.hidden_size}"
-            )
-        if self.top_k > LOW_LATENCY_MAX_TOP_K:
-            raise ConfigError(
-                f"DeepEP's low-latency kernels send a token to at most {LOW_LATENCY_MAX_TOP_K} experts, "
-                f"num_experts_per_tok is {self.top_k}"
-            )
-        if not 1 <= num_max_tokens <= LOW_LATENCY_MAX_TOKENS:
-            raise ConfigError(
-                f"num_max_dispatch_tokens_per_rank must be from 1 to {LOW_LATENCY_MAX_TOKENS}, got {num_max_tokens}: "
-                f"2 * (it + 1) is at most NVSHMEM_QP_DEPTH = {QP_DEPTH}"
-            )
-        if num_max_tokens * self.num_ranks % 4:
-            raise ConfigError(
-                f"num_max_dispatch_tokens_per_rank * ep_size must be a multiple of 4, got {num_max_tokens} * "
-                f"{self.num_ranks}"
-            )
-        self._check_any()
-
-    def check_elastic(self) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels of `ElasticBuffer` cannot serve."""
-        if not 2 <= self.num_ranks <= ELASTIC_MAX_RANKS:
-            raise ConfigError(
-                f"DeepEP's elastic kernels are for 2 to {ELASTIC_MAX_RANKS} ranks, ep_size is {self.num_ranks}"
-            )
-        if self.top_k > ELASTIC_MAX_TOP_K:
-            raise ConfigError(
-                f"DeepEP's elastic kernels send a token to at most {ELASTIC_MAX_TOP_K} experts, num_experts_per_tok is "
-                f"{self.top_k}"
-            )
-        self._check_any()
-
-    def _check_any(self) -> None:
-        if self.hidden_size % 8:
-            raise ConfigError(
-                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
-                f"{2 * self.hidden_size}"
-            )
-        if self.num_experts % self.num_ranks:
-            raise ConfigError(
-                f"{self.num_experts} physical experts cannot be divided evenly over {self.num_ranks} ranks"
-            )
-        if self.dtype != torch.bfloat16:
-            raise ConfigError(f"DeepEP carries rows of bfloat16, the model runs in {self.dtype}; load it in that dtype")
 
 
 @attrs.frozen(kw_only=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.moe.dispatchers.deep_ep import (
-    ExpertSizes,
     Returning,
     Sent,
     as_argument,
@@ -24,6 +23,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
     import_deep_ep,
     travelling_form,
 )
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 
 
