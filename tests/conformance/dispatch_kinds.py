@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import attrs
 import torch
 
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
@@ -110,14 +111,16 @@ def run_suite(name: str, seeds: int) -> list[str]:
     topology = Topology.from_env()
     groups = topology.connect() if topology.world_size > 1 else None
     calls: list[str] = []
-    group = (
-        Group("ep") if groups is None else Group("ep", groups.ep.ranks, groups.ep.rank, groups.ep.process_group, calls)
-    )
+    group = Group("ep") if groups is None else attrs.evolve(groups.ep, calls=calls)
     checks = (*SUITE, sums_are_those_of_one_rank) if name in EXACT else SUITE
     try:
         for check in checks:
             for seed in range(seeds):
                 check(KINDS[name], group, seed)
+        assert bool(group.ends) == name.startswith("deep_ep")
+        if groups is not None:
+            groups.close()
+        assert not group.ends
     finally:
         del sys.modules["deep_ep"]
     return calls

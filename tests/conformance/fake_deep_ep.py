@@ -31,6 +31,7 @@ def here() -> torch.device:
 def check_taken(buffer: Buffer | ElasticBuffer, rows: Tensor, *others: Tensor) -> None:
     """Check what all kernels ask of their tensors: the launch is on the current device, whatever they are on."""
     assert here() == buffer.device
+    assert not buffer.is_destroyed
     for x in (rows, *others):
         assert x.device == buffer.device
         assert x.is_contiguous()
@@ -99,7 +100,22 @@ def exchange(group: dist.ProcessGroup | None, parts: Sequence[Tensor]) -> list[T
     return list(received.view(joined.dtype).split(theirs.tolist()))
 
 
-class Buffer:
+class Destroyed:
+    """What is destroyed by hand, once, by all ranks together, on its own device."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    is_destroyed = False
+
+    def destroy(self) -> None:
+        assert here() == self.device
+        assert not self.is_destroyed
+        self.is_destroyed = True
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+class Buffer(Destroyed):
     num_sms = 20
 
     def __init__(
@@ -109,7 +125,9 @@ class Buffer:
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
         num_qps_per_rank: int = 24,
+        explicitly_destroy: bool = False,
     ) -> None:
+        assert explicitly_destroy
         assert num_nvl_bytes % 128 == 0
         assert num_rdma_bytes % 128 == 0
         assert (num_rdma_bytes if low_latency_mode else num_nvl_bytes) > 0
@@ -287,10 +305,17 @@ class EPHandle:
         self.slots, self.received, self.tokens, self.num_tokens = slots, received, tokens, num_tokens
 
 
-class ElasticBuffer:
+class ElasticBuffer(Destroyed):
     def __init__(
-        self, group: dist.ProcessGroup | None, *, num_max_tokens_per_rank: int = 0, hidden: int = 0, num_topk: int = 0
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        explicitly_destroy: bool = False,
     ) -> None:
+        assert explicitly_destroy
         assert min(num_max_tokens_per_rank, hidden) > 0
         assert 0 <= num_topk <= 32
         self.group, self.room, self.hidden, self.num_topk = group, num_max_tokens_per_rank, hidden, num_topk

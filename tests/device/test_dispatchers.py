@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
+import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.moe.dispatchers.base import Masked
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
@@ -23,10 +25,10 @@ from tests.simulated.device import DEVICE, OTHER
 
 WIDTH, EXPERTS, TOP_K, ROOM = 2048, 4, 2, 8
 SIZES = ExpertSizes(num_ranks=1, num_experts=EXPERTS, hidden_size=WIDTH, top_k=TOP_K, dtype=torch.bfloat16)
-MODES: dict[str, Callable[[torch.device], Any]] = {
-    "normal": lambda device: DeepEPNormal.connect(Group("ep"), SIZES, OPS, device=device),
-    "low_latency": lambda device: DeepEPLowLatency.connect(Group("ep"), SIZES, ROOM, device=device),
-    "elastic": lambda device: DeepEPElastic.connect(Group("ep"), SIZES, ROOM, device=device),
+MODES: dict[str, Callable[..., Any]] = {
+    "normal": lambda device, group: DeepEPNormal.connect(group, SIZES, OPS, device=device),
+    "low_latency": lambda device, group: DeepEPLowLatency.connect(group, SIZES, ROOM, device=device),
+    "elastic": lambda device, group: DeepEPElastic.connect(group, SIZES, ROOM, device=device),
 }
 
 
@@ -46,7 +48,7 @@ def routed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def test_rows_go_to_experts_and_back_on_the_device_of_the_rank(mode: str) -> None:
     """Every expert returns its rows as they are."""
     order.set_device(OTHER)
-    dispatcher = MODES[mode](OTHER)
+    dispatcher = MODES[mode](OTHER, Group("ep"))
     x_TD, ids_TK, weights_TK = routed(OTHER)
     dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK))
     y = dispatched.x_END if isinstance(dispatched, Masked) else dispatched.x_SD
@@ -58,12 +60,25 @@ def test_rows_go_to_experts_and_back_on_the_device_of_the_rank(mode: str) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_buffers_end_with_the_groups_on_their_device(mode: str) -> None:
+    """In whatever thread the groups are closed, and once."""
+    order.set_device(OTHER)
+    groups = pd.Topology().apart()
+    dispatcher = MODES[mode](OTHER, groups.ep)
+    order.set_device(DEVICE)
+    assert len(groups.ep.ends) == 1
+    attrs.evolve(groups, world=groups.ep).close()
+    assert dispatcher.buffer.is_destroyed
+    assert not groups.ep.ends
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_another_current_device_is_refused(mode: str) -> None:
     told = r"rows are on gpusim:1, and another device is the current one .*: call torch.cuda.set_device\(1\) first"
     with pytest.raises(ConfigError, match=told):
-        MODES[mode](OTHER)
+        MODES[mode](OTHER, Group("ep"))
     order.set_device(OTHER)
-    dispatcher = MODES[mode](OTHER)
+    dispatcher = MODES[mode](OTHER, Group("ep"))
     order.set_device(DEVICE)
     with pytest.raises(ConfigError, match=told):
         dispatcher.dispatch_begin(*routed(OTHER))

@@ -79,7 +79,8 @@ class Group(OfOneProcess):
     Every method raises RankLost when the others do not take part within the deadline with which the groups were made,
     or when the `lookout`, which all groups of a rank share, knows that one is lost.
     Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
-    on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same.
+    on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same. `ends` is what has to
+    end before the connections, since a library has built it on them; all groups of a rank share it.
     """
 
     __repr__ = brief
@@ -90,6 +91,7 @@ class Group(OfOneProcess):
     process_group: dist.ProcessGroup | None = None
     calls: list[str] | None = None
     lookout: Lookout = attrs.field(factory=Lookout)
+    ends: list[Callable[[], None]] = attrs.field(factory=list)
 
     @property
     def _is_shared_by_fork(self) -> bool:
@@ -264,7 +266,10 @@ class Groups(OfOneProcess):
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     def close(self) -> None:
-        """End the connections if `Topology.connect` began them."""
+        """End what libraries have built on the connections, the last first, and the connections if `Topology.connect`
+        began them. A collective: call it on every rank, behind the engines. Without it they end with the process."""
+        while self.world.ends:
+            self.world.ends.pop()()
         if self.owns_backend and dist.is_initialized():
             dist.destroy_process_group()
 

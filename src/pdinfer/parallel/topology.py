@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -145,11 +146,11 @@ class Topology:
                 f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was initialized as rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
-        apart, lookout = self.apart(), Lookout()
-        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout)
+        apart, lookout, ends = self.apart(), Lookout(), list[Callable[[], None]]()
+        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout, ends=ends)
         self._compare(world)
         others = {
-            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout), kind)
+            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout, ends=ends), kind)
             for name in ("attention", "tp", "cp", "dense_tp", "ep")
         }
         return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)

@@ -21,6 +21,7 @@ from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
+from pdinfer.process.modes import own_modes
 from pdinfer.process.streams import is_current
 
 LOW_LATENCY_LIVE = 2
@@ -110,7 +111,9 @@ class DeepEPNormal:
             _aligned(nvl_bytes),
             _aligned(rdma_bytes),
             num_qps_per_rank=max(DEFAULT_QPS, library.Buffer.num_sms),
+            explicitly_destroy=True,
         )
+        end_with(group, buffer, device)
         return cls(
             buffer=buffer,
             group=group,
@@ -210,7 +213,9 @@ class DeepEPLowLatency:
             _aligned(num_bytes),
             low_latency_mode=True,
             num_qps_per_rank=sizes.experts_per_rank,
+            explicitly_destroy=True,
         )
+        end_with(group, buffer, device)
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
@@ -277,6 +282,17 @@ def check_current(device: torch.device) -> None:
             f"rows are on {device}, and another device is the current one of this thread, where DeepEP would launch: "
             f"call torch.cuda.set_device({device.index}) first"
         )
+
+
+def end_with(group: Group, buffer: Any, device: torch.device) -> None:
+    """Destroy a buffer with its group. Its destructor would do that wherever Python drops it, and meet there ranks that
+    may be lost."""
+
+    def end() -> None:
+        with own_modes(device):
+            buffer.destroy()
+
+    group.ends.append(end)
 
 
 def check_room(num_tokens: int, max_tokens: int) -> None:

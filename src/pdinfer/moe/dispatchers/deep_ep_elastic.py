@@ -20,6 +20,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
     check_current,
     check_room,
     check_same_room,
+    end_with,
     import_deep_ep,
     travelling_form,
 )
@@ -63,7 +64,9 @@ class DeepEPElastic:
             num_max_tokens_per_rank=max_tokens,
             hidden=sizes.hidden_size,
             num_topk=sizes.top_k,
+            explicitly_destroy=True,
         )
+        end_with(group, buffer, device)
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
