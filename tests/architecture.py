@@ -303,9 +303,9 @@ UNSAFE_CALLS = frozenset(
 )
 
 # `topology` discovers ranks. `process.compiled` asks where caches belong, `process.compiler` turns off translations.
-# `triton.provider` asks whether Triton interprets kernels. The queues of DeepEP are as long as NVSHMEM_QP_DEPTH
-# says. The Mooncake engine is configured by its environment alone, so its adapter sets what it needs, where unset, and
-# logs all of it. The doctor tells what it says.
+# `triton.provider` asks whether Triton interprets kernels. DeepEP's queues are as long as NVSHMEM_QP_DEPTH says, and a
+# variable keeps its second API from recording streams. The Mooncake engine is configured by its environment alone,
+# so its adapter sets what it needs, where unset, and logs all of it. The doctor tells what it says.
 ENVIRONMENT_READERS = frozenset(
     {
         *(
@@ -313,6 +313,7 @@ ENVIRONMENT_READERS = frozenset(
             "process.compiled",
             "process.compiler",
             "kernels.triton.provider",
+            "moe.dispatchers.deep_ep_elastic",
             "moe.dispatchers.deep_ep_limits",
             "kv.transports.mooncake",
         ),

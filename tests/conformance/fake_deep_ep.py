@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdinfer.kernels.reference import quantize_fp8
+from pdinfer.process.streams import is_capturing
 
 topk_idx_t = torch.int64
 ROW_ALIGNMENT = 16
@@ -335,10 +336,12 @@ class ElasticBuffer(Destroyed):
         do_cpu_sync: bool,
         do_expand: bool,
     ) -> tuple[Any, ...]:
-        """The only layout is the expanded one, in memory for the worst case."""
+        """The only layout is the expanded one: in memory for the worst case, unless the host waits for the counts.
+        Rows of one stream that another uses are recorded, which in a capture keeps them to its end, unless a variable
+        says that the caller holds them."""
         assert async_with_compute_stream
         assert do_expand
-        assert not do_cpu_sync
+        assert not is_capturing(self.device) or os.environ.get("EP_AVOID_RECORD_STREAM") == "1"
         assert expert_alignment == 1
         rows, scales = x if isinstance(x, tuple) else (x, None)
         check_taken(self, rows, topk_idx, topk_weights)
@@ -356,29 +359,32 @@ class ElasticBuffer(Destroyed):
             assert rows.dtype == torch.bfloat16
         per_rank, num_topk = num_experts // self.size, topk_idx.shape[1]
         owner = topk_idx.div(per_rank, rounding_mode="floor")
-        tokens = [(owner == rank).any(-1).nonzero().flatten() for rank in range(self.size)]
+        tokens = [(owner == rank).any(-1).nonzero().flatten() for rank in range(self.size)] if self.group else []
+        tokens = tokens or [torch.arange(len(rows), device=rows.device)]
         parts = exchange(self.group, [rows[at] for at in tokens])
         ids = torch.cat(exchange(self.group, [topk_idx[at] for at in tokens])) - self.rank * per_rank
         weights = torch.cat(exchange(self.group, [topk_weights[at] for at in tokens]))
-        here = (ids >= 0) & (ids < per_rank)
-        arrival, choice = here.nonzero().unbind(1)
-        expert = ids[arrival, choice]
-        counts = torch.bincount(expert, minlength=per_rank).to(torch.int32)
-        order = expert.argsort(stable=True)
+        expert = ids.where((ids >= 0) & (ids < per_rank), per_rank).flatten()
+        counts = (expert[:, None] == torch.arange(per_rank, device=ids.device)).sum(0, dtype=torch.int32)
+        order = expert.argsort(stable=True)  # those of other ranks come last
         capacity = self.size * num_max_tokens_per_rank * min(num_topk, per_rank)
+        if do_cpu_sync:
+            capacity = int(counts.sum())
 
         def expanded(values: Tensor) -> Tensor:
             room = torch.full((capacity, *values.shape[1:]), float("nan"), device=values.device).to(values.dtype)
-            room[: len(order)] = values
+            taken = values[order[:capacity]]
+            room[: len(taken)] = taken
             return room
 
-        slots = torch.full_like(ids, -1)
-        slots[arrival[order], choice[order]] = torch.arange(len(order), device=ids.device)
+        slots = torch.empty_like(expert)
+        slots[order] = torch.arange(len(order), device=ids.device)
+        slots = slots.where(expert < per_rank, -1).view(ids.shape)
         handle_of = (slots, [len(part) for part in parts], tokens, len(rows))
-        outs = [expanded(torch.cat(parts)[arrival][order]), expanded(weights[arrival, choice][order]), counts]
+        outs = [expanded(torch.cat(parts).repeat_interleave(num_topk, 0)), expanded(weights.flatten()), counts]
         if scales is not None:
             received = torch.cat(exchange(self.group, [scales[at] for at in tokens]))
-            outs.append(expanded(received[arrival][order]))
+            outs.append(expanded(received.repeat_interleave(num_topk, 0)))
         shown, event = late(*outs)
         recv_x = shown[0] if scales is None else (shown[0], shown[3])
         return recv_x, None, shown[1], EPHandle(shown[2], *handle_of), event
@@ -388,6 +394,7 @@ class ElasticBuffer(Destroyed):
         assert async_with_compute_stream
         assert x.dtype == torch.bfloat16
         check_taken(self, x)
+        x = x if len(x) else x.new_zeros(1, x.shape[1])
         taken = x[handle.slots.clamp_min(0)].float().masked_fill(handle.slots[..., None] < 0, 0)
         sums = taken.sum(1).to(torch.bfloat16)
         y = x.new_zeros(handle.num_tokens, x.shape[1], dtype=torch.float32)

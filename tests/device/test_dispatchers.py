@@ -18,6 +18,7 @@ from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
+from pdinfer.process import streams
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS, summed
 from tests.simulated import order
@@ -57,6 +58,32 @@ def test_rows_go_to_experts_and_back_on_the_device_of_the_rank(mode: str) -> Non
     returned = dispatcher.combine_end(dispatcher.combine_begin(y, dispatched))
     assert returned.y_SD.device == OTHER
     torch.testing.assert_close(summed(returned).cpu()[:, 0], torch.tensor([0.0, 1.5, 1.5]))
+
+
+def forth_and_back(dispatcher: Any, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Any:
+    """Experts return their rows, weighted."""
+    dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK))
+    y = (dispatched.x_SD * dispatched.weights_S[:, None]).to(torch.bfloat16)
+    return dispatched, dispatcher.combine_end(dispatcher.combine_begin(y, dispatched)).y_SD
+
+
+def test_a_captured_step_of_the_second_api_waits_for_nothing() -> None:
+    """Its room is that of the worst case, which other steps need not have: they wait for the counts."""
+    dispatcher = MODES["elastic"](DEVICE, Group("ep"))
+    x_TD, ids_TK, weights_TK = routed(DEVICE)
+    ids_TK[2, 1] = -1
+    eager, y_TD = forth_and_back(dispatcher, x_TD, ids_TK, weights_TK)
+    assert y_TD.cpu()[:, 0].tolist() == [0, 1.5, 0.5]
+    assert len(eager.x_SD) == 5
+    steps: list[Any] = []
+    stream: Any = streams.new_stream(DEVICE)
+    graph = streams.capture(lambda: steps.append(forth_and_back(dispatcher, x_TD, ids_TK, weights_TK)), stream)
+    ((captured, y_TD),) = steps
+    assert len(captured.x_SD) == ROOM * TOP_K
+    x_TD.mul_(2)
+    ids_TK[0].fill_(-1)
+    graph.replay()
+    assert y_TD.cpu()[:, 0].tolist() == [0, 3, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)

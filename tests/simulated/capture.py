@@ -16,7 +16,7 @@ import attrs
 from tests.simulated import order
 from tests.simulated.device import ALLOCATIONS, Call, SimTensor, copied, tensors_in
 from tests.simulated.order import Access
-from tests.simulated.watch import LOCK, Watch, note
+from tests.simulated.watch import LOCK, WATCHES, Watch, note
 
 
 @attrs.define(eq=False)
@@ -26,9 +26,12 @@ class Capture(Watch):
     stream: order.Stream | None = None
     _recorded: list[tuple[Call, list[SimTensor]]] = attrs.field(factory=list, init=False)
 
+    def records(self) -> bool:
+        """Return whether the current stream is its own."""
+        return self.stream is None or order.current_stream() is self.stream
+
     def ran(self, call: Call, result: Any) -> None:
-        recorded = self.stream is None or order.current_stream() is self.stream
-        if recorded and not call.op.is_view and call.name not in ALLOCATIONS:
+        if self.records() and not call.op.is_view and call.name not in ALLOCATIONS:
             self._recorded.append((call, [x for x in tensors_in(result) if isinstance(x, SimTensor)]))
 
     @property
@@ -70,6 +73,11 @@ class CUDAGraph:
 
     def __del__(self) -> None:
         note("destroyed", "graph")
+
+
+def is_current_stream_capturing() -> bool:
+    """Return whether what this thread runs on its current device is recorded."""
+    return any(isinstance(each, Capture) and each.sees() and each.records() for each in WATCHES)
 
 
 @functools.cache

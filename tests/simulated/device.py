@@ -301,6 +301,7 @@ class _Backend:
     device = staticmethod(order.on_device)
     CUDAGraph: Any
     graph: Any
+    is_current_stream_capturing: Any
 
     def is_available(self) -> bool:
         return True
@@ -337,6 +338,7 @@ def set_up() -> torch.library.Library:
 
     backend = _Backend()
     backend.CUDAGraph, backend.graph = capture.CUDAGraph, capture.graph
+    backend.is_current_stream_capturing = capture.is_current_stream_capturing
     backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=backend)
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten

@@ -36,6 +36,11 @@ def is_current(device: torch.device) -> bool:
     return device.type == "cpu" or device.index in (None, torch.get_device_module(device).current_device())
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what this thread queues on `device`, its current one, is captured."""
+    return device.type != "cpu" and bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device`, which is no CPU, the current one of this thread until the context ends."""
     context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(device)

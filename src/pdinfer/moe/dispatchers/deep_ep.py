@@ -53,7 +53,7 @@ class Returning:
 
     y_TD: Tensor
     event: Any
-    kept: Tensor
+    kept: Any
 
     def wait(self) -> Returned:
         """Return the results. The stream waits for them."""

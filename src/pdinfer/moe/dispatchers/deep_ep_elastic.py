@@ -5,6 +5,7 @@ Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in cs
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import attrs
@@ -26,6 +27,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
 )
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
+from pdinfer.process.streams import is_capturing
 
 
 @attrs.frozen(kw_only=True)
@@ -37,9 +39,9 @@ class _Expanded(Contiguous):
 class DeepEPElastic:
     """The dispatcher for up to `max_tokens` tokens per rank, of a prompt or of a decode step.
 
-    A token travels once to each rank that has experts for it. There it becomes one row per expert, sorted, in room for
-    all tokens of all ranks, so that no host waits for a count. Experts weight their results, and sums travel back as
-    bfloat16 rows.
+    A token travels once to each rank that has experts for it. There it becomes one row per expert, sorted. The host
+    waits for the counts of received rows; a capture cannot, and has room for all tokens of all ranks. Experts weight
+    their results, and sums travel back as bfloat16 rows.
     """
 
     buffer: Any
@@ -58,6 +60,9 @@ class DeepEPElastic:
         library = import_deep_ep("ElasticBuffer", "dispatch")
         check_current(device)
         check_same_room(group, max_tokens, device)
+        # torch frees what was recorded on two streams of a capture at its end: the rows of all layers. Events hold them
+        # instead, and we hold the events
+        os.environ["EP_AVOID_RECORD_STREAM"] = "1"
         # sized for rows of bfloat16, it has room for those in FP8
         buffer = library.ElasticBuffer(
             group.process_group,
@@ -82,7 +87,7 @@ class DeepEPElastic:
             num_max_tokens_per_rank=self.max_tokens,
             expert_alignment=1,
             async_with_compute_stream=True,
-            do_cpu_sync=False,
+            do_cpu_sync=not is_capturing(ids_TK.device),
             do_expand=True,
         )
         return Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
@@ -94,7 +99,7 @@ class DeepEPElastic:
 
     def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Returning:
         y_TD, _, event = self.buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
-        return Returning(y_TD=y_TD, event=event, kept=y)
+        return Returning(y_TD=y_TD, event=event, kept=(y, dispatched.handle))
 
     def combine_end(self, pending: Returning) -> Returned:
         return pending.wait()
