@@ -314,9 +314,12 @@ class ElasticBuffer(Destroyed):
         num_max_tokens_per_rank: int = 0,
         hidden: int = 0,
         num_topk: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
         assert explicitly_destroy
+        self.timeouts = num_cpu_timeout_secs, num_gpu_timeout_secs
         assert min(num_max_tokens_per_rank, hidden) > 0
         assert 0 <= num_topk <= 32
         self.group, self.room, self.hidden, self.num_topk = group, num_max_tokens_per_rank, hidden, num_topk

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.errors import ConfigError
+from pdinfer.moe.dispatchers import deep_ep_elastic
 from pdinfer.moe.dispatchers.base import Masked
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
@@ -37,6 +39,7 @@ MODES: dict[str, Callable[..., Any]] = {
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
     monkeypatch.setattr(fake_deep_ep, "here", lambda: order.DEVICES[order.number_of(None)])
+    monkeypatch.setattr(deep_ep_elastic, "timeout_of", lambda *_: timedelta(seconds=7.5))  # a rank alone has none
 
 
 def routed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,6 +87,10 @@ def test_a_captured_step_of_the_second_api_waits_for_nothing() -> None:
     ids_TK[0].fill_(-1)
     graph.replay()
     assert y_TD.cpu()[:, 0].tolist() == [0, 3, 1]
+
+
+def test_the_second_api_waits_for_a_rank_as_long_as_a_collective_does() -> None:
+    assert MODES["elastic"](DEVICE, Group("ep")).buffer.timeouts == (8, 8)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -288,6 +288,13 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
         ) from error
 
 
+def timeout_of(process_group: dist.ProcessGroup | None, kind: str) -> timedelta:
+    """Return how long a collective of tensors on such a device may take, as set when the group was made."""
+    assert process_group is not None
+    timeout: timedelta = process_group._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    return timeout
+
+
 IN_TOUCH_S = 5.0
 """Seconds after which ranks that work on their own hear of each other: well within the time that a collective may
 take."""

@@ -5,6 +5,7 @@ Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in cs
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from pdinfer.moe.dispatchers.deep_ep import (
     travelling_form,
 )
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
-from pdinfer.parallel.groups import Group
+from pdinfer.parallel.groups import Group, timeout_of
 from pdinfer.process.streams import is_capturing
 
 
@@ -63,12 +64,15 @@ class DeepEPElastic:
         # torch frees what was recorded on two streams of a capture at its end: the rows of all layers. Events hold them
         # instead, and we hold the events
         os.environ["EP_AVOID_RECORD_STREAM"] = "1"
+        timeout_s = math.ceil(timeout_of(group.process_group, device.type).total_seconds())
         # sized for rows of bfloat16, it has room for those in FP8
         buffer = library.ElasticBuffer(
             group.process_group,
             num_max_tokens_per_rank=max_tokens,
             hidden=sizes.hidden_size,
             num_topk=sizes.top_k,
+            num_cpu_timeout_secs=timeout_s,
+            num_gpu_timeout_secs=timeout_s,
             explicitly_destroy=True,
         )
         end_with(group, buffer, device)
