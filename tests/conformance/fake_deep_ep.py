@@ -155,7 +155,14 @@ class Buffer(Destroyed):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        return 2 * num_experts * num_max_dispatch_tokens_per_rank * 2 * (2 * hidden + 4 * hidden // 128)
+        dispatched = 16 + max(hidden * 2, hidden + hidden // 128 * 4)
+        combined = hidden // 128 * 4 + hidden * 2
+        send = max(
+            num_max_dispatch_tokens_per_rank * dispatched, num_experts * num_max_dispatch_tokens_per_rank * combined
+        )
+        receive = num_experts * num_max_dispatch_tokens_per_rank * max(dispatched, combined)
+        signals = -(-num_experts * 4 // 128) * 128
+        return (2 * (send + receive + signals) + 128) // 128 * 128
 
     # ---- normal ----------------------------------------------------------------------------------------------------
 

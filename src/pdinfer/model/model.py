@@ -268,16 +268,17 @@ class Model:
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
         """Return the number of pages of a pool whose size was not given.
 
-        With `mem_fraction_static` the pages bring the device's used memory, weights included, to that fraction of the
-        whole. Without it they hold AUTO_POOL_SEQUENCES sequences of full length, within AUTO_POOL_FRACTION of the free
-        memory.
+        With `mem_fraction_static` the pages bring the device's used memory, weights included and the dispatcher's
+        buffer not, to that fraction of the whole. Without it they hold AUTO_POOL_SEQUENCES sequences of full length,
+        within AUTO_POOL_FRACTION of the free memory.
 
         A collective: all ranks get the number that the rank with the least memory can have, and ranks on one machine's
         CPU share its memory evenly. Raises ConfigError, with the bytes, when not even one page fits.
         """
         here, fraction = device_memory(self.device), mem_fraction_static
         free = here.total - here.in_use
-        ours = int(free * AUTO_POOL_FRACTION if fraction is None else here.total * fraction - here.in_use)
+        static = here.in_use - self.experts.buffer_bytes
+        ours = int(free * AUTO_POOL_FRACTION if fraction is None else min(free, here.total * fraction - static))
         room = self._least_room(here.shared_by, ours)
         if room < layout.page_bytes:
             raise ConfigError(

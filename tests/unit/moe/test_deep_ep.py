@@ -75,6 +75,28 @@ def test_limits_of_the_low_latency_kernels(changes: dict[str, object], num_max_t
         attrs.evolve(V3, **changes).check_low_latency(num_max_tokens)
 
 
+@pytest.mark.parametrize("num_ranks", [8, 32, 72])
+@pytest.mark.parametrize("room", [1, 128, 256, 511])
+def test_a_plan_knows_what_the_library_asks_for_few_tokens(num_ranks: int, room: int) -> None:
+    """In whole steps of NVSHMEM's heap, and with its workspace."""
+    for hidden in (2048, 7168):
+        sizes = attrs.evolve(V3, num_ranks=num_ranks, hidden_size=hidden)
+        asked = fake_deep_ep.Buffer.get_low_latency_rdma_size_hint(room, hidden, num_ranks, sizes.num_experts)
+        planned = sizes.low_latency_bytes(room) - (32 << 20)
+        assert planned % (1 << 29) == 0
+        assert 0 <= planned - (asked - 128) < 1 << 29
+
+
+def test_what_the_buffers_of_the_study_take() -> None:
+    """4 GiB in decode; in prefill 0.35 GiB for NVLink, and one step of the heap."""
+    heap, workspace = 1 << 29, 32 << 20
+    assert V3.low_latency_bytes(256) == 8 * heap + workspace
+    for num_ranks, nvlink, rdma in ((8, 335_709_824, 0), (16, 377_673_984, heap), (32, 377_675_264, heap)):
+        assert DeepEPConfig.of_library(num_ranks).buffer_bytes(7168, num_ranks) == nvlink + rdma + workspace
+    tuned = DeepEPChunks(num_sms=40, num_max_nvl_chunked_recv_tokens=512)
+    assert tuned.buffer_bytes(7168, 8) == 20 * 8 * (4 * 5 + 512 * (14336 + 2056)) + workspace
+
+
 @pytest.mark.parametrize(("depth", "taken", "refused"), [("4096", 1024, 1025), ("128", 63, 64), ("2048", 1023, 1024)])
 def test_queues_are_as_long_as_the_environment_says(
     depth: str, taken: int, refused: int, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,18 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
         sizes.check_normal()
 
 
+def buffer_bytes(sizes: ExpertSizes, options: ExpertConfig) -> int:
+    """Return what the buffer of a dispatcher takes of a GPU, beside the tensors of torch. That of "elastic" depends on
+    the network, and counts as none."""
+    if options.moe_a2a_backend != "deep_ep" or options.deepep_mode == "elastic":
+        return 0
+    if options.deepep_mode == "low_latency":
+        return sizes.low_latency_bytes(options.num_max_dispatch_tokens_per_rank)
+    path = options.deepep_config
+    config = DeepEPConfig.of_library(sizes.num_ranks) if path is None else DeepEPConfig.read(path)
+    return config.buffer_bytes(sizes.hidden_size, sizes.num_ranks)
+
+
 def choose_dispatcher(
     group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
 ) -> TokenDispatcher:

@@ -18,6 +18,8 @@ LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_MAX_TOP_K = 11
 LOW_LATENCY_MAX_TOKENS = 1024
 """What the flags of its kernels can count."""
+HEAP_STEP_BYTES = 1 << 29
+WORKSPACE_BYTES = 32 << 20
 QP_DEPTH = "NVSHMEM_QP_DEPTH"
 DEFAULT_QP_DEPTH = 1024
 ELASTIC_MAX_RANKS = 2048
@@ -74,6 +76,16 @@ class ExpertSizes:
             )
         self._check_any()
 
+    def low_latency_bytes(self, num_max_tokens: int) -> int:
+        """Return what the buffer of the kernels for decode takes of a GPU: rows that go and rows that come, for both
+        batches that may be under way, with room for each expert's (csrc/legacy/config.hpp)."""
+        scales = self.hidden_size // 128 * 4
+        dispatched = 16 + 2 * self.hidden_size
+        combined = 2 * self.hidden_size + scales
+        rows = self.num_experts * num_max_tokens
+        one = rows * combined + rows * max(dispatched, combined) + -(-self.num_experts * 4 // 128) * 128
+        return gpu_bytes(nvlink=0, rdma=2 * one)
+
     def check_elastic(self) -> None:
         """Raise ConfigError, with the value, for sizes that the kernels of `ElasticBuffer` cannot serve."""
         if not 2 <= self.num_ranks <= ELASTIC_MAX_RANKS:
@@ -99,6 +111,11 @@ class ExpertSizes:
             )
         if self.dtype != torch.bfloat16:
             raise ConfigError(f"DeepEP carries rows of bfloat16, the model runs in {self.dtype}; load it in that dtype")
+
+
+def gpu_bytes(*, nvlink: int, rdma: int) -> int:
+    """Return what a `Buffer` takes of a GPU: the part over RDMA lies in NVSHMEM's heap, which grows in whole steps."""
+    return -(-nvlink // 128) * 128 + -(-rdma // HEAP_STEP_BYTES) * HEAP_STEP_BYTES + WORKSPACE_BYTES
 
 
 def qp_depth() -> int:
