@@ -126,6 +126,7 @@ class Buffer(Destroyed):
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
         num_qps_per_rank: int = 24,
+        *,
         explicitly_destroy: bool = False,
     ) -> None:
         assert explicitly_destroy

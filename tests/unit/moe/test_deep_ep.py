@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -265,6 +266,48 @@ def test_a_tuned_file_is_read(tmp_path: Path) -> None:
     assert config.normal_dispatch.num_sms == 24
     assert config.normal_dispatch == DeepEPChunks(num_sms=24, num_max_nvl_chunked_send_tokens=16)
     assert config.normal_combine == DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=128)
+
+
+SIGNATURES = {
+    (fake_deep_ep.Config, "__init__"): "num_sms num_max_nvl_chunked_send_tokens num_max_nvl_chunked_recv_tokens "
+    "num_max_rdma_chunked_send_tokens num_max_rdma_chunked_recv_tokens",
+    (fake_deep_ep.Buffer, "__init__"): "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
+    (fake_deep_ep.Buffer, "get_low_latency_rdma_size_hint"): "num_max_dispatch_tokens_per_rank hidden num_ranks "
+    "num_experts",
+    (fake_deep_ep.Buffer, "get_dispatch_layout"): "topk_idx num_experts previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "dispatch"): "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank "
+    "num_tokens_per_expert topk_idx topk_weights expert_alignment num_worst_tokens config previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "combine"): "x handle topk_weights bias config previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "low_latency_dispatch"): "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
+    "return_recv_hook",
+    (fake_deep_ep.Buffer, "low_latency_combine"): "x topk_idx topk_weights handle use_logfmt zero_copy async_finish "
+    "return_recv_hook out combine_wait_recv_cost_stats",
+    (fake_deep_ep.ElasticBuffer, "__init__"): "group num_bytes num_cpu_bytes num_max_tokens_per_rank hidden num_topk "
+    "use_fp8_dispatch deterministic allow_hybrid_mode allow_multiple_reduction prefer_overlap_with_compute sl_idx "
+    "num_allocated_qps num_cpu_timeout_secs num_gpu_timeout_secs explicitly_destroy",
+    (fake_deep_ep.ElasticBuffer, "dispatch"): "x topk_idx topk_weights cumulative_local_expert_recv_stats num_experts "
+    "num_max_tokens_per_rank expert_alignment num_sms num_qps previous_event previous_event_before_epilogue "
+    "async_with_compute_stream allocate_on_comm_stream handle do_handle_copy do_cpu_sync do_expand do_zero_padding "
+    "use_tma_aligned_col_major_sf",
+    (fake_deep_ep.ElasticBuffer, "combine"): "x handle topk_weights bias num_sms num_qps previous_event "
+    "previous_event_before_epilogue async_with_compute_stream allocate_on_comm_stream",
+}
+"""The parameters of the library at dd758ca (2026-07-14), in order."""
+
+
+@pytest.mark.parametrize(("kind", "method"), SIGNATURES, ids=lambda each: getattr(each, "__name__", each))
+def test_the_stand_in_is_called_as_the_library_is(kind: type, method: str) -> None:
+    """It has no parameter of another name, and what it takes by position comes in the same order."""
+    theirs = SIGNATURES[kind, method].split()
+    ours = [each for each in inspect.signature(getattr(kind, method)).parameters.values() if each.name != "self"]
+    assert {each.name for each in ours} <= {*theirs}
+    by_position = [each.name for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert by_position == theirs[: len(by_position)]
 
 
 def test_what_is_taken_is_taken_by_the_library() -> None:
