@@ -44,6 +44,7 @@ def serve_rank(role: str, checkpoint: Path, address: tuple[str, int]) -> None:
         connection = knock(address)
         connection.send_bytes(role.encode())
     pd.remote.serve(engine, connection)
+    model.groups.close()
 
 
 def knock(address: tuple[str, int]) -> multiprocessing.connection.Connection:

@@ -135,6 +135,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("all_to_all", "deep_ep_elastic"),
         ("deep_ep",),
         ("base", "deep_ep_config"),
+        ("deep_ep_limits",),
     ),
     "moe.placement": (("replicas", "recorder", "files", "difference"), ("placement",)),
     "checkpoint": (("quantize", "schemes"), ("reader",), ("header",)),
@@ -303,7 +304,8 @@ UNSAFE_CALLS = frozenset(
 )
 
 # `topology` discovers ranks. `process.compiled` asks where caches belong, `process.compiler` turns off translations.
-# `triton.provider` asks whether Triton interprets kernels. The Mooncake engine is configured by its environment alone,
+# `triton.provider` asks whether Triton interprets kernels. DeepEP's queues are as long as NVSHMEM_QP_DEPTH says, and a
+# variable keeps its second API from recording streams. The Mooncake engine is configured by its environment alone,
 # so its adapter sets what it needs, where unset, and logs all of it. The doctor tells what it says.
 ENVIRONMENT_READERS = frozenset(
     {
@@ -312,6 +314,8 @@ ENVIRONMENT_READERS = frozenset(
             "process.compiled",
             "process.compiler",
             "kernels.triton.provider",
+            "moe.dispatchers.deep_ep_elastic",
+            "moe.dispatchers.deep_ep_limits",
             "kv.transports.mooncake",
         ),
         "diagnosis.machine",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from pdinfer.process.streams import Graph, capture
+from pdinfer.process.streams import Graph, capture, new_stream
 
 CACHE_BYTES = 60 << 20
 """The largest L2 of a Hopper card. What is read again after ten times this much comes from memory."""
@@ -93,9 +93,10 @@ class _Stretch:
         repeated = [*calls] * max(1, min(MOST_CALLS // len(calls), int(LEAST_S / plain_s) + 1))
         if device.type == "cpu":
             return cls(repeated, device, None)
-        stretch = cls(repeated, device, None)
+        stretch, stream = cls(repeated, device, None), new_stream(device)
+        assert stream is not None
         try:
-            graph = capture(stretch.run, device)
+            graph = capture(stretch.run, stream)
         except RuntimeError:  # it waits for the device
             torch.cuda.synchronize(device)
             return stretch

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 
+import attrs
 import torch
 
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher
-from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.parallel.topology import Topology
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma
 
+CPU = torch.device("cpu")
 NORMAL_WIDTH, NORMAL_FP8_WIDTH, LOW_LATENCY_WIDTH = 16, 256, 2048
 
 
@@ -40,33 +43,35 @@ def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> 
 
 
 def normal(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS)
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, device=CPU)
 
 
 def normal_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), OPS)
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), OPS, device=CPU)
 
 
 def normal_tuned(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
-    config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}})
-    dispatcher = DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config)
-    assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 24
+    config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 32}, "normal_combine": {"num_sms": 32}})
+    dispatcher = DeepEPNormal.connect(
+        group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config, device=CPU
+    )
+    assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 32
     return dispatcher
 
 
 def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLatency:
     of = sizes(group, experts_per_rank, top_k, LOW_LATENCY_WIDTH)
-    return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 def elastic(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
     of = sizes(group, experts_per_rank, top_k, NORMAL_WIDTH)
-    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 def elastic_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
     of = sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH)
-    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=CPU)
 
 
 ROUGH = gamma(4, torch.bfloat16)
@@ -106,14 +111,16 @@ def run_suite(name: str, seeds: int) -> list[str]:
     topology = Topology.from_env()
     groups = topology.connect() if topology.world_size > 1 else None
     calls: list[str] = []
-    group = (
-        Group("ep") if groups is None else Group("ep", groups.ep.ranks, groups.ep.rank, groups.ep.process_group, calls)
-    )
+    group = Group("ep") if groups is None else attrs.evolve(groups.ep, calls=calls)
     checks = (*SUITE, sums_are_those_of_one_rank) if name in EXACT else SUITE
     try:
         for check in checks:
             for seed in range(seeds):
                 check(KINDS[name], group, seed)
+        assert bool(group.ends) == name.startswith("deep_ep")
+        if groups is not None:
+            groups.close()
+        assert not group.ends
     finally:
         del sys.modules["deep_ep"]
     return calls

@@ -1,10 +1,14 @@
-"""A stand-in for the library deep_ep on host tensors: both its APIs, with their checks of shapes and dtypes, over gloo.
+"""A stand-in for the library deep_ep: both its APIs, with their checks of shapes, dtypes, strides, alignment and
+devices, over gloo for host tensors, and for one rank on a simulated device.
 
-What a real one writes from a stream of its own is garbage here until the event was waited for or the hook was called.
+Read at DeepEP dd758ca (2026-07-14): deep_ep/buffers/legacy.py and elastic.py, csrc/legacy/buffer.hpp and config.hpp,
+csrc/elastic/buffer.hpp. What a real one writes from a stream of its own is garbage here until the event was waited for
+or the hook was called. A buffer belongs to the device that was `here` when it was made, and takes tensors of it alone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdinfer.kernels.reference import quantize_fp8
+from pdinfer.process.streams import is_capturing
 
 topk_idx_t = torch.int64
+ROW_ALIGNMENT = 16
+"""Kernels read rows as int4."""
+
+
+def here() -> torch.device:
+    """Return the current device, as cudaGetDevice says it."""
+    return torch.device("cpu")
+
+
+def check_taken(buffer: Buffer | ElasticBuffer, rows: Tensor, *others: Tensor) -> None:
+    """Check what all kernels ask of their tensors: the launch is on the current device, whatever they are on."""
+    assert here() == buffer.device
+    assert not buffer.is_destroyed
+    for x in (rows, *others):
+        assert x.device == buffer.device
+        assert x.is_contiguous()
+    assert rows.data_ptr() % ROW_ALIGNMENT == rows.shape[-1] * rows.itemsize % ROW_ALIGNMENT == 0
 
 
 class Config:
@@ -26,8 +48,11 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        assert num_sms % 2 == 0
         self.arguments = dict(locals())
+        send, receive = num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens
+        assert 0 < num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens
+        assert num_sms % 2 == 0 < num_sms
+        assert 0 < send <= -(-receive // send) * send // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         assert hidden_bytes % 16 == 0
@@ -57,8 +82,15 @@ def late(*values: Tensor) -> tuple[list[Tensor], Late]:
     return shown, Late(fill)
 
 
-def exchange(group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
+def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank and the number of ranks."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def exchange(group: dist.ProcessGroup | None, parts: Sequence[Tensor]) -> list[Tensor]:
     """Send part r to rank r, and return what came from each."""
+    if group is None:
+        return list(parts)
     counts = torch.tensor([len(part) for part in parts])
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
@@ -69,22 +101,42 @@ def exchange(group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
     return list(received.view(joined.dtype).split(theirs.tolist()))
 
 
-class Buffer:
+class Destroyed:
+    """What is destroyed by hand, once, by all ranks together, on its own device."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    is_destroyed = False
+
+    def destroy(self) -> None:
+        assert here() == self.device
+        assert not self.is_destroyed
+        self.is_destroyed = True
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+class Buffer(Destroyed):
     num_sms = 20
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
         num_qps_per_rank: int = 24,
+        *,
+        explicitly_destroy: bool = False,
     ) -> None:
+        assert explicitly_destroy
         assert num_nvl_bytes % 128 == 0
         assert num_rdma_bytes % 128 == 0
         assert (num_rdma_bytes if low_latency_mode else num_nvl_bytes) > 0
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = here()
+        self.rank, self.size = place(group)
+        self.qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
         self.low_latency_mode = low_latency_mode
         self.num_qps_per_rank = num_qps_per_rank
         self.live = 0
@@ -104,16 +156,24 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        return 2 * num_experts * num_max_dispatch_tokens_per_rank * 2 * (2 * hidden + 4 * hidden // 128)
+        dispatched = 16 + max(hidden * 2, hidden + hidden // 128 * 4)
+        combined = hidden // 128 * 4 + hidden * 2
+        send = max(
+            num_max_dispatch_tokens_per_rank * dispatched, num_experts * num_max_dispatch_tokens_per_rank * combined
+        )
+        receive = num_experts * num_max_dispatch_tokens_per_rank * max(dispatched, combined)
+        signals = -(-num_experts * 4 // 128) * 128
+        return (2 * (send + receive + signals) + 128) // 128 * 128
 
     # ---- normal ----------------------------------------------------------------------------------------------------
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
         assert topk_idx.dtype == topk_idx_t
         assert topk_idx.is_contiguous()
+        assert here() == self.device == topk_idx.device
         assert num_experts % self.size == 0
         # an index of -1 is a slot without an expert
-        hits = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
+        hits = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         hits = hits.scatter_(1, topk_idx.where(topk_idx >= 0, num_experts), True)[:, :num_experts]
         in_rank = hits.view(len(hits), self.size, num_experts // self.size).any(-1)
         per_rank, per_expert = in_rank.sum(0, dtype=torch.int32), hits.sum(0, dtype=torch.int32)
@@ -133,6 +193,7 @@ class Buffer:
         async_finish: bool,
     ) -> tuple[Any, ...]:
         assert not self.low_latency_mode
+        assert self.num_qps_per_rank == self.num_sms // 2 or self.num_qps_per_rank >= self.num_sms  # between nodes
         assert topk_weights.dtype == torch.float32
         if isinstance(x, tuple):
             x, scales = x
@@ -141,9 +202,9 @@ class Buffer:
         else:
             scales = None
             assert x.dtype == torch.bfloat16
-        assert x.is_contiguous()
-        assert topk_weights.is_contiguous()
+        check_taken(self, x, topk_idx, topk_weights, is_token_in_rank, *([] if scales is None else [scales]))
         assert topk_idx.shape == topk_weights.shape == (len(x), topk_idx.shape[1])
+        assert (num_tokens_per_rank.dtype, is_token_in_rank.dtype) == (torch.int32, torch.bool)
         assert torch.equal(is_token_in_rank.sum(0), num_tokens_per_rank.long())
         tokens = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.size)]
         per_rank = len(num_tokens_per_expert) // self.size
@@ -164,10 +225,10 @@ class Buffer:
     def combine(self, x: Tensor, handle: Any, *, config: Config, async_finish: bool) -> tuple[Tensor, None, Late]:
         tokens, received, num_tokens = handle
         assert x.dtype == torch.bfloat16
-        assert x.is_contiguous()
+        check_taken(self, x)
         assert len(x) == sum(received)
         back = exchange(self.group, list(x.split(received)))
-        y = torch.zeros(num_tokens, x.shape[1])
+        y = x.new_zeros(num_tokens, x.shape[1], dtype=torch.float32)
         for at, rows in zip(tokens, back, strict=True):
             y[at] += rows.float()
         (shown,), event = late(y.to(torch.bfloat16))
@@ -191,10 +252,11 @@ class Buffer:
         assert use_fp8 or not round_scale
         assert not use_fp8 or x.shape[1] % 512 == 0
         assert (x.dtype, topk_idx.dtype) == (torch.bfloat16, topk_idx_t)
-        assert x.is_contiguous()
+        check_taken(self, x, topk_idx)
         assert x.shape[1] in (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
         assert len(topk_idx) == len(x) <= num_max_dispatch_tokens_per_rank
         assert num_max_dispatch_tokens_per_rank * self.size % 4 == 0
+        assert self.qp_depth >= 2 * (num_max_dispatch_tokens_per_rank + 1)
         assert topk_idx.shape[1] <= 11
         per_rank = num_experts // self.size
         assert self.num_qps_per_rank >= per_rank
@@ -204,7 +266,7 @@ class Buffer:
         rows = exchange(self.group, [x[at[:, 0]] for at in pairs])
         experts = exchange(self.group, [topk_idx[at[:, 0], at[:, 1]] for at in pairs])
         room = x.new_full((per_rank, num_max_dispatch_tokens_per_rank * self.size, x.shape[1]), float("nan"))
-        counts = torch.zeros(per_rank, dtype=torch.int32)
+        counts = x.new_zeros(per_rank, dtype=torch.int32)
         places = []
         for row, expert in zip(torch.cat(rows), (torch.cat(experts) - self.rank * per_rank).tolist(), strict=True):
             places.append((expert, int(counts[expert])))
@@ -224,11 +286,12 @@ class Buffer:
     ) -> tuple[Any, ...]:
         pairs, received, places = handle
         assert return_recv_hook
-        assert (x.dtype, topk_weights.dtype) == (torch.bfloat16, torch.float32)
-        assert x.is_contiguous()
+        assert (x.dtype, topk_idx.dtype, topk_weights.dtype) == (torch.bfloat16, topk_idx_t, torch.float32)
+        assert topk_weights.shape == topk_idx.shape
+        check_taken(self, x, topk_weights)
         assert x.ndim == 3
         rows = x[[expert for expert, _ in places], [at for _, at in places]]
-        y = torch.zeros(len(topk_idx), x.shape[2])
+        y = x.new_zeros(len(topk_idx), x.shape[2], dtype=torch.float32)
         for at, part in zip(pairs, exchange(self.group, list(rows.split(received))), strict=True):
             y.index_add_(0, at[:, 0], part.float() * topk_weights[at[:, 0], at[:, 1], None])
         (shown,), event = late(y.to(torch.bfloat16))
@@ -251,14 +314,25 @@ class EPHandle:
         self.slots, self.received, self.tokens, self.num_tokens = slots, received, tokens, num_tokens
 
 
-class ElasticBuffer:
+class ElasticBuffer(Destroyed):
     def __init__(
-        self, group: dist.ProcessGroup, *, num_max_tokens_per_rank: int = 0, hidden: int = 0, num_topk: int = 0
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
     ) -> None:
+        assert explicitly_destroy
+        self.timeouts = num_cpu_timeout_secs, num_gpu_timeout_secs
         assert min(num_max_tokens_per_rank, hidden) > 0
         assert 0 <= num_topk <= 32
         self.group, self.room, self.hidden, self.num_topk = group, num_max_tokens_per_rank, hidden, num_topk
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = here()
+        self.rank, self.size = place(group)
 
     def dispatch(
         self,
@@ -273,20 +347,19 @@ class ElasticBuffer:
         do_cpu_sync: bool,
         do_expand: bool,
     ) -> tuple[Any, ...]:
-        """The only layout is the expanded one, in memory for the worst case."""
+        """The only layout is the expanded one: in memory for the worst case, unless the host waits for the counts.
+        Rows of one stream that another uses are recorded, which in a capture keeps them to its end, unless a variable
+        says that the caller holds them."""
         assert async_with_compute_stream
         assert do_expand
-        assert not do_cpu_sync
+        assert not is_capturing(self.device) or os.environ.get("EP_AVOID_RECORD_STREAM") == "1"
         assert expert_alignment == 1
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        assert rows.is_contiguous()
-        assert rows.shape[1] * rows.itemsize % 16 == 0
+        check_taken(self, rows, topk_idx, topk_weights)
         assert rows.shape[1] <= self.hidden
         assert len(rows) <= num_max_tokens_per_rank <= self.room
         assert topk_idx.dtype == topk_idx_t
         assert topk_weights.dtype == torch.float32
-        assert topk_idx.is_contiguous()
-        assert topk_weights.is_contiguous()
         assert topk_idx.shape == topk_weights.shape == (len(rows), topk_idx.shape[1])
         assert topk_idx.shape[1] <= self.num_topk
         assert num_experts % self.size == 0
@@ -297,29 +370,32 @@ class ElasticBuffer:
             assert rows.dtype == torch.bfloat16
         per_rank, num_topk = num_experts // self.size, topk_idx.shape[1]
         owner = topk_idx.div(per_rank, rounding_mode="floor")
-        tokens = [(owner == rank).any(-1).nonzero().flatten() for rank in range(self.size)]
+        tokens = [(owner == rank).any(-1).nonzero().flatten() for rank in range(self.size)] if self.group else []
+        tokens = tokens or [torch.arange(len(rows), device=rows.device)]
         parts = exchange(self.group, [rows[at] for at in tokens])
         ids = torch.cat(exchange(self.group, [topk_idx[at] for at in tokens])) - self.rank * per_rank
         weights = torch.cat(exchange(self.group, [topk_weights[at] for at in tokens]))
-        here = (ids >= 0) & (ids < per_rank)
-        arrival, choice = here.nonzero().unbind(1)
-        expert = ids[arrival, choice]
-        counts = torch.bincount(expert, minlength=per_rank).to(torch.int32)
-        order = expert.argsort(stable=True)
+        expert = ids.where((ids >= 0) & (ids < per_rank), per_rank).flatten()
+        counts = (expert[:, None] == torch.arange(per_rank, device=ids.device)).sum(0, dtype=torch.int32)
+        order = expert.argsort(stable=True)  # those of other ranks come last
         capacity = self.size * num_max_tokens_per_rank * min(num_topk, per_rank)
+        if do_cpu_sync:
+            capacity = int(counts.sum())
 
         def expanded(values: Tensor) -> Tensor:
-            room = torch.full((capacity, *values.shape[1:]), float("nan")).to(values.dtype)
-            room[: len(order)] = values
+            room = torch.full((capacity, *values.shape[1:]), float("nan"), device=values.device).to(values.dtype)
+            taken = values[order[:capacity]]
+            room[: len(taken)] = taken
             return room
 
-        slots = torch.full(ids.shape, -1)
-        slots[arrival[order], choice[order]] = torch.arange(len(order))
+        slots = torch.empty_like(expert)
+        slots[order] = torch.arange(len(order), device=ids.device)
+        slots = slots.where(expert < per_rank, -1).view(ids.shape)
         handle_of = (slots, [len(part) for part in parts], tokens, len(rows))
-        outs = [expanded(torch.cat(parts)[arrival][order]), expanded(weights[arrival, choice][order]), counts]
+        outs = [expanded(torch.cat(parts).repeat_interleave(num_topk, 0)), expanded(weights.flatten()), counts]
         if scales is not None:
             received = torch.cat(exchange(self.group, [scales[at] for at in tokens]))
-            outs.append(expanded(received[arrival][order]))
+            outs.append(expanded(received.repeat_interleave(num_topk, 0)))
         shown, event = late(*outs)
         recv_x = shown[0] if scales is None else (shown[0], shown[3])
         return recv_x, None, shown[1], EPHandle(shown[2], *handle_of), event
@@ -328,10 +404,11 @@ class ElasticBuffer:
         """A rank adds up its experts' results for a token, and the token's rank adds up those sums."""
         assert async_with_compute_stream
         assert x.dtype == torch.bfloat16
-        assert x.is_contiguous()
+        check_taken(self, x)
+        x = x if len(x) else x.new_zeros(1, x.shape[1])
         taken = x[handle.slots.clamp_min(0)].float().masked_fill(handle.slots[..., None] < 0, 0)
         sums = taken.sum(1).to(torch.bfloat16)
-        y = torch.zeros(handle.num_tokens, x.shape[1])
+        y = x.new_zeros(handle.num_tokens, x.shape[1], dtype=torch.float32)
         for at, rows in zip(handle.tokens, exchange(self.group, list(sums.split(handle.received))), strict=True):
             y[at] += rows.float()
         (shown,), event = late(y.to(torch.bfloat16))

@@ -21,7 +21,7 @@ from pdinfer.kernels.draws import DrawKind
 from pdinfer.kernels.resolve import OpChoice
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows
-from pdinfer.process.streams import capture
+from pdinfer.process.streams import capture, new_stream
 from pdinfer.testing import FAMILIES
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
@@ -247,14 +247,15 @@ def test_the_garbage_of_an_engine_that_is_gone_breaks_no_capture() -> None:
 
     class Circle:
         def __init__(self) -> None:
-            self.graph = capture(lambda: None, DEVICE)
+            self.graph = capture(lambda: None, stream)
             self.itself = self
 
+    stream: Any = new_stream(DEVICE)
     limits = gc.get_threshold()
     gc.set_threshold(50, 2, 2)
     try:
         Circle()
-        assert isinstance(capture(collectable, DEVICE), CUDAGraph)
+        assert isinstance(capture(collectable, stream), CUDAGraph)
     finally:
         gc.set_threshold(*limits)
     assert gc.isenabled()

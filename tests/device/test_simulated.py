@@ -92,6 +92,7 @@ def test_each_thread_is_counted_where_it_is_watched(device: torch.device) -> Non
         "pageable": 300,
         "pinned": 0,
         "destroyed": 0,
+        "elsewhere": 0,
     }
     assert sum(here.totals().values()) == 0
 
@@ -176,7 +177,7 @@ def test_a_replay_is_one_launch_and_allocates_nothing(device: torch.device) -> N
         masked(x, length)
     with Watch() as watch:
         capture.replay()
-    assert watch.totals() == {"launches": 1, "allocations": 0, "syncs": 0, "pageable": 0, "pinned": 0, "destroyed": 0}
+    assert {kind: count for kind, count in watch.totals().items() if count} == {"launches": 1}
 
 
 def test_a_length_that_was_baked_in_shows(device: torch.device) -> None:

@@ -7,6 +7,7 @@ that should have depended on another value, or on an input that has moved, shows
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,17 +16,22 @@ import attrs
 from tests.simulated import order
 from tests.simulated.device import ALLOCATIONS, Call, SimTensor, copied, tensors_in
 from tests.simulated.order import Access
-from tests.simulated.watch import LOCK, Watch, note
+from tests.simulated.watch import LOCK, WATCHES, Watch, note
 
 
 @attrs.define(eq=False)
 class Capture(Watch):
-    """Records what this thread runs on the device while it is entered."""
+    """Records what this thread runs while it is entered: all of it, or that on `stream`."""
 
+    stream: order.Stream | None = None
     _recorded: list[tuple[Call, list[SimTensor]]] = attrs.field(factory=list, init=False)
 
+    def records(self) -> bool:
+        """Return whether the current stream is its own."""
+        return self.stream is None or order.current_stream() is self.stream
+
     def ran(self, call: Call, result: Any) -> None:
-        if not call.op.is_view and call.name not in ALLOCATIONS:
+        if self.records() and not call.op.is_view and call.name not in ALLOCATIONS:
             self._recorded.append((call, [x for x in tensors_in(result) if isinstance(x, SimTensor)]))
 
     @property
@@ -39,14 +45,19 @@ class Capture(Watch):
         with LOCK:
             note("launches", "graph")
             for call, results in self._recorded:
-                if call.crosses:
-                    copied(call)
-                    continue
-                made = [x for x in results if not any(x is argument for argument in call.tensors)]
-                order.ran(call.name, [*call.accesses(), *(Access(x.inner, x.memory, writes=True) for x in made)])
-                for before, now in zip(results, tensors_in(call.inside()), strict=True):
-                    if before.inner is not now:
-                        before.inner.copy_(now)
+                with order.on_device(call.device):
+                    _again(call, results)
+
+
+def _again(call: Call, results: list[SimTensor]) -> None:
+    if call.crosses:
+        copied(call)
+        return
+    made = [x for x in results if not any(x is argument for argument in call.tensors)]
+    order.ran(call.name, [*call.accesses(), *(Access(x.inner, x.memory, writes=True) for x in made)])
+    for before, now in zip(results, tensors_in(call.inside()), strict=True):
+        if before.inner is not now:
+            before.inner.copy_(now)
 
 
 class CUDAGraph:
@@ -64,12 +75,31 @@ class CUDAGraph:
         note("destroyed", "graph")
 
 
+def is_current_stream_capturing() -> bool:
+    """Return whether what this thread runs on its current device is recorded."""
+    return any(isinstance(each, Capture) and each.sees() and each.records() for each in WATCHES)
+
+
+@functools.cache
+def _default_stream() -> order.Stream:
+    """Return the one that torch makes once in a process, on the device that is current then."""
+    return order.Stream()
+
+
 @contextlib.contextmanager
-def graph(made: CUDAGraph, pool: object = None, *, capture_error_mode: str = "global") -> Iterator[None]:
-    """Capture what this thread runs until the context ends, as `torch.cuda.graph`. Raises RuntimeError for what a CUDA
-    graph cannot hold, also in another thread if the mode is "global"."""
-    with Capture(everywhere=capture_error_mode == "global") as captured:
+def graph(
+    made: CUDAGraph, pool: object = None, stream: order.Stream | None = None, *, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    """Capture what this thread runs on `stream` until the context ends, as `torch.cuda.graph`: what runs on another
+    stream is not in the graph. Raises RuntimeError for what a CUDA graph cannot hold, also in another thread if the
+    mode is "global"."""
+    order.synchronize()
+    stream = stream or _default_stream()
+    if order.is_default(stream):
+        raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+    with order.using(stream), Capture(stream, everywhere=capture_error_mode == "global") as captured:
         yield
+    order.host_waits(stream.clock)  # nothing has run yet that anybody had to wait for
     if captured.illegal:
         raise RuntimeError(f"operation not permitted when stream is capturing: {captured.illegal}")
     made.captured = captured

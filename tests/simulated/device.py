@@ -1,12 +1,15 @@
-"""An accelerator without one: tensors that say `gpusim:0`, hold host data, and behave where CUDA is strict.
+"""Two accelerators without one: tensors that say `gpusim:0` or `gpusim:1`, hold host data, and behave where CUDA is
+strict.
 
 A `SimTensor` is a wrapper on torch's PrivateUse1 device, which a private API of torch sets up from Python. Each op on
 it, in whatever thread, runs on the host tensor inside and is counted (`tests.simulated.watch`). Host and device tensors
-in one op raise HostAndDevice, and products that CUDA lacks are refused. `tests.simulated.order` has streams and events,
-`tests.simulated.capture` what a CUDA graph does.
+in one op raise HostAndDevice, tensors of two devices and products that CUDA lacks are refused. A thread begins with the
+first device as its current one; an op runs on the device of its tensors all the same, and is counted where that is not
+the current one: a library that knows no better would have launched it there. `tests.simulated.order` has devices,
+streams and events, `tests.simulated.capture` what a CUDA graph does.
 
 Not seen here: kernels and how they round, the order of threads of the host, how much memory there is, memory that is
-freed while another stream uses it, warnings of CUDA.
+freed while another stream uses it, warnings of CUDA. A copy between two devices, which CUDA has, is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from tests.simulated import order
 from tests.simulated.order import Access, Memory
 from tests.simulated.watch import LOCK, note, tell, where
 
-DEVICE = torch.device("privateuseone", 0)
+DEVICE, OTHER = order.DEVICES
 HOST = torch.device("cpu")
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -55,7 +58,7 @@ class SimTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device=DEVICE,
+            device=memory.device,
         )
         made.inner, made.memory = inner, memory
         return made
@@ -116,6 +119,17 @@ class Call:
         # whether the shape or the value of its result comes from data, for which the host waits
         self.waits = self.name in SYNCS or any(x.dtype in (torch.bool, torch.uint8) for x in self.indices)
 
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device that it runs on. Raises RuntimeError for tensors of two."""
+        named = self.kwargs.get("device")
+        devices = {x.device for x in self.tensors if isinstance(x, SimTensor)}
+        if named is not None and torch.device(named).type == DEVICE.type:
+            devices.add(order.DEVICES[order.number_of(torch.device(named))])
+        if len(devices) > 1:
+            raise RuntimeError(f"{self.name}: tensors on different devices, {devices}, at {where()}")
+        return devices.pop()
+
     @property
     def crosses(self) -> bool:
         """Whether it copies between host and device."""
@@ -164,8 +178,11 @@ def inner(value: Tensor) -> Tensor:
 
 
 def run(call: Call) -> Any:
-    """Run an op that has to do with the device."""
-    with LOCK:
+    """Run an op that has to do with a device, on that device, as torch does."""
+    elsewhere = call.device != order.DEVICES[order.number_of(None)]
+    with LOCK, order.on_device(call.device):
+        if elsewhere and not call.op.is_view and call.name not in ALLOCATIONS:
+            note("elsewhere", call.name)
         if call.name == "_to_copy":
             result = _converted(call)
         elif call.crosses:
@@ -280,8 +297,11 @@ class _Backend:
     current_stream = staticmethod(order.current_stream)
     stream = staticmethod(order.using)
     synchronize = staticmethod(order.synchronize)
+    set_device = staticmethod(order.set_device)
+    device = staticmethod(order.on_device)
     CUDAGraph: Any
     graph: Any
+    is_current_stream_capturing: Any
 
     def is_available(self) -> bool:
         return True
@@ -296,10 +316,10 @@ class _Backend:
         pass
 
     def device_count(self) -> int:
-        return 1
+        return len(order.DEVICES)
 
     def current_device(self) -> int:
-        return 0
+        return order.number_of(None)
 
 
 def why_not() -> str | None:
@@ -318,6 +338,7 @@ def set_up() -> torch.library.Library:
 
     backend = _Backend()
     backend.CUDAGraph, backend.graph = capture.CUDAGraph, capture.graph
+    backend.is_current_stream_capturing = capture.is_current_stream_capturing
     backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=backend)
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten

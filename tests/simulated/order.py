@@ -1,4 +1,4 @@
-"""Streams and events of the simulated device, and the order that they give to work.
+"""Streams and events of the simulated devices, and the order that they give to work.
 
 Ops run at once, so what a card would do later is judged by *who may know of it*. Each op has a number. A stream knows
 the work of another up to an event that it waited for, or for which the host waited before it queued more. This
@@ -33,7 +33,11 @@ from tests.simulated.watch import LOCK, note, where
 POISON = 0x5A
 """What integers on the host hold before they have arrived; floats hold NaN."""
 
+DEVICES = [torch.device("privateuseone", number) for number in range(2)]
+
 _MAX_STREAMS = 1 << 12
+
+Device = torch.device | int | None
 
 Clock = dict[int, int]
 """By stream: the number of its last op that is known to be done before what comes next."""
@@ -41,6 +45,45 @@ Clock = dict[int, int]
 
 class StreamOrder(RuntimeError):
     """Two streams, or a stream and the host, used the same memory and no event says who came first."""
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    """What this thread has made current: a device, and streams by the number of their device."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, Stream] = {}
+
+
+_here = _Here()
+
+
+def number_of(device: Device) -> int:
+    """Return the number of a device; that of the current one for None, or for a device without a number."""
+    number = device.index if isinstance(device, torch.device) else device
+    if number is None:
+        return _here.device
+    if not 0 <= number < len(DEVICES):
+        raise RuntimeError(f"invalid device ordinal {number}: there are {len(DEVICES)}")
+    return number
+
+
+def set_device(device: Device) -> None:
+    _here.device = number_of(device)
+
+
+@contextlib.contextmanager
+def on_device(device: Device) -> Iterator[None]:
+    """Make a device the current one of this thread until the context ends."""
+    before = _here.device
+    set_device(device)
+    try:
+        yield
+    finally:
+        _here.device = before
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -52,14 +95,14 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 class Stream:
-    """A queue of work, as `torch.cuda.Stream`."""
+    """A queue of work, as `torch.cuda.Stream`: of the current device, if no other is named."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: Device = None) -> None:
+        self.device = DEVICES[number_of(device)]
         with LOCK:
             self.id = len(_STREAMS)
             _STREAMS.append(self)
         assert self.id < _MAX_STREAMS
-        self.device = torch.device("privateuseone", 0)
         self.clock: Clock = {}
 
     def wait_event(self, event: Event) -> None:
@@ -114,33 +157,39 @@ class Event:
 
 
 _STREAMS: list[Stream] = []
-_DEFAULT = Stream()
+_DEFAULTS = [Stream(number) for number in range(len(DEVICES))]
 _HOST: Clock = {}
 """What the host knows to be done. One clock for all its threads, which tell each other by means not seen here."""
-_here = threading.local()
 
 
-def current_stream(device: object = None) -> Stream:
-    """Return the stream on which ops of this thread run. All threads begin with the same one."""
-    stream: Stream = getattr(_here, "stream", _DEFAULT)
-    return stream
+def current_stream(device: Device = None) -> Stream:
+    """Return the stream on which ops of this thread run on a device. All threads begin with the same one."""
+    number = number_of(device)
+    return _here.streams.get(number, _DEFAULTS[number])
+
+
+def is_default(stream: Stream) -> bool:
+    """Return whether a stream is that of a device on which threads begin."""
+    return stream in _DEFAULTS
 
 
 @contextlib.contextmanager
 def using(stream: Stream) -> Iterator[None]:
-    """Let ops of this thread run on `stream` until the context ends."""
-    before, _here.stream = current_stream(), stream
-    try:
-        yield
-    finally:
-        _here.stream = before
+    """Let ops of this thread run on `stream`, and make its device the current one, until the context ends."""
+    with on_device(stream.device):
+        before, _here.streams[_here.device] = current_stream(), stream
+        try:
+            yield
+        finally:
+            _here.streams[number_of(stream.device)] = before
 
 
-def synchronize(device: object = None) -> None:
+def synchronize(device: Device = None) -> None:
     with LOCK:
         note("syncs", "device")
         for stream in _STREAMS:
-            host_waits(stream.clock)
+            if stream.device.index == number_of(device):
+                host_waits(stream.clock)
 
 
 # ---- work on memory -------------------------------------------------------------------------------------------------
@@ -150,9 +199,10 @@ _LINES: list[str] = [""]
 
 
 class Memory:
-    """Who used one piece of device memory last. A stamp is the number of an op and its stream."""
+    """Who used one piece of a device's memory last. A stamp is the number of an op and its stream."""
 
     def __init__(self, stamp: int) -> None:
+        self.device = DEVICES[_here.device]
         self._written, self._read = stamp, 0
 
     @staticmethod
@@ -177,6 +227,7 @@ class SharedMemory(Memory):
     """The same byte by byte."""
 
     def __init__(self, stamp: int, num_bytes: int) -> None:
+        super().__init__(stamp)
         self._written_N = torch.full((num_bytes,), stamp)
         self._read_N = torch.zeros(num_bytes, dtype=torch.int64)
 
@@ -213,16 +264,16 @@ class Access:
 
 
 def ran(name: str, accesses: Iterable[Access]) -> Clock:
-    """Let an op come next on the current stream. Return what is known where it is done."""
+    """Let an op come next on the current stream of the current device. Return what is known where it is done."""
     stream, accesses = current_stream(), list(accesses)
     _merge(stream.clock, _HOST)
-    if len(_STREAMS) > 1:
+    if len(_STREAMS) > len(DEVICES):
         for access in accesses:
             _check(name, access, stream)
     number = len(_LINES)
     _LINES.append(sys.intern(f"{name} @ {where()}"))
     for access in accesses:
-        if access.writes or len(_STREAMS) > 1:
+        if access.writes or len(_STREAMS) > len(DEVICES):
             access.memory.mark(access, number * _MAX_STREAMS + stream.id)
     stream.clock[stream.id] = number
     return dict(stream.clock)
@@ -298,7 +349,9 @@ def _fail(sentence: str) -> None:
 
 
 def faults() -> Sequence[str]:
-    """Wait for all that is under way. Return what was out of order since this was last asked, in whatever thread."""
+    """Make the first device the current one of this thread again, and wait for all that is under way.
+    Return what was out of order since this was last asked, in whatever thread."""
+    set_device(0)
     with LOCK:
         for stream in _STREAMS:
             with contextlib.suppress(StreamOrder):

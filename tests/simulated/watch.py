@@ -15,9 +15,9 @@ import attrs
 LOCK = threading.RLock()
 """Held by each op and by each change of what is known of it: the device does one thing at a time."""
 
-KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed")
+KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed", "elsewhere")
 
-_WATCHES: list[Watch] = []
+WATCHES: list[Watch] = []
 _OURS = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 
@@ -33,6 +33,7 @@ class Watch:
     pageable      copies to the device from memory that is not page-locked
     pinned        asynchronous copies from or to page-locked memory
     destroyed     captured graphs that ended
+    elsewhere     ops on another device than the current one of their thread
     """
 
     everywhere: bool = attrs.field(default=False, kw_only=True)
@@ -52,26 +53,26 @@ class Watch:
 
     def __enter__(self) -> Watch:
         with LOCK:
-            _WATCHES.append(self)
+            WATCHES.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with LOCK:
-            _WATCHES.remove(self)
+            WATCHES.remove(self)
 
 
 def note(kind: str, what: str) -> None:
     """Count something of a kind for every watch that sees this thread."""
-    for watch in _WATCHES:
+    for watch in WATCHES:
         if watch.sees():
             watch.counts[kind][f"{what} @ {where()}"] += 1
 
 
 def tell(call: Any, result: Any) -> None:
     """Tell the watches that see this thread of an op."""
-    for watch in _WATCHES:
+    for watch in WATCHES:
         if watch.sees():
             watch.ran(call, result)
 

@@ -64,10 +64,10 @@ class CacheConfig(Value):
     instead of 1152). The number of pages is given directly (`num_pages`), or as the fraction of the device's memory
     that weights and pages take together (`mem_fraction_static`, as in SGLang). Without either the pool decides. A
     fraction gives the pages what it leaves beyond all memory that is in use when the pool is made: on a GPU as its
-    driver says, on a CPU as the kernel says of the machine or container. So the second pool of a process gets what a
-    higher fraction adds to the first, and ranks on one machine's CPU, which see the same memory, take equal parts.
-    `memory` is about pools in main memory: "shared" can be mapped by other processes of the host, and "pinned" is
-    page-locked. The pool of a model on a GPU is there, and takes only "auto".
+    driver says, without the buffers of DeepEP, on a CPU as the kernel says of the machine or container. So the second
+    pool of a process gets what a higher fraction adds to the first, and ranks on one machine's CPU, which see the same
+    memory, take equal parts. `memory` is about pools in main memory: "shared" can be mapped by other processes of the
+    host, and "pinned" is page-locked. The pool of a model on a GPU is there, and takes only "auto".
 
     With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
     begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill

@@ -332,7 +332,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
-            with own_modes(), using_threads(self.config.num_threads), span(self._trace, STEP):
+            with own_modes(self.model.device), using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
                 self.channel.redial()
                 self.ranks.step(self._step)
@@ -354,7 +354,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _step(self) -> None:
         """Run this role's part of a step and put the events into `_events`. `step` has prepared everything."""
 
-    @own_modes()
     def warm_up(self, *, progress: Progress = None) -> WarmUp:
         """Run every size of step once, so that no request pays for a first use, and return what was run.
         `progress(done, steps)` is called after each; True draws a line on stderr.
@@ -374,7 +373,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._begin_call()
         line = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
-            with using_threads(self.config.num_threads), span(self._trace, "warm_up"), line as tell:
+            modes, threads = own_modes(self.model.device), using_threads(self.config.num_threads)
+            with modes, threads, span(self._trace, "warm_up"), line as tell:
                 run = WarmUpRun(self._model_runner, self.pool, self.config, self.limits, self._clock, tell)
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s

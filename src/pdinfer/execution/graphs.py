@@ -21,7 +21,7 @@ from torch import Tensor
 from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
 from pdinfer.process.recording import Recording
-from pdinfer.process.streams import Graph, capture
+from pdinfer.process.streams import Graph, capture, new_stream
 
 KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
 """The kinds of draws that are captured. A random draw runs as a filtered one that keeps all."""
@@ -82,6 +82,7 @@ class DecodeGraphs:
         self._recorded: dict[_Key, _Recorded] = {}
         self._seen: dict[_Key, str] = {}  # why those that came are not recorded; "" where they are
         self._pool: object = None
+        self._stream: torch.Stream | None = None
         self._address = 0
 
     @property
@@ -99,10 +100,12 @@ class DecodeGraphs:
         room in its memory."""
         self._address = address
         before = device_memory(self._device).in_use
+        self._stream = self._stream or new_stream(self._device)
+        assert self._stream is not None  # a CPU records steps, and captures none
         for kind in KINDS:
             self._run(size, kind)  # what a first use allocates, compiles or tunes cannot be captured
             outputs: list[Output] = []
-            graph = capture(partial(self._keep, outputs, size, kind), self._device, self._pool)
+            graph = capture(partial(self._keep, outputs, size, kind), self._stream, self._pool)
             self._pool = self._pool or graph.pool()
             self._captured[size, kind] = _Captured(graph, outputs[0])
         self._captured_bytes += max(0, device_memory(self._device).in_use - before)

@@ -103,6 +103,19 @@ class DeviceCopies:
         with self._waited_for():
             return self._block(num_bytes)
 
+    def store(self, data: bytes, block_N: Tensor) -> None:
+        """Copy bytes to a block of the device. Return when they are there."""
+        host_N = pinned_empty(len(data), self._device)
+        host_N.numpy()[:] = np.frombuffer(data, np.uint8)
+        with self._waited_for():
+            block_N.copy_(host_N, non_blocking=True)
+
+    def fetch(self, block_N: Tensor) -> bytes:
+        """Return the bytes of a block of the device."""
+        with self._waited_for():
+            host_N = block_N.to("cpu", non_blocking=True)
+        return host_N.numpy().tobytes()
+
     @contextlib.contextmanager
     def _waited_for(self) -> Iterator[None]:
         """Queue on our stream, and wait until that is done."""

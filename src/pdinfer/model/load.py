@@ -31,6 +31,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.forked import begin_to_compute
 from pdinfer.process.modes import own_modes
+from pdinfer.process.streams import make_current
 from pdinfer.progress import Progress, telling
 
 Device = str | torch.device
@@ -77,7 +78,8 @@ def load_model(
     that the model does not read is refused, unless `unread` expects it. Links in the folder may end inside it, among
     the blobs of the hub cache whose snapshot it is, and in `trusted_roots`.
 
-    On CUDA, products are summed in float32 alone: torch's reduced-precision reductions are turned off for the process
+    On CUDA, `device` becomes the current one of the calling thread, and "cuda" means the one that is. Products are
+    summed in float32 alone: torch's reduced-precision reductions are turned off for the process
     (docs/decisions/0025-products-on-a-card.md).
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
@@ -154,6 +156,7 @@ def _meet(
     """Meet the other ranks. Return their groups, a digest of what the checkpoint seems to be, the formats that all of
     them keep, and those that all have in strips. Ranks give each other experts as they lie, so all hold them alike.
     Raises CheckpointError when they have opened other checkpoints."""
+    make_current(target.device)
     kept, strips = kept_formats(weights, resolved), lie_in_strips(resolved)
     groups, sampled_id = target.topology.connect(target.device), files.sample_digest()
     holds = bytes([kind in kept for kind in QUANTIZED] + [kind in strips for kind in IN_STRIPS])
@@ -209,4 +212,5 @@ def _checked_device(device: Device) -> torch.device:
         raise BackendUnavailable(f"device {device} cannot hold a model here; use 'cpu' or 'cuda'")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable(f"device {device} was asked for and torch sees no CUDA device; use device='cpu'")
-    return target
+    # without its number another thread would understand another card
+    return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target

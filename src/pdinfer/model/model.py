@@ -162,7 +162,6 @@ class Model:
         """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
         return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
-    @own_modes()
     def logits(self, tokens: Sequence[int] | IntArray) -> Tensor:
         """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's
         device.
@@ -171,11 +170,11 @@ class Model:
         tokens and get the same logits. Raises ConfigError for what are no ints (see `tokens.ints_of`), and RequestError
         for an empty list or a token that the model does not have.
         """
-        batch, view = self._whole(self._checked(tokens))
-        return self.head(batch.in_order(self.norm(self.forward(batch, view))))
+        with own_modes(self.device):
+            batch, view = self._whole(self._checked(tokens))
+            return self.head(batch.in_order(self.norm(self.forward(batch, view))))
 
     @typed
-    @own_modes()
     def activations(
         self,
         tokens: Sequence[int] | IntArray,
@@ -192,21 +191,21 @@ class Model:
         """
         check_int("chunk_size", chunk_size, 1)
         ints = self._checked(tokens)
-        like_TD = self.embed_VD.new_empty(1, 1, dtype=self.dtype).expand(len(ints), self.config.hidden_size)
-        observer = Observer(self.blocks, layers, like_TD, routing=routing)
-        one_batch = attrs.evolve(self.experts, two_batch_overlap=False)  # two are at different layers
-        observed = attrs.evolve(self, blocks=observer.blocks, experts=one_batch)
-        memory = self._pages_for(ints)
-        for start in range(0, len(ints), chunk_size):
-            chunk, after = ints[start : start + chunk_size], ints[start + chunk_size : start + chunk_size + 1]
-            row = Row(chunk, start, range(memory.num_pages), after[0] if len(after) else None)
-            batch = self._batch(row, memory)
-            for layer, layer_TD in observed.stream_layers(batch, KVView.of(memory)):
-                observer.note(layer, layer_TD, batch, row)
-        return observer.result()
+        with own_modes(self.device):
+            like_TD = self.embed_VD.new_empty(1, 1, dtype=self.dtype).expand(len(ints), self.config.hidden_size)
+            observer = Observer(self.blocks, layers, like_TD, routing=routing)
+            one_batch = attrs.evolve(self.experts, two_batch_overlap=False)  # two are at different layers
+            observed = attrs.evolve(self, blocks=observer.blocks, experts=one_batch)
+            memory = self._pages_for(ints)
+            for start in range(0, len(ints), chunk_size):
+                chunk, after = ints[start : start + chunk_size], ints[start + chunk_size : start + chunk_size + 1]
+                row = Row(chunk, start, range(memory.num_pages), after[0] if len(after) else None)
+                batch = self._batch(row, memory)
+                for layer, layer_TD in observed.stream_layers(batch, KVView.of(memory)):
+                    observer.note(layer, layer_TD, batch, row)
+            return observer.result()
 
     @typed
-    @own_modes()
     def mtp_logits(self, tokens: Sequence[int] | IntArray, next_token: int) -> Tensor:
         """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,
         and is computed from the state of token i and the token after it, which for the last row is `next_token`.
@@ -216,9 +215,10 @@ class Model:
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
         (*checked, next_token) = self._checked([*ints_of(tokens), next_token], more=1)
-        batch, view = self._whole(checked, next_token)
-        state_TD = self.norm(self.forward(batch, view))
-        return self.mtp.logits(batch.in_order(self.mtp(state_TD, batch.shifted(), view)))
+        with own_modes(self.device):
+            batch, view = self._whole(checked, next_token)
+            state_TD = self.norm(self.forward(batch, view))
+            return self.mtp.logits(batch.in_order(self.mtp(state_TD, batch.shifted(), view)))
 
     def _checked(self, tokens: Sequence[int] | IntArray, *, more: int = 0) -> Sequence[int]:
         """Return tokens that the model has, and not too many of them; `more` of them do not take a position."""
@@ -268,16 +268,17 @@ class Model:
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
         """Return the number of pages of a pool whose size was not given.
 
-        With `mem_fraction_static` the pages bring the device's used memory, weights included, to that fraction of the
-        whole. Without it they hold AUTO_POOL_SEQUENCES sequences of full length, within AUTO_POOL_FRACTION of the free
-        memory.
+        With `mem_fraction_static` the pages bring the device's used memory, weights included and the dispatcher's
+        buffer not, to that fraction of the whole. Without it they hold AUTO_POOL_SEQUENCES sequences of full length,
+        within AUTO_POOL_FRACTION of the free memory.
 
         A collective: all ranks get the number that the rank with the least memory can have, and ranks on one machine's
         CPU share its memory evenly. Raises ConfigError, with the bytes, when not even one page fits.
         """
         here, fraction = device_memory(self.device), mem_fraction_static
         free = here.total - here.in_use
-        ours = int(free * AUTO_POOL_FRACTION if fraction is None else here.total * fraction - here.in_use)
+        static = here.in_use - self.experts.buffer_bytes
+        ours = int(free * AUTO_POOL_FRACTION if fraction is None else min(free, here.total * fraction - static))
         room = self._least_room(here.shared_by, ours)
         if room < layout.page_bytes:
             raise ConfigError(

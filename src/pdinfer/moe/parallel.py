@@ -14,8 +14,8 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
-from pdinfer.moe.dispatchers.choose import choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.moe.dispatchers.choose import buffer_bytes, choose_dispatcher
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.moe.placement.placement import ExpertPlacement, PlacementSizes, check_sizes
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.moe.placement.replicas import DispatchRule, LayerReplicas, ReplicaTables
@@ -30,7 +30,7 @@ class ExpertParallel(Value):
     `layers` holds the numbers of these layers, that of an MTP layer last. They are the rows of `placement`, which is
     None in a model without experts. `epoch` numbers the placements that the model has had. On one rank there are no
     `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
-    this rank choose.
+    this rank choose. The dispatcher has `buffer_bytes` of the GPU.
     """
 
     group: Group
@@ -40,6 +40,7 @@ class ExpertParallel(Value):
     replicas: ReplicaTables | None = None
     recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
+    buffer_bytes: int = 0
     epoch: int = 0
 
     @classmethod
@@ -107,6 +108,7 @@ class ExpertParallel(Value):
             dispatcher=choose_dispatcher(group, sizes, options, ops, device),
             recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
+            buffer_bytes=buffer_bytes(sizes, options),
         )
 
     @property

@@ -79,7 +79,8 @@ class Group(OfOneProcess):
     Every method raises RankLost when the others do not take part within the deadline with which the groups were made,
     or when the `lookout`, which all groups of a rank share, knows that one is lost.
     Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
-    on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same.
+    on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same. `ends` is what has to
+    end before the connections, since a library has built it on them; all groups of a rank share it.
     """
 
     __repr__ = brief
@@ -90,6 +91,7 @@ class Group(OfOneProcess):
     process_group: dist.ProcessGroup | None = None
     calls: list[str] | None = None
     lookout: Lookout = attrs.field(factory=Lookout)
+    ends: list[Callable[[], None]] = attrs.field(factory=list)
 
     @property
     def _is_shared_by_fork(self) -> bool:
@@ -203,9 +205,10 @@ class Group(OfOneProcess):
             return
         group = self.process_group
         with _calling(self, "exchange", None):
-            works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
-            works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
-            started = [work for work in works if work is not None]
+            ops = [dist.P2POp(dist.irecv, _raw(x), group=group, group_peer=rank) for rank, x in receives]
+            ops += [dist.P2POp(dist.isend, _raw(x), group=group, group_peer=rank) for rank, x in sends]
+            # one by one, those of a pair would share a stream of NCCL, and two ranks that trade wait in their receives
+            started = dist.batch_isend_irecv(ops)
             if all(self.lookout.watches(x) for _, x in (*sends, *receives)):
                 self.lookout.wait_apart(started)
             else:
@@ -263,7 +266,10 @@ class Groups(OfOneProcess):
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     def close(self) -> None:
-        """End the connections if `Topology.connect` began them."""
+        """End what libraries have built on the connections, the last first, and the connections if `Topology.connect`
+        began them. A collective: call it on every rank, behind the engines. Without it they end with the process."""
+        while self.world.ends:
+            self.world.ends.pop()()
         if self.owns_backend and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -280,6 +286,13 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
             f"{what} of group {group.name} (ranks {', '.join(map(str, group.ranks))}) failed on rank "
             f"{group.ranks[group.rank]}: {reason}; start all ranks anew"
         ) from error
+
+
+def timeout_of(process_group: dist.ProcessGroup | None, kind: str) -> timedelta:
+    """Return how long a collective of tensors on such a device may take, as set when the group was made."""
+    assert process_group is not None
+    timeout: timedelta = process_group._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    return timeout
 
 
 IN_TOUCH_S = 5.0

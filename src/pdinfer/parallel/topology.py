@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import ConfigError, RankLost
-from pdinfer.parallel.groups import Group, Groups, Lookout
+from pdinfer.parallel.groups import Group, Groups, Lookout, timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -112,10 +113,10 @@ class Topology:
         """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
         It uses the torch.distributed backend that the host has initialized, or initializes one (gloo for host tensors,
-        NCCL for those on "cuda"). Ranks meet in `store`, or where torchrun's variables say: a store may live in a
-        process that is not a rank, so that it outlives them all (docs/howto/cluster.md). `timeout_s` is how long any
-        collective may take. Raises ConfigError when the ranks do not agree on sizes, or for a store when a backend was
-        initialized without it; RankLost when a rank does not come.
+        NCCL for those on "cuda", whose watchdog must not be off). Ranks meet in `store`, or where torchrun's variables
+        say: a store may live in a process that is not a rank, so that it outlives them all (docs/howto/cluster.md).
+        `timeout_s` is how long any collective may take. Raises ConfigError when the ranks do not agree on sizes, or for
+        a store when a backend was initialized without it; RankLost when a rank does not come.
         """
         if self.world_size == 1:
             return self.apart()
@@ -131,6 +132,8 @@ class Topology:
             raise RankLost(f"rank {self.rank} of {self.world_size} could not meet the others: {reason}") from error
 
     def _connect(self, kind: str, timeout_s: float, store: Store | None) -> Groups:
+        if kind == "cuda":
+            _check_watchdog()
         owns_backend = not dist.is_initialized()
         if owns_backend:
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -145,11 +148,11 @@ class Topology:
                 f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was initialized as rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
-        apart, lookout = self.apart(), Lookout()
-        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout)
+        apart, lookout, ends = self.apart(), Lookout(), list[Callable[[], None]]()
+        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout, ends=ends)
         self._compare(world)
         others = {
-            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout), kind)
+            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout, ends=ends), kind)
             for name in ("attention", "tp", "cp", "dense_tp", "ep")
         }
         return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)
@@ -176,7 +179,7 @@ class Topology:
             for at in range(first, first + stride)
         ]
         # without a timeout of their own groups get torch's, which is half an hour
-        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=_world_timeout(kind))  # type: ignore[no-untyped-call]
+        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout_of(dist.group.WORLD, kind))  # type: ignore[no-untyped-call]
         return attrs.evolve(alone, process_group=ours)
 
     def _compare(self, world: Group) -> None:
@@ -188,8 +191,8 @@ class Topology:
                     raise ConfigError(f"{name} is {value} on rank {self.rank} and {other} on rank {rank}")
 
 
-def _world_timeout(kind: str) -> timedelta:
-    """Return how long a collective of all ranks may take, as set when the backend was initialized."""
-    assert dist.group.WORLD is not None
-    timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
-    return timeout
+def _check_watchdog() -> None:
+    """Refuse an environment in which nothing ends a process whose NCCL waits for a rank that is lost."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name) == "0":
+            raise ConfigError(f"{name}=0 lets ranks wait for ever for one that is lost; unset it")

@@ -18,7 +18,8 @@ from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
-from pdinfer.moe.parallel import check_step_fits, checked_placement
+from pdinfer.moe.dispatchers.choose import buffer_bytes
+from pdinfer.moe.parallel import check_step_fits, checked_placement, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
@@ -50,9 +51,9 @@ class EnginePlan(Value):
     four bits if the config says so and else in floats, and `weights` is the argument of `load_model`. What a rank then
     holds decides, not what lies in the files. A plan that exists can be loaded, as far as sizes say. Raises
     ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks, where the dispatcher or the
-    cache cannot have such sizes, and where weights and a page of KV do not fit into the memory, or into
-    `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's buffers take is
-    not known here: a pool finds that memory in use, and has fewer pages than planned.
+    cache cannot have such sizes, and where weights and a page of KV do not fit into the memory beside DeepEP's buffer,
+    or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers, NCCL and the buffer
+    of "elastic" take is not known here: a pool finds that memory in use, and has fewer pages than planned.
     """
 
     name: str
@@ -99,6 +100,14 @@ class EnginePlan(Value):
         """How many bytes of weights each rank holds."""
         return self.rank_weights.total
 
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """How many bytes each rank has for DeepEP's buffer, which `mem_fraction_static` does not count."""
+        if self.placement is None:
+            return 0
+        dtype, group = DTYPES[self.config.dtype], self.topology.apart().ep
+        return buffer_bytes(expert_sizes(self.config, group, self.placement, dtype), self.experts)
+
     def _rank_weights(self, weights: str) -> RankWeights:
         return rank_weights(
             self.config,
@@ -117,7 +126,8 @@ class EnginePlan(Value):
         fraction = self.cache.mem_fraction_static
         if self.cache.num_pages is not None or self.device_bytes is None or fraction is None:
             return self.cache.num_pages
-        return (int(self.device_bytes * fraction) - self.weight_bytes) // self.layout.page_bytes
+        room = min(int(self.device_bytes * fraction), self.device_bytes - self.buffer_bytes)
+        return (room - self.weight_bytes) // self.layout.page_bytes
 
     def _check_memory(self) -> None:
         """Raise ConfigError where memory does not suffice. Weights are counted in any case: that checks their sizes."""
@@ -125,14 +135,17 @@ class EnginePlan(Value):
         if self.device_bytes is None:
             return
         fraction = self.cache.mem_fraction_static
-        if needed > self.device_bytes * (fraction or 1.0):
+        if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - self.buffer_bytes):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
             of = "" if fraction is None else f"mem_fraction_static {fraction} of "
             hint = ', or weights="stored"' if self._rank_weights("stored").total < self.weight_bytes else ""
             raise ConfigError(
-                f"{self._told()} and {pages}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}; "
-                f"use more ranks{hint}"
+                f"{self._told()} and {pages}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}"
+                f"{self._told_buffer(' beside ')}; use more ranks{hint}"
             )
+
+    def _told_buffer(self, before: str) -> str:
+        return f"{before}{_gib(self.buffer_bytes)} of DeepEP's buffer" if self.buffer_bytes else ""
 
     def _told(self) -> str:
         float_bytes = self._rank_weights("float").total
@@ -147,8 +160,8 @@ class EnginePlan(Value):
         memory = "" if self.device_bytes is None else f" of {_gib(self.device_bytes)}"
         return (
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
-            f"parallel {at.tp_size}{experts}; {self._told()}, {pages} of {self.layout.page_size} tokens, "
-            f"{self.layout.page_bytes} bytes each{memory}"
+            f"parallel {at.tp_size}{experts}; {self._told()}{self._told_buffer(', ')}, {pages} of "
+            f"{self.layout.page_size} tokens, {self.layout.page_bytes} bytes each{memory}"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.process.locks import new_lock
+from pdinfer.process.streams import on_device
 
 EXIT_S = 5.0
 """How long the end of Python waits for steps in daemon threads."""
@@ -24,10 +25,10 @@ _EXACTLY = frozenset({"ieee", "none"})
 
 
 @contextlib.contextmanager
-def own_modes() -> Iterator[None]:
+def own_modes(device: torch.device | None = None) -> Iterator[None]:
     """Compute as a fresh torch does, until the context ends: without autograd, inference mode (what is made in it can
     be written nowhere else), autocast, rounded products of float32, and numbers next to zero that count as zero.
-    Defaults of the host for dtypes and devices matter to nothing that names its own.
+    Defaults of the host for dtypes and devices matter to nothing that names its own. `device` is the current one.
 
     Raises ConfigError as `check_tensors_are_real` does."""
     check_tensors_are_real()
@@ -36,6 +37,8 @@ def own_modes() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
+        if device is not None and device.type != "cpu":
+            stack.enter_context(on_device(device))
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

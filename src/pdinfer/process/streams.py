@@ -1,8 +1,12 @@
-"""Events, streams and graphs of whatever device a model is on: the one place that asks torch for them.
+"""Events, streams and graphs of whatever device a model is on, and which device is the current one: the one place that
+asks torch for them.
 
 A device lags behind the host: an op only queues work on the stream that is current in its thread. Work of one stream
 runs in order; between streams, and between a stream and the host, there is no order but by events. A CPU has neither,
 and its work is done when the op returns: here it gets None.
+
+Ops of torch and kernels of Triton run on the device of their tensors. DeepGEMM, DeepEP and `torch.cuda.graph` use the
+current device of the calling thread, and a thread begins with the first one, whatever another has chosen.
 """
 
 from __future__ import annotations
@@ -13,6 +17,34 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+from pdinfer.errors import BackendUnavailable
+
+
+def make_current(device: torch.device) -> None:
+    """Make `device` the current one of this thread. Raises BackendUnavailable where there is none of its number."""
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if device.index is not None and device.index >= module.device_count():
+        raise BackendUnavailable(f"device {device} was asked for and torch sees {module.device_count()} of its kind")
+    module.set_device(device)
+
+
+def is_current(device: torch.device) -> bool:
+    """Return whether what launches on the current device of this thread launches on `device`. A CPU has no others."""
+    return device.type == "cpu" or device.index in (None, torch.get_device_module(device).current_device())
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what this thread queues on `device`, its current one, is captured."""
+    return device.type != "cpu" and bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device`, which is no CPU, the current one of this thread until the context ends."""
+    context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return context
 
 
 def record_event(device: torch.device) -> torch.Event | None:
@@ -61,12 +93,15 @@ class Graph(Protocol):
         """Return the memory pool of the graph, which another graph may share if the two never run at once."""
 
 
-def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> Graph:
-    """Capture what `run` queues on `device`, without running it. Other threads may go on to use the device meanwhile.
+def capture(run: Callable[[], None], stream: torch.Stream, pool: Any = None) -> Graph:
+    """Capture what `run` queues on `stream`, which is current meanwhile, without running it. Graphs that share a `pool`
+    are captured on one stream, so that they share its memory. Other threads may go on to use the device meanwhile.
     Raises RuntimeError when `run` waits for the device."""
-    module = torch.get_device_module(device)
+    module = torch.get_device_module(stream.device)
     graph: Graph = module.CUDAGraph()
-    with no_collection(), module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    # without a stream torch makes one of the device that is current at the first capture of the process
+    captured = module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with no_collection(), on_device(stream.device), captured:
         run()
     return graph
 

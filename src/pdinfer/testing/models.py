@@ -30,6 +30,7 @@ from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.modes import own_modes
+from pdinfer.process.streams import make_current
 from pdinfer.values import Value
 
 _TINY: dict[str, Any] = {
@@ -205,6 +206,7 @@ def random_model(
     target = named_device(device)
     resolved = resolve_ops(op_spec_of(config, topology, target, dtype), forced=providers)
     sum_in_float32(target)
+    make_current(target)
     groups = topology.connect(target)
     parallel = ExpertParallel.connect(
         config,

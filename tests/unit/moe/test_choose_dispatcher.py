@@ -12,7 +12,7 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from tests.conformance.dispatch_suite import OPS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
-from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
+from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS
 
 V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
@@ -71,6 +74,44 @@ def test_limits_of_the_normal_kernels(changes: dict[str, object], match: str) ->
 def test_limits_of_the_low_latency_kernels(changes: dict[str, object], num_max_tokens: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         attrs.evolve(V3, **changes).check_low_latency(num_max_tokens)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 32, 72])
+@pytest.mark.parametrize("room", [1, 128, 256, 511])
+def test_a_plan_knows_what_the_library_asks_for_few_tokens(num_ranks: int, room: int) -> None:
+    """In whole steps of NVSHMEM's heap, and with its workspace."""
+    for hidden in (2048, 7168):
+        sizes = attrs.evolve(V3, num_ranks=num_ranks, hidden_size=hidden)
+        asked = fake_deep_ep.Buffer.get_low_latency_rdma_size_hint(room, hidden, num_ranks, sizes.num_experts)
+        planned = sizes.low_latency_bytes(room) - (32 << 20)
+        assert planned % (1 << 29) == 0
+        assert 0 <= planned - (asked - 128) < 1 << 29
+
+
+def test_what_the_buffers_of_the_study_take() -> None:
+    """4 GiB in decode; in prefill 0.35 GiB for NVLink, and one step of the heap."""
+    heap, workspace = 1 << 29, 32 << 20
+    assert V3.low_latency_bytes(256) == 8 * heap + workspace
+    for num_ranks, nvlink, rdma in ((8, 335_709_824, 0), (16, 377_673_984, heap), (32, 377_675_264, heap)):
+        assert DeepEPConfig.of_library(num_ranks).buffer_bytes(7168, num_ranks) == nvlink + rdma + workspace
+    tuned = DeepEPChunks(num_sms=40, num_max_nvl_chunked_recv_tokens=512)
+    assert tuned.buffer_bytes(7168, 8) == 20 * 8 * (4 * 5 + 512 * (14336 + 2056)) + workspace
+
+
+@pytest.mark.parametrize(("depth", "taken", "refused"), [("4096", 1024, 1025), ("128", 63, 64), ("2048", 1023, 1024)])
+def test_queues_are_as_long_as_the_environment_says(
+    depth: str, taken: int, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
+    V3.check_low_latency(taken)
+    with pytest.raises(ConfigError, match=f"from 1 to {taken}, got {refused}: .*NVSHMEM_QP_DEPTH = {depth}"):
+        V3.check_low_latency(refused)
+
+
+def test_queues_of_no_length_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "many")
+    with pytest.raises(ConfigError, match="NVSHMEM_QP_DEPTH must be a plain number, got 'many'"):
+        V3.check_low_latency(128)
 
 
 @pytest.mark.parametrize(("changes", "match"), ELASTIC)
@@ -201,7 +242,7 @@ def test_a_prefill_with_larger_steps_than_can_be_dispatched_is_refused() -> None
 def test_without_the_library(library: object, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     with pytest.raises(BackendUnavailable, match=f'{match}.*moe_a2a_backend="all_to_all"'):
-        DeepEPNormal.connect(Group("ep"), V3, OPS)
+        DeepEPNormal.connect(Group("ep"), V3, OPS, device=torch.device("cpu"))
 
 
 def test_the_second_api_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +266,56 @@ def test_a_tuned_file_is_read(tmp_path: Path) -> None:
     assert config.normal_dispatch.num_sms == 24
     assert config.normal_dispatch == DeepEPChunks(num_sms=24, num_max_nvl_chunked_send_tokens=16)
     assert config.normal_combine == DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=128)
+
+
+SIGNATURES = {
+    (fake_deep_ep.Config, "__init__"): "num_sms num_max_nvl_chunked_send_tokens num_max_nvl_chunked_recv_tokens "
+    "num_max_rdma_chunked_send_tokens num_max_rdma_chunked_recv_tokens",
+    (fake_deep_ep.Buffer, "__init__"): "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
+    (fake_deep_ep.Buffer, "get_low_latency_rdma_size_hint"): "num_max_dispatch_tokens_per_rank hidden num_ranks "
+    "num_experts",
+    (fake_deep_ep.Buffer, "get_dispatch_layout"): "topk_idx num_experts previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "dispatch"): "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank "
+    "num_tokens_per_expert topk_idx topk_weights expert_alignment num_worst_tokens config previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "combine"): "x handle topk_weights bias config previous_event async_finish "
+    "allocate_on_comm_stream",
+    (fake_deep_ep.Buffer, "low_latency_dispatch"): "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
+    "return_recv_hook",
+    (fake_deep_ep.Buffer, "low_latency_combine"): "x topk_idx topk_weights handle use_logfmt zero_copy async_finish "
+    "return_recv_hook out combine_wait_recv_cost_stats",
+    (fake_deep_ep.ElasticBuffer, "__init__"): "group num_bytes num_cpu_bytes num_max_tokens_per_rank hidden num_topk "
+    "use_fp8_dispatch deterministic allow_hybrid_mode allow_multiple_reduction prefer_overlap_with_compute sl_idx "
+    "num_allocated_qps num_cpu_timeout_secs num_gpu_timeout_secs explicitly_destroy",
+    (fake_deep_ep.ElasticBuffer, "dispatch"): "x topk_idx topk_weights cumulative_local_expert_recv_stats num_experts "
+    "num_max_tokens_per_rank expert_alignment num_sms num_qps previous_event previous_event_before_epilogue "
+    "async_with_compute_stream allocate_on_comm_stream handle do_handle_copy do_cpu_sync do_expand do_zero_padding "
+    "use_tma_aligned_col_major_sf",
+    (fake_deep_ep.ElasticBuffer, "combine"): "x handle topk_weights bias num_sms num_qps previous_event "
+    "previous_event_before_epilogue async_with_compute_stream allocate_on_comm_stream",
+}
+"""The parameters of the library at dd758ca (2026-07-14), in order."""
+
+
+@pytest.mark.parametrize(("kind", "method"), SIGNATURES, ids=lambda each: getattr(each, "__name__", each))
+def test_the_stand_in_is_called_as_the_library_is(kind: type, method: str) -> None:
+    """It has no parameter of another name, and what it takes by position comes in the same order."""
+    theirs = SIGNATURES[kind, method].split()
+    ours = [each for each in inspect.signature(getattr(kind, method)).parameters.values() if each.name != "self"]
+    assert {each.name for each in ours} <= {*theirs}
+    by_position = [each.name for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert by_position == theirs[: len(by_position)]
+
+
+def test_what_is_taken_is_taken_by_the_library() -> None:
+    """It rounds what is received over RDMA up to a multiple of what is sent, and wants twice as much."""
+    for receive in range(2, 18):
+        for send in range(1, receive):
+            sizes = {"num_max_rdma_chunked_send_tokens": send, "num_max_rdma_chunked_recv_tokens": receive}
+            fake_deep_ep.Config(**attrs.asdict(DeepEPChunks(**sizes)))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,12 +138,21 @@ def test_an_exchange_on_a_device_is_waited_for_in_the_thread_whose_stream_it_is(
         def wait(self) -> None:
             threads[self.device].append(threading.current_thread())
 
-    for name in ("irecv", "isend"):
-        monkeypatch.setattr(f"pdinfer.parallel.groups.dist.{name}", lambda x, **_: Sent(x))
+    batches: list[list[tuple[Any, int]]] = []
+
+    def begin(ops: list[Any]) -> list[Sent]:
+        batches.append([(op.op, op.group_peer) for op in ops])
+        return [Sent(op.tensor) for op in ops]
+
+    dist = "pdinfer.parallel.groups.dist"
+    monkeypatch.setattr(f"{dist}.P2POp", lambda op, tensor, **more: SimpleNamespace(op=op, tensor=tensor, **more))
+    monkeypatch.setattr(f"{dist}.batch_isend_irecv", begin)
     group = Group("ep", (0, 1), 0, process_group=object(), lookout=Lookout(Look()))  # type: ignore[arg-type]
     for device in threads:
         x = torch.zeros(1, device=device)
         group.exchange([(1, x)], [(1, x)])
+    # NCCL runs transfers of one pair one after the other, unless they come in one batch
+    assert batches == [[(torch.distributed.irecv, 1), (torch.distributed.isend, 1)]] * 2
     assert threads["meta"] == [threading.current_thread()] * 2
     assert len(threads["cpu"]) == 2
     assert threading.current_thread() not in threads["cpu"]

@@ -8,6 +8,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
@@ -23,6 +24,13 @@ def refusal(**values: Any) -> str:
 
 def test_a_single_rank_holds_everything() -> None:
     assert set(attrs.astuple(Topology())) == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
+def test_ranks_on_gpus_do_not_wait_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match=f"{name}=0 lets ranks wait for ever for one that is lost; unset it"):
+        Topology(world_size=2, dp_size=2).connect("cuda", store=HashStore())
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())

@@ -354,3 +354,22 @@ def test_kimi_k2_in_four_bits_takes_what_the_published_files_do() -> None:
         ConfigError, match=r'D: 140\.27 GiB .*, do not fit into .*; use more ranks, or weights="stored"'
     ):
         kimi("D", 16, weights="float")
+
+
+def test_a_plan_counts_the_buffer_of_its_dispatcher() -> None:
+    """`mem_fraction_static` is for weights and pages, and all of it has to fit the device."""
+    for name in ("P2D2", "P4D2"):
+        prefill, decode = h800(name, V3).engines
+        assert (prefill.buffer_bytes < GIB, decode.buffer_bytes) == (True, 4 * GIB + (32 << 20))
+        assert "4.03 GiB of DeepEP's buffer, 1106 pages of 32 tokens" in str(decode)
+    assert decode.device_bytes is not None
+    full = attrs.evolve(decode, cache=CacheConfig(page_size=32, mem_fraction_static=0.99))
+    room = decode.device_bytes - decode.buffer_bytes - decode.weight_bytes
+    assert full.num_pages == room // decode.layout.page_bytes
+    least = decode.weight_bytes + decode.buffer_bytes + decode.layout.page_bytes
+    one = CacheConfig(page_size=32)
+    attrs.evolve(decode, cache=one, device_bytes=least)
+    with pytest.raises(ConfigError, match=r"do not fit into .* beside 4\.03 GiB of DeepEP's buffer; use more"):
+        attrs.evolve(decode, cache=one, device_bytes=least - 1)
+    elastic = attrs.evolve(decode.experts, deepep_mode="elastic")
+    assert attrs.evolve(decode, experts=elastic).buffer_bytes == 0

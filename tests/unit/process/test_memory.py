@@ -129,6 +129,18 @@ def test_a_fraction_of_a_gpu_counts_what_any_process_has_there(monkeypatch: pyte
     assert model.auto_num_pages(layout, 0.85) == int(141e9 * 0.85 - 80e9) // layout.page_bytes
 
 
+@pytest.mark.parametrize(("in_use", "buffer", "expected"), [(60, 10, 31), (60, 0, 21), (95, 30, 5)])
+def test_a_fraction_does_not_count_the_buffer_of_a_dispatcher(
+    in_use: int, buffer: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is for weights and pages, which get no more than what is free."""
+    model = random_model()
+    layout = model.kv_layout(CacheConfig(page_size=16))
+    put_in_use(monkeypatch, 100 * layout.page_bytes, in_use * layout.page_bytes)
+    model.experts.buffer_bytes = buffer * layout.page_bytes
+    assert model.auto_num_pages(layout, 0.815) == expected
+
+
 def test_weights_beyond_the_fraction_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_use(monkeypatch, 80 << 30, 65 << 30)
     told = r"mem_fraction_static 0\.8 leaves -1\.00 GiB for pages .* 65\.00 of 80\.00 GiB of cpu are in use"

@@ -34,8 +34,12 @@ OLDEST = (0, 3, 13)
 """Older versions reported a TCP write as done when it had left, not when it had landed (Mooncake's protocol 2)."""
 DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
-DEFAULTS = {"MC_TCP_SLICE_SIZE": "1048576", "MC_LOG_LEVEL": "WARNING"}
-"""Set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB."""
+ORDERING = "MC_IB_PCI_RELAXED_ORDERING"
+DEFAULTS = {"MC_TCP_SLICE_SIZE": "1048576", "MC_LOG_LEVEL": "WARNING", ORDERING: "0"}
+"""Set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB. Where PCIe reorders writes, bytes
+may be under way that the sender knows to have landed."""
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 RDMA_DEVICES = Path("/sys/class/infiniband")
 PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 ORDERED = (116, 118)
@@ -160,12 +164,16 @@ def check_gpu_direct(protocol: str) -> None:
         reason = "there is no CUDA device"
     elif not PEER_MEMORY.exists():
         reason = "the kernel module nvidia_peermem is not loaded"
+    elif os.environ.get(ORDERING, "0") != "0":
+        reason = f"{ORDERING}={os.environ[ORDERING]} lets the last bytes of a write arrive before others: set it to 0"
+    elif expanding := [name for name in ALLOCATORS if EXPANDABLE.search(os.environ.get(name, ""))]:
+        reason = f"{expanding[0]} asks for expandable_segments, whose memory no NIC can write: take that out"
     else:
         lacking = [number for number in range(torch.cuda.device_count()) if not _is_ordered(number)]
         if not lacking:
             return
         reason = f"CUDA devices {lacking} do not take ordered writes of a NIC"
-    raise BackendUnavailable(f"gpu_direct=True was asked for, and {reason}; leave it out")
+    raise BackendUnavailable(f"gpu_direct=True was asked for, and {reason}; or leave it out")
 
 
 def _is_ordered(device: int) -> bool:
@@ -186,10 +194,10 @@ class MooncakeTransport(RingTransport):
     machine's.
 
     Rings, blocks, `digest` and `timeout_s` are those of RingTransport. With `gpu_direct` they lie on the GPU of the
-    pool, where the NIC reads and writes them. That needs RDMA, nvidia_peermem and digest=False, so nothing tells a good
-    slot from one that was hit late; it has not run on a GPU yet. `strangers` limits links that are not trusted yet.
-    Raises ConfigError for an address or size that cannot be used, BackendUnavailable when Mooncake or its hardware is
-    missing.
+    pool, where the NIC reads and writes them. That needs RDMA, nvidia_peermem, ordered writes over PCIe, memory in one
+    piece (no expandable_segments), and digest=False, so nothing tells a good slot from one that was hit late; it has
+    not run on a GPU yet. `strangers` limits links that are not trusted yet. Raises ConfigError for an address or size
+    that cannot be used, BackendUnavailable when Mooncake or its hardware is missing.
     """
 
     @typed

@@ -7,9 +7,10 @@ A new dispatcher is a file here and a branch in `choose`. It must pass `tests/co
     deep_ep.py          over DeepEP's kernels, by its first API
     deep_ep_elastic.py  by its second one
     deep_ep_config.py   the tuned file of the first
+    deep_ep_limits.py   the sizes that both can carry
     choose.py           which dispatcher a model gets
 
 Tested by tests/conformance/test_dispatch.py.
 
-May import: config, kernels, parallel, the ground.
+May import: config, kernels, parallel, process, the ground.
 """

@@ -9,9 +9,10 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
-from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 
 
@@ -36,6 +37,18 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
         sizes.check_elastic()
     elif backend == "deep_ep":
         sizes.check_normal()
+
+
+def buffer_bytes(sizes: ExpertSizes, options: ExpertConfig) -> int:
+    """Return what the buffer of a dispatcher takes of a GPU, beside the tensors of torch. That of "elastic" depends on
+    the network, and counts as none."""
+    if options.moe_a2a_backend != "deep_ep" or options.deepep_mode == "elastic":
+        return 0
+    if options.deepep_mode == "low_latency":
+        return sizes.low_latency_bytes(options.num_max_dispatch_tokens_per_rank)
+    path = options.deepep_config
+    config = DeepEPConfig.of_library(sizes.num_ranks) if path is None else DeepEPConfig.read(path)
+    return config.buffer_bytes(sizes.hidden_size, sizes.num_ranks)
 
 
 def choose_dispatcher(
@@ -63,4 +76,4 @@ def _deep_ep(
     if options.deepep_mode == "low_latency":
         return DeepEPLowLatency.connect(group, sizes, room, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)
-    return DeepEPNormal.connect(group, sizes, ops, config)
+    return DeepEPNormal.connect(group, sizes, ops, config, device=device)

@@ -1,8 +1,7 @@
 """Experts on several ranks, reached by DeepEP's first API, `Buffer`: kernels for prefill ("normal") and decode ("low
 latency"). This is the only file that imports deep_ep.
 
-Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels. Sizes with which the kernels would abort or
-hang are refused here, before a kernel is entered.
+Source: deepseek-ai/DeepEP, docs/legacy.md.
 """
 
 from __future__ import annotations
@@ -20,94 +19,15 @@ from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
+from pdinfer.process.modes import own_modes
+from pdinfer.process.streams import is_current
 
-NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-LOW_LATENCY_MAX_TOP_K = 11
-QP_DEPTH = 1024
-"""NVSHMEM_QP_DEPTH by default."""
-LOW_LATENCY_MAX_TOKENS = QP_DEPTH // 2 - 1
 LOW_LATENCY_LIVE = 2
-ELASTIC_MAX_RANKS = 2048
-ELASTIC_MAX_TOP_K = 32
+DEFAULT_QPS = 24
+"""`Buffer` takes as many queue pairs for each rank. Between nodes its kernels trap where they have more blocks."""
 BUFFER_ALIGNMENT_BYTES = 128
-
-
-@attrs.frozen(kw_only=True)
-class ExpertSizes:
-    """The sizes that the kernels limit. `num_experts` counts the physical experts of all ranks."""
-
-    num_ranks: int
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    def check_normal(self) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels for prefill cannot serve."""
-        if self.num_ranks not in NORMAL_RANKS:
-            raise ConfigError(
-                f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
-                f"{self.num_ranks}"
-            )
-        self._check_any()
-
-    def check_low_latency(self, num_max_tokens: int) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels for decode cannot serve."""
-        if self.num_ranks < 2 or (self.num_ranks > 8 and self.num_ranks % 8):
-            raise ConfigError(f"DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is {self.num_ranks}")
-        if self.hidden_size not in LOW_LATENCY_HIDDEN_SIZES:
-            raise ConfigError(
-                f"DeepEP's low-latency kernels exist for hidden sizes {', '.join(map(str, LOW_LATENCY_HIDDEN_SIZES))}, "
-                f"hidden_size is {self.hidden_size}"
-            )
-        if self.top_k > LOW_LATENCY_MAX_TOP_K:
-            raise ConfigError(
-                f"DeepEP's low-latency kernels send a token to at most {LOW_LATENCY_MAX_TOP_K} experts, "
-                f"num_experts_per_tok is {self.top_k}"
-            )
-        if not 1 <= num_max_tokens <= LOW_LATENCY_MAX_TOKENS:
-            raise ConfigError(
-                f"num_max_dispatch_tokens_per_rank must be from 1 to {LOW_LATENCY_MAX_TOKENS}, got {num_max_tokens}: "
-                f"2 * (it + 1) is at most NVSHMEM_QP_DEPTH = {QP_DEPTH}"
-            )
-        if num_max_tokens * self.num_ranks % 4:
-            raise ConfigError(
-                f"num_max_dispatch_tokens_per_rank * ep_size must be a multiple of 4, got {num_max_tokens} * "
-                f"{self.num_ranks}"
-            )
-        self._check_any()
-
-    def check_elastic(self) -> None:
-        """Raise ConfigError, with the value, for sizes that the kernels of `ElasticBuffer` cannot serve."""
-        if not 2 <= self.num_ranks <= ELASTIC_MAX_RANKS:
-            raise ConfigError(
-                f"DeepEP's elastic kernels are for 2 to {ELASTIC_MAX_RANKS} ranks, ep_size is {self.num_ranks}"
-            )
-        if self.top_k > ELASTIC_MAX_TOP_K:
-            raise ConfigError(
-                f"DeepEP's elastic kernels send a token to at most {ELASTIC_MAX_TOP_K} experts, num_experts_per_tok is "
-                f"{self.top_k}"
-            )
-        self._check_any()
-
-    def _check_any(self) -> None:
-        if self.hidden_size % 8:
-            raise ConfigError(
-                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
-                f"{2 * self.hidden_size}"
-            )
-        if self.num_experts % self.num_ranks:
-            raise ConfigError(
-                f"{self.num_experts} physical experts cannot be divided evenly over {self.num_ranks} ranks"
-            )
-        if self.dtype != torch.bfloat16:
-            raise ConfigError(f"DeepEP carries rows of bfloat16, the model runs in {self.dtype}; load it in that dtype")
 
 
 @attrs.frozen(kw_only=True)
@@ -133,7 +53,7 @@ class Returning:
 
     y_TD: Tensor
     event: Any
-    kept: Tensor
+    kept: Any
 
     def wait(self) -> Returned:
         """Return the results. The stream waits for them."""
@@ -171,10 +91,13 @@ class DeepEPNormal:
     graph_safe: ClassVar[bool] = False
 
     @classmethod
-    def connect(cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None) -> DeepEPNormal:
+    def connect(
+        cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None, *, device: torch.device
+    ) -> DeepEPNormal:
         """Make the buffers of this rank, for sizes that were checked. A collective. Without `config`, DeepEP's own
         tables say how traffic is cut. Raises BackendUnavailable without deep_ep."""
         library = import_deep_ep("Buffer", "dispatch")
+        check_current(device)
         if config is None:
             chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
         else:
@@ -183,7 +106,14 @@ class DeepEPNormal:
         hidden_bytes = sizes.hidden_size * 2
         nvl_bytes = max(part.get_nvl_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
         rdma_bytes = max(part.get_rdma_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
-        buffer = library.Buffer(group.process_group, _aligned(nvl_bytes), _aligned(rdma_bytes))
+        buffer = library.Buffer(
+            group.process_group,
+            _aligned(nvl_bytes),
+            _aligned(rdma_bytes),
+            num_qps_per_rank=max(DEFAULT_QPS, library.Buffer.num_sms),
+            explicitly_destroy=True,
+        )
+        end_with(group, buffer, device)
         return cls(
             buffer=buffer,
             group=group,
@@ -195,6 +125,7 @@ class DeepEPNormal:
         )
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
+        check_current(ids_TK.device)
         sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)
         per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.sizes.num_experts)
@@ -271,6 +202,7 @@ class DeepEPLowLatency:
         Raises BackendUnavailable without deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
         library = import_deep_ep("Buffer", "low_latency_dispatch")
+        check_current(device)
         check_same_room(group, max_tokens, device)
         num_bytes = library.Buffer.get_low_latency_rdma_size_hint(
             max_tokens, sizes.hidden_size, group.size, sizes.num_experts
@@ -281,10 +213,13 @@ class DeepEPLowLatency:
             _aligned(num_bytes),
             low_latency_mode=True,
             num_qps_per_rank=sizes.experts_per_rank,
+            explicitly_destroy=True,
         )
+        end_with(group, buffer, device)
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
+        check_current(ids_TK.device)
         check_room(len(x_TD), self.max_tokens)
         if self.live == LOW_LATENCY_LIVE:
             raise ConfigError(
@@ -337,6 +272,27 @@ def travelling_form(x_TD: Tensor | Rounded) -> Tensor | FP8Rows:
 def as_argument(rows: Tensor | FP8Rows) -> Tensor | tuple[Tensor, Tensor]:
     """Return rows as the kernels take them."""
     return rows if isinstance(rows, Tensor) else (rows.numbers_TI, rows.scales_TN)
+
+
+def check_current(device: torch.device) -> None:
+    """Raise ConfigError where another device than that of the rows is the current one of this thread: DeepEP makes its
+    buffers there, and launches there."""
+    if not is_current(device):
+        raise ConfigError(
+            f"rows are on {device}, and another device is the current one of this thread, where DeepEP would launch: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
+
+
+def end_with(group: Group, buffer: Any, device: torch.device) -> None:
+    """Destroy a buffer with its group. Its destructor would do that wherever Python drops it, and meet there ranks that
+    may be lost."""
+
+    def end() -> None:
+        with own_modes(device):
+            buffer.destroy()
+
+    group.ends.append(end)
 
 
 def check_room(num_tokens: int, max_tokens: int) -> None:

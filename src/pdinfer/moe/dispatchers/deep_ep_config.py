@@ -11,8 +11,21 @@ import attrs
 from pdinfer.checks import clip, int_field
 from pdinfer.errors import ConfigError
 from pdinfer.files import naming, read_json
+from pdinfer.moe.dispatchers.deep_ep_limits import gpu_bytes
 
 MAX_TOKENS = 1 << 16
+NODE_RANKS = 8
+ROW_BYTES = 8 + 128 * (8 + 4 + 4)
+"""Beside a row itself: where it comes from, and room for 128 ids, weights and scales."""
+LIBRARY = {
+    2: (256, 6, 6),
+    16: (288, 20, 12),
+    24: (288, 8, 8),
+    96: (480, 12, 8),
+    128: (560, 12, 8),
+    144: (720, 12, 8),
+}
+"""From so many ranks on: tokens that are received over NVLink, and sent over RDMA on the way there and back."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,6 +55,18 @@ class DeepEPChunks:
                     f"{send} and {receive}"
                 )
 
+    def buffer_bytes(self, hidden_size: int, num_ranks: int) -> int:
+        """Return what a buffer for such pieces of rows takes of a GPU (csrc/legacy/config.hpp)."""
+        channels, nodes, on_node = self.num_sms // 2, max(1, num_ranks // NODE_RANKS), min(num_ranks, NODE_RANKS)
+        row = 2 * hidden_size + ROW_BYTES
+        nvlink = channels * on_node * (4 * (2 * nodes + 3) + self.num_max_nvl_chunked_recv_tokens * row)
+        if nodes == 1:
+            return gpu_bytes(nvlink=nvlink, rdma=0)
+        send = self.num_max_rdma_chunked_send_tokens
+        received = -(-self.num_max_rdma_chunked_recv_tokens // send) * send
+        rdma = 2 * channels * nodes * (4 * (2 * NODE_RANKS + 2) + received * (row + 16))
+        return gpu_bytes(nvlink=nvlink, rdma=rdma)
+
 
 @attrs.frozen(kw_only=True)
 class DeepEPConfig:
@@ -56,6 +81,25 @@ class DeepEPConfig:
                 f"normal_dispatch has num_sms {self.normal_dispatch.num_sms} and normal_combine "
                 f"{self.normal_combine.num_sms}: they must be equal"
             )
+
+    @classmethod
+    def of_library(cls, num_ranks: int) -> DeepEPConfig:
+        """Return what DeepEP takes by itself, as far as the sizes of buffers go (deep_ep/buffers/legacy.py)."""
+        most = max(ranks for ranks in LIBRARY if ranks <= num_ranks)
+        nvlink, send, combine_send = LIBRARY[most]
+        parts = [
+            DeepEPChunks(
+                num_max_nvl_chunked_recv_tokens=nvlink,
+                num_max_rdma_chunked_send_tokens=sent,
+                num_max_rdma_chunked_recv_tokens=128,
+            )
+            for sent in (send, combine_send)
+        ]
+        return cls(normal_dispatch=parts[0], normal_combine=parts[1])
+
+    def buffer_bytes(self, hidden_size: int, num_ranks: int) -> int:
+        """Return what the buffer for both takes of a GPU."""
+        return max(part.buffer_bytes(hidden_size, num_ranks) for part in (self.normal_dispatch, self.normal_combine))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> DeepEPConfig:

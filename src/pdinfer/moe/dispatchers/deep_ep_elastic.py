@@ -5,6 +5,8 @@ Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in cs
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any, ClassVar
 
 import attrs
@@ -14,16 +16,19 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.moe.dispatchers.deep_ep import (
-    ExpertSizes,
     Returning,
     Sent,
     as_argument,
+    check_current,
     check_room,
     check_same_room,
+    end_with,
     import_deep_ep,
     travelling_form,
 )
-from pdinfer.parallel.groups import Group
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.parallel.groups import Group, timeout_of
+from pdinfer.process.streams import is_capturing
 
 
 @attrs.frozen(kw_only=True)
@@ -35,9 +40,9 @@ class _Expanded(Contiguous):
 class DeepEPElastic:
     """The dispatcher for up to `max_tokens` tokens per rank, of a prompt or of a decode step.
 
-    A token travels once to each rank that has experts for it. There it becomes one row per expert, sorted, in room for
-    all tokens of all ranks, so that no host waits for a count. Experts weight their results, and sums travel back as
-    bfloat16 rows.
+    A token travels once to each rank that has experts for it. There it becomes one row per expert, sorted. The host
+    waits for the counts of received rows; a capture cannot, and has room for all tokens of all ranks. Experts weight
+    their results, and sums travel back as bfloat16 rows.
     """
 
     buffer: Any
@@ -54,17 +59,27 @@ class DeepEPElastic:
         Raises BackendUnavailable without this API of deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
         library = import_deep_ep("ElasticBuffer", "dispatch")
+        check_current(device)
         check_same_room(group, max_tokens, device)
+        # torch frees what was recorded on two streams of a capture at its end: the rows of all layers. Events hold them
+        # instead, and we hold the events
+        os.environ["EP_AVOID_RECORD_STREAM"] = "1"
+        timeout_s = math.ceil(timeout_of(group.process_group, device.type).total_seconds())
         # sized for rows of bfloat16, it has room for those in FP8
         buffer = library.ElasticBuffer(
             group.process_group,
             num_max_tokens_per_rank=max_tokens,
             hidden=sizes.hidden_size,
             num_topk=sizes.top_k,
+            num_cpu_timeout_secs=timeout_s,
+            num_gpu_timeout_secs=timeout_s,
+            explicitly_destroy=True,
         )
+        end_with(group, buffer, device)
         return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
+        check_current(ids_TK.device)
         check_room(len(x_TD), self.max_tokens)
         sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)
@@ -76,7 +91,7 @@ class DeepEPElastic:
             num_max_tokens_per_rank=self.max_tokens,
             expert_alignment=1,
             async_with_compute_stream=True,
-            do_cpu_sync=False,
+            do_cpu_sync=not is_capturing(ids_TK.device),
             do_expand=True,
         )
         return Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
@@ -88,7 +103,7 @@ class DeepEPElastic:
 
     def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Returning:
         y_TD, _, event = self.buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
-        return Returning(y_TD=y_TD, event=event, kept=y)
+        return Returning(y_TD=y_TD, event=event, kept=(y, dispatched.handle))
 
     def combine_end(self, pending: Returning) -> Returned:
         return pending.wait()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import mmap
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import xxhash
 from torch import Tensor
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.copies import DeviceCopies
+from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing, Memory
 
+ARRIVAL_S = 0.1
+"""How long the last bytes of a write that has landed may be on their way between a NIC and a device: microseconds."""
 CACHED_BYTES = 1 << 18
 """Bytes that are copied at once: a core's cache still holds them when the digest reads them."""
 
@@ -80,13 +84,16 @@ class RingBlock(Protocol):
 
     address: int
 
-    def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
-        """Copy `spans` of a memory into the block, one after the other. Return the xxh3_64 of what was read, if asked
-        for."""
+    tail_bytes: ClassVar[int]
+    """The bytes behind what is gathered that a write takes along."""
 
-    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
-        """Copy the block's bytes from `start` on to `spans` of a memory. Return the xxh3_64 of what was written, if
-        asked for, and what is to be committed. The block may be written again when this returns."""
+    def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
+        """Copy `spans` of a memory into the block, one after the other. Return a number by which their receiver knows
+        them, if asked for."""
+
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, expected: int | None) -> tuple[int | None, Landing]:
+        """Copy the block's bytes from `start` on to `spans` of a memory. Return the number by which they are known, if
+        one is `expected`, and what is to be committed. The block may be written again when this returns."""
 
     def release(self, *, clean: bool) -> None:
         """Withdraw the block from the engine. `clean` promises that no write from it or into it is under way."""
@@ -97,7 +104,9 @@ MakeBlock = Callable[[int], RingBlock]
 
 
 class HostBlock:
-    """A block of host memory."""
+    """A block of host memory. What was gathered is known by its xxh3_64."""
+
+    tail_bytes: ClassVar[int] = 0
 
     def __init__(self, segment: NamedEngine, num_bytes: int) -> None:
         self._segment = segment
@@ -114,13 +123,13 @@ class HostBlock:
                 total.update(view)
         return total.intdigest() if digest else None
 
-    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, expected: int | None) -> tuple[int | None, Landing]:
         landing, total = memory.landing(spans), xxhash.xxh3_64()
         for piece, view in self._pieces(start, landing.views):
             view[:] = piece
-            if digest:
+            if expected is not None:
                 total.update(view)  # and not the slot, which may be written meanwhile
-        return total.intdigest() if digest else None, landing
+        return total.intdigest() if expected is not None else None, landing
 
     def _pieces(self, position: int, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
         """Yield (piece of the block, piece of a view) of at most CACHED_BYTES, for views that follow each other in the
@@ -140,7 +149,11 @@ class HostBlock:
 
 
 class DeviceBlock:
-    """A block on the device of a pool, which the NIC reads and writes there. Nothing digests its bytes."""
+    """A block on the device of a pool, which the NIC reads and writes there. Nothing digests its bytes: they are known
+    by a random number behind them. When the sender hears of a write it may be in the NIC still, and its last bytes are
+    the last to reach the device, unless PCIe may reorder them."""
+
+    tail_bytes: ClassVar[int] = WORD_BYTES
 
     def __init__(self, segment: NamedEngine, copies: DeviceCopies, num_bytes: int) -> None:
         self._segment, self._copies = segment, copies
@@ -150,11 +163,22 @@ class DeviceBlock:
 
     def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
         self._copies.gather(spans, self._bytes_N)
-        return None
+        tail = secrets.token_bytes(self.tail_bytes)
+        self._copies.store(tail, self._tail(spans, 0))
+        return int.from_bytes(tail, "little")
 
-    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, expected: int | None) -> tuple[int | None, Landing]:
+        tail_N, until = self._tail(spans, start), time.monotonic() + ARRIVAL_S
+        while (found := int.from_bytes(self._copies.fetch(tail_N), "little")) != expected:
+            if time.monotonic() > until:
+                return found, Landing([])
         self._copies.scatter(spans, self._bytes_N[start:])
-        return None, Landing([])
+        return found, Landing([])
+
+    def _tail(self, spans: Spans, start: int) -> Tensor:
+        """Return the place behind the bytes of `spans` that lie from `start` on."""
+        end = start + sum(length for _, length in spans)
+        return self._bytes_N[end : end + self.tail_bytes]
 
     def release(self, *, clean: bool) -> None:
         self._segment.withdraw(self.address)

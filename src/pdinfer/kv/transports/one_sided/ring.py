@@ -83,8 +83,8 @@ class RingOffer:
 
 @attrs.frozen
 class Landed:
-    """`num_bytes` of a write of `total` bytes lie in a slot. `digest` is their xxh3_64, or None when the sender makes
-    no digests."""
+    """`num_bytes` of a write of `total` bytes lie in a slot. `digest` is their xxh3_64, or for memory of a device the
+    number behind them, or None when the sender makes no digests."""
 
     total: int
     num_bytes: int
@@ -229,7 +229,8 @@ class RingIncoming:
     def _scatter(self, write: _Arriving, part: Landed, spans: deque[tuple[int, int]]) -> None:
         start = part.slot * self.offer.slot_bytes
         here = take(spans, part.num_bytes)
-        found, landing = self._block.scatter(self._memory, here, start, digest=self._digest)
+        expected = part.digest if self._digest else None
+        found, landing = self._block.scatter(self._memory, here, start, expected=expected)
         if found == part.digest or not self._digest:
             landing.commit()
         else:

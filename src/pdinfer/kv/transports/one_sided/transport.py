@@ -66,7 +66,8 @@ class RingTransport(QueuingTransport):
     a ring of `num_slots` slots of `slot_bytes`. A link on which we write has up to two blocks of `slot_bytes`, and one
     more for each write that got lost. All of them are made when first needed, in host memory, or with `on_device` where
     the pool is. With `digest`, which must be the same on both ends, each slot is verified after it was copied. Without
-    it, nothing tells a good slot from one that was hit late or by a stranger. A write that has not landed after
+    it, nothing tells a good slot from one that was hit late or by a stranger; on a device, which both ends then have, a
+    random number behind each part says that the part is there. A write that has not landed after
     `timeout_s` counts as failed. The `ready` of a write runs in its link's own thread.
     """
 
@@ -90,15 +91,16 @@ class RingTransport(QueuingTransport):
                 f"a ring cannot have {num_slots} slots of {slot_bytes} bytes; use 1 to {MAX_SLOTS} slots and at most "
                 f"{MAX_RING_BYTES} bytes in all"
             )
-        if on_device and (digest or slot_bytes % WORD_BYTES):
+        if on_device and (digest or slot_bytes % WORD_BYTES or slot_bytes == WORD_BYTES):
             raise ConfigError(
                 f"nothing digests what a NIC writes to a device, which copies {WORD_BYTES} bytes at once: give "
-                f"digest=False and slot_bytes divided by {WORD_BYTES}"
+                f"digest=False and slot_bytes divided by {WORD_BYTES}, more than those"
             )
         self._name = name
         self._on_device = on_device
         self._segment, self._stream = segment, stream
-        self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
+        self._slot_bytes, self._num_slots, self._timeout_s = slot_bytes, num_slots, timeout_s
+        self._digest = digest or on_device  # what lies on a device is known by a number too
         self._lock = new_lock()
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, RingIncoming] = {}
@@ -115,7 +117,10 @@ class RingTransport(QueuingTransport):
         """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
         copies = _copies_of(memory) if self._on_device else None
         self._engine = engine = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
-        self._make_block = partial(HostBlock, engine) if copies is None else partial(DeviceBlock, engine, copies)
+        if copies is None:
+            self._make_block = partial(HostBlock, engine)
+        else:
+            self._make_block = partial(DeviceBlock, engine, copies)
         _running.add(self)
         try:
             return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(SignalMemory(), self))
@@ -179,6 +184,7 @@ class RingTransport(QueuingTransport):
                 memory=self._memory,
                 make_block=self._make_block,
                 slot_bytes=self._slot_bytes,
+                tail_bytes=(DeviceBlock if self._on_device else HostBlock).tail_bytes,
                 digest=self._digest,
                 timeout_s=self._timeout_s,
                 waiting=self._waiting,

@@ -66,6 +66,7 @@ class RingWriter:
     _memory: Memory
     _make_block: MakeBlock
     _slot_bytes: int
+    _tail_bytes: int
     _digest: bool
     _timeout_s: float
     _waiting: Budget[RingWriter]
@@ -200,7 +201,7 @@ class RingWriter:
         frame: bytes | None = message.frame
         while not transfer.done:
             self._check_open()
-            part = self._gathered(frame, transfer.num_bytes, min(self._slot_bytes, missing), rest)
+            part = self._gathered(frame, transfer.num_bytes, min(self._slot_bytes - self._tail_bytes, missing), rest)
             frame, missing = None, missing - part.num_bytes
             if not missing:
                 transfer.complete()
@@ -226,7 +227,7 @@ class RingWriter:
         """Write a part into the next free slot. The part before it has landed, so two blocks are enough."""
         if part.block is not None:
             part.slot = self._borrow()
-            part.number = self._submit(part.block, self._slot_address(part.slot), part.num_bytes)
+            part.number = self._submit(part.block, self._slot_address(part.slot), part.num_bytes + self._tail_bytes)
         self._flying = part
 
     def _settle(self) -> None:
@@ -266,7 +267,7 @@ class RingWriter:
                 landed = 0
                 self._sleep(pause)
                 pause = min(2 * pause, PAUSE_S[1])
-        part.number = self._submit(block, self._slot_address(part.slot), part.num_bytes)
+        part.number = self._submit(block, self._slot_address(part.slot), part.num_bytes + self._tail_bytes)
         if not self._landed(part.number, self._timeout_s):
             raise TransferError(f"a write of {part.num_bytes} bytes to {name} failed twice")
 
