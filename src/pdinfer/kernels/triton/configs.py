@@ -116,26 +116,26 @@ PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
             128: _product(128, 256, 64, 8, 4),
         },
         "int4": {
-            16: _product(16, 64, 128, 4, 4),
+            16: _product(16, 128, 128, 4, 4),
             32: _product(32, 64, 128, 4, 4, splits=2),
             64: _product(64, 64, 128, 4, 3, weights_first=True),
-            128: _product(128, 128, 128, 8, 3, weights_first=True),
+            128: _product(128, 128, 64, 8, 4, weights_first=True),
         },
         "mxfp4": {
             16: _product(16, 64, 256, 4, 4),
-            32: _product(32, 64, 256, 4, 3, splits=2),
+            32: _product(32, 128, 128, 4, 4, splits=2),
             64: _product(64, 128, 128, 4, 3, weights_first=True),
-            128: _product(128, 128, 256, 8, 2, weights_first=True),
+            128: _product(128, 128, 128, 4, 3, weights_first=True),
+            256: _product(256, 128, 128, 8, 2, weights_first=True),
         },
     }
 )
-"""By what is multiplied, and by the rows that an expert has room for, or on average. In four bits a tile has 4 bytes of
-scales or more for each thread, which is the least that is loaded asynchronously."""
+"""By what is multiplied, and by the rows that an expert has room for, or on average."""
 DENSE_PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
     {
         FP8: {**PRODUCTS[FP8], 16: _product(16, 64, 128, 4, 6), 32: _product(32, 64, 128, 4, 6)},
         torch.int8: {**PRODUCTS[torch.int8], 16: _product(16, 64, 128, 4, 6)},
-        "int4": PRODUCTS["int4"],
+        "int4": {**PRODUCTS["int4"], 16: _product(16, 64, 128, 4, 4)},
         "mxfp4": PRODUCTS["mxfp4"],
     }
 )
@@ -154,8 +154,7 @@ GATED_PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
         },
         "int4": {
             16: _product(16, 64, 128, 4, 3),
-            32: _product(32, 64, 128, 4, 2, splits=2),
-            64: _product(64, 64, 128, 4, 3, weights_first=True),
+            32: _product(32, 64, 128, 4, 3, splits=2),
         },
         "mxfp4": {
             16: _product(16, 64, 256, 4, 3),
@@ -191,7 +190,7 @@ def _of_rows(
     if numbers == torch.float32:
         return FLOAT32_PRODUCT
     by_rows = configs[torch.bfloat16 if numbers == torch.float16 else numbers]
-    most = max(PRODUCTS[torch.bfloat16])
+    most = max(PRODUCTS[torch.bfloat16 if numbers == torch.float16 else numbers])
     least = next((least for least in by_rows if rows <= least), most)
     return by_rows.get(min(least, MOST_IN_ROOM.get(numbers, 64)) if form == "room" else least)
 

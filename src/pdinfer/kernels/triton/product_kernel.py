@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pdinfer.kernels.triton.four_bits import SCALED, int4_tiles, mxfp4_tile
+from pdinfer.kernels.triton.four_bits import SCALED, groups_of, int4_eighths, mxfp4_tile
 from pdinfer.kernels.triton.rounding import GROUP, to_fp8
 
 
@@ -128,19 +128,15 @@ def _sums(
     """Return a tile of products [ROWS, CHANNELS], and where GATED that of the second part."""
     shape: tl.constexpr = (CHANNELS, ROWS) if WEIGHTS_FIRST else (ROWS, CHANNELS)
     y = tl.zeros(shape, tl.int32 if FORMAT == "int8" else tl.float32)
-    up, y_low, up_low = y, y, y
-    for k in range(0, width, DEPTH):
-        x_tile = _tile(x, x_row, k, width, ROWS, DEPTH, HAS_TMA, UPCAST)
-        if FORMAT == "int4" or FORMAT == "mxfp4":
-            y, y_low = _add_four_bits(
-                y, y_low, x_tile, w, w_row, ws_ptr, ws_pitch, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST
-            )
-            if GATED:
-                up, up_low = _add_four_bits(
-                    up, up_low, x_tile, w, w_row + part_channels, ws_ptr, ws_pitch, k, width,
-                    FORMAT, HAS_TMA, CHANNELS, DEPTH, WEIGHTS_FIRST,
-                )  # fmt: skip
-        else:
+    up = y
+    if FORMAT == "int4" or FORMAT == "mxfp4":
+        y, up = _four_bit_sums(
+            y, x, x_row, w, w_row, ws_ptr, ws_pitch, width, part_channels,
+            FORMAT, GATED, HAS_TMA, UPCAST, ROWS, CHANNELS, DEPTH,
+        )  # fmt: skip
+    else:
+        for k in range(0, width, DEPTH):
+            x_tile = _tile(x, x_row, k, width, ROWS, DEPTH, HAS_TMA, UPCAST)
             w_tile = _tile(w, w_row, k, width, CHANNELS, DEPTH, HAS_TMA, UPCAST)
             if FORMAT == "fp8":
                 xs = tl.load(xs_ptr + k // GROUP * xs_step, is_row, 0)
@@ -154,9 +150,6 @@ def _sums(
                     up = _add_scaled(up, x_tile, w_tile, xs * ws, WEIGHTS_FIRST)
                 else:
                     up = _add(up, x_tile, w_tile, WEIGHTS_FIRST)
-    if FORMAT == "int4":
-        y += y_low
-        up += up_low
     if WEIGHTS_FIRST:
         y = tl.trans(y)
         up = tl.trans(up)
@@ -199,24 +192,75 @@ def _add_scaled(sums, x_tile, w_tile, scale_of_row, WEIGHTS_FIRST: tl.constexpr)
 
 
 @triton.jit
-def _add_four_bits(
-    sums, low_sums, x_tile, w, w_row, scale_ptr, scale_pitch, k, width,
-    FORMAT: tl.constexpr, HAS_TMA: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
+def _four_bit_sums(
+    y, x, x_row, w, w_row, scale_ptr, scale_pitch, width, part_channels,
+    FORMAT: tl.constexpr, GATED: tl.constexpr, HAS_TMA: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return both sums with a tile's products. Those of INT4 with the lower bits of scales have a sum of their own: one
-    product would wait for the other."""
-    _, num_rows, _ = w
-    codes = _tile(w, w_row, k // 2, width // 2, CHANNELS, DEPTH // 2, HAS_TMA, None)
-    scale = (scale_ptr, num_rows, scale_pitch)
-    scales = _tile(scale, w_row, k // SCALED, scale_pitch, CHANNELS, DEPTH // SCALED, False, None)
+    """Return y, which is zeros, with all products added, and the same for the second part. Scales are loaded one step
+    before they are needed: Triton itself moves ahead only loads of what is multiplied."""
+    up_row = w_row + part_channels
+    scales = _scales(scale_ptr, scale_pitch, w, w_row, 0, CHANNELS, DEPTH)
+    up, up_scales = y, scales
+    if GATED:
+        up_scales = _scales(scale_ptr, scale_pitch, w, up_row, 0, CHANNELS, DEPTH)
+    for k in range(0, width, DEPTH):
+        x_tiles = _x_tiles(x, x_row, k, width, FORMAT, HAS_TMA, UPCAST, ROWS, DEPTH)
+        following = _scales(scale_ptr, scale_pitch, w, w_row, k + DEPTH, CHANNELS, DEPTH)
+        y = _add_four_bits(y, x_tiles, w, w_row, scales, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH)
+        scales = following
+        if GATED:
+            following = _scales(scale_ptr, scale_pitch, w, up_row, k + DEPTH, CHANNELS, DEPTH)
+            up = _add_four_bits(up, x_tiles, w, up_row, up_scales, k, width, FORMAT, HAS_TMA, CHANNELS, DEPTH)
+            up_scales = following
     if FORMAT == "int4":
-        high, low = int4_tiles(codes, scales)
-        sums = _add(sums, x_tile, high.to(x_tile.dtype), WEIGHTS_FIRST)
-        low_sums = _add(low_sums, x_tile, low.to(x_tile.dtype), WEIGHTS_FIRST)
+        y *= 8
+        up *= 8
+    return y, up
+
+
+@triton.jit
+def _x_tiles(
+    x, x_row, k, width,
+    FORMAT: tl.constexpr, HAS_TMA: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Load the rows that a step multiplies: for INT4 a tile for each group, by pointers, since each tile of the TMA has
+    a barrier, which costs more instructions."""
+    if FORMAT == "int4":
+        tiles = ()
+        for group in tl.static_range(DEPTH // SCALED):
+            tile = _tile(x, x_row, k + group * SCALED, width, ROWS, SCALED, False, UPCAST)
+            tiles += (tile,)  # type: ignore[assignment] # Triton unrolls the loop
     else:
-        sums = _add(sums, x_tile, mxfp4_tile(codes, scales).to(x_tile.dtype), WEIGHTS_FIRST)
-    return sums, low_sums
+        tiles = (_tile(x, x_row, k, width, ROWS, DEPTH, HAS_TMA, UPCAST),)  # type: ignore[assignment] # as above
+    return tiles
+
+
+@triton.jit
+def _add_four_bits(
+    sums, x_tiles, w, w_row, scales, k, width,
+    FORMAT: tl.constexpr, HAS_TMA: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Add a product, or for INT4 an eighth. There a code times its scale has more bits than a bfloat16: the sum of each
+    group is scaled instead, in float32."""
+    codes = _tile(w, w_row, k // 2, width // 2, CHANNELS, DEPTH // 2, HAS_TMA, None)
+    if FORMAT == "int4":
+        groups = groups_of(codes, DEPTH // SCALED)
+        scale_of_groups = groups_of(scales.to(tl.float32), DEPTH // SCALED)
+        for group in tl.static_range(DEPTH // SCALED):
+            w_tile = int4_eighths(groups[group]).to(x_tiles[group].dtype)
+            sums += tl.dot(w_tile, x_tiles[group].T, input_precision="ieee") * scale_of_groups[group]
+    else:
+        sums = _add(sums, x_tiles[0], mxfp4_tile(codes, scales).to(x_tiles[0].dtype), True)
+    return sums
+
+
+@triton.jit
+def _scales(scale_ptr, scale_pitch, w, w_row, k, CHANNELS: tl.constexpr, DEPTH: tl.constexpr):
+    """Load the scales of DEPTH columns of four bits."""
+    _, num_rows, _ = w
+    scale = (scale_ptr, num_rows, scale_pitch)
+    return _tile(scale, w_row, k // SCALED, scale_pitch, CHANNELS, DEPTH // SCALED, False, None)
 
 
 @triton.jit

@@ -159,7 +159,7 @@ def _launch(
     launch(
         product,
         (_blocks(x, weight, config, gated=gated),),
-        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma),
+        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma and kind != "int4"),  # see `_x_tiles`
         x.scales,
         _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma),
         weight.scales,

@@ -110,7 +110,7 @@ SPECIMENS = (
             narrow=SCALES,
         )
         for kind in FOUR_BITS
-        for rows in (16, 64, 4096)
+        for rows in (16, 32, 64, 128, 4096)
     ),
     *(
         Specimen(
