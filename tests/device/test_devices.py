@@ -69,6 +69,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         streams.make_current(torch.device("privateuseone", 2))
 
 
+def test_without_a_number_the_current_device_stays() -> None:
+    order.set_device(OTHER)
+    streams.make_current(torch.device("privateuseone"))
+    assert order.number_of(None) == 1
+
+
 # ---- a rank ---------------------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,9 @@ def number_of(device: Device) -> int:
 
 
 def set_device(device: Device) -> None:
+    """Do as `torch.cuda.set_device`, which takes no device without a number."""
+    if isinstance(device, torch.device) and device.index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
     _here.device = number_of(device)
 
 
@@ -79,7 +82,7 @@ def set_device(device: Device) -> None:
 def on_device(device: Device) -> Iterator[None]:
     """Make a device the current one of this thread until the context ends."""
     before = _here.device
-    set_device(device)
+    _here.device = number_of(device)
     try:
         yield
     finally:

@@ -22,11 +22,12 @@ from pdinfer.errors import BackendUnavailable
 
 
 def make_current(device: torch.device) -> None:
-    """Make `device` the current one of this thread. Raises BackendUnavailable where there is none of its number."""
-    if device.type == "cpu":
+    """Make `device` the current one of this thread, as it is without a number. Raises BackendUnavailable where there is
+    none of its number."""
+    if device.type == "cpu" or device.index is None:
         return
     module = torch.get_device_module(device)
-    if device.index is not None and device.index >= module.device_count():
+    if device.index >= module.device_count():
         raise BackendUnavailable(f"device {device} was asked for and torch sees {module.device_count()} of its kind")
     module.set_device(device)
 

@@ -126,7 +126,6 @@ PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
             32: _product(32, 128, 128, 4, 4, splits=2),
             64: _product(64, 128, 128, 4, 3, weights_first=True),
             128: _product(128, 128, 128, 4, 3, weights_first=True),
-            256: _product(256, 128, 128, 8, 2, weights_first=True),
         },
     }
 )
@@ -159,7 +158,7 @@ GATED_PRODUCTS: Mapping[Multiplied, Mapping[int, Config]] = MappingProxyType(
         "mxfp4": {
             16: _product(16, 64, 256, 4, 3),
             32: _product(32, 64, 256, 4, 2, splits=2),
-            64: _product(64, 64, 256, 4, 2, weights_first=True),
+            64: _product(64, 64, 128, 4, 3, weights_first=True),
         },
     }
 )
@@ -190,7 +189,7 @@ def _of_rows(
     if numbers == torch.float32:
         return FLOAT32_PRODUCT
     by_rows = configs[torch.bfloat16 if numbers == torch.float16 else numbers]
-    most = max(PRODUCTS[torch.bfloat16 if numbers == torch.float16 else numbers])
+    most = max(PRODUCTS[torch.bfloat16])
     least = next((least for least in by_rows if rows <= least), most)
     return by_rows.get(min(least, MOST_IN_ROOM.get(numbers, 64)) if form == "room" else least)
 
