@@ -17,6 +17,13 @@ static const bf16 VALUES[2][16] = {
      0xC0C0},
 };
 
+/* Whether codes become values as fast as a row is multiplied with them. */
+#if LANES == 16 || defined(HAVE_AVX2)
+#define HAS_SHUFFLES 1
+#else
+#define HAS_SHUFFLES 0
+#endif
+
 /* The values of 16 outs, in pairs of inputs, as those of a strip of bf16 are. */
 typedef words Pairs[HALF_VECTORS];
 
@@ -244,8 +251,9 @@ NOINLINE void row_kernel(i64 rows, int format, const value *a, const uint8_t *w,
 
 #if LANES == 8
 
-/* With 16 registers there is none left to keep what is read for several panels: codes become scaled floats first, which
- * hold the 4 bits of one times the 8 of the other. A half of a step -> [inputs][16 outs]. */
+/* With 16 registers there is none left to keep what is read for several panels, and without shuffles reading takes
+ * longest: codes become scaled floats first, which hold the 4 bits of one times the 8 of the other. A half of a step ->
+ * [inputs][16 outs]. */
 INLINE void widen(int format, const uint8_t *w, const void *scales, i64 at, float *to) {
     Table table = table_of(format);
     floats of_outs[HALF_VECTORS];
@@ -312,7 +320,7 @@ INLINE void multiply(int format, const void *panels, i64 rows, const Matrix *w, 
     i64 steps = w->n / 32, at = s * w->n;
     const uint8_t *codes = (const uint8_t *)strip;
     memset(c, 0, sizeof *c * STRIP * rows);
-    if (rows <= MOST_OF_PANEL) row_kernel(rows, format, panels, codes, w->scales, at, steps, c);
+    if (HAS_SHUFFLES && rows <= MOST_OF_PANEL) row_kernel(rows, format, panels, codes, w->scales, at, steps, c);
     else /* all panels pass over a few steps before the next, so that these stay in the first-level cache */
         for (i64 k = 0; k < steps; k += DEEP, codes += 2 * HALF * DEEP, at += STRIP * DEEP)
             multiply_steps(format, panels, rows, w, codes, at, k, MIN(DEEP, steps - k), c);
