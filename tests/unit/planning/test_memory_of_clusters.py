@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.config import CacheConfig, EngineConfig, ModelConfig
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, profile
@@ -152,3 +152,11 @@ def test_the_second_api_has_a_buffer_and_room_in_captured_steps() -> None:
 def test_a_cpu_has_neither_drivers_nor_buffers() -> None:
     plan = EnginePlan(name="P", config=V3, topology=Topology(), device="cpu", device_bytes=2000 * GIB)
     assert (plan.driver_bytes, plan.buffer_bytes, plan.room_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("redundant", "ranks", "next_one"), [(0, 72, 32), (32, 64, 64), (0, 24, 8), (5, 8, 8)])
+def test_a_refused_number_of_slots_names_the_next(redundant: int, ranks: int, next_one: int) -> None:
+    topology = Topology(world_size=ranks, dp_size=ranks, ep_size=ranks)
+    with pytest.raises(ConfigError, match=rf"; num_redundant_experts = {next_one} is the next that fits$"):
+        EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=redundant))
+    EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=next_one))
