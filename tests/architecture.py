@@ -63,8 +63,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "bench.plots": (("requests", "runs"), ("plot",)),
     "metrics": (("recorder", "spans"), ("series",), ("names",)),
-    "diagnosis": (("doctor",), ("software", "limits", "variables"), ("network",), ("machine",), ("report",)),
-    "planning": (("profiles",), ("plan", "simulation"), ("rank_weights",)),
+    "diagnosis": (("doctor",), ("software", "limits", "variables", "ranks"), ("network",), ("machine",), ("report",)),
+    "planning": (("profiles",), ("plan", "simulation"), ("host_memory", "rank_memory", "rank_weights")),
     "planning.profiles": (("profile",),),
     "planning.simulation": (
         ("simulator",),

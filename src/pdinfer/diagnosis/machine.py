@@ -74,6 +74,11 @@ def _gpu(index: int) -> Gpu:
     )
 
 
+def current_device() -> int | None:
+    """Return the number of this thread's current CUDA device, or None without any."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
 def choices_on(device: str) -> Sequence[OpChoice]:
     """Return the provider of each op on a kind of device, for a model in bfloat16."""
     return resolve_ops(OpSpec(device=device)).choices
@@ -129,6 +134,7 @@ class Machine:
     version: Callable[[str], str | None] = installed
     why_not_imported: Callable[[str], str | None] = why_not_imported
     gpus: Callable[[], Sequence[Gpu]] = gpus_here
+    current_device: Callable[[], int | None] = current_device
     choices: Callable[[str], Sequence[OpChoice]] = choices_on
     lost_kernels: Callable[[], Mapping[str, str]] = lost_kernels
     compiler_sets: Callable[[], frozenset[str] | None] = compiler_sets

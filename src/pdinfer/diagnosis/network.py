@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from pdinfer.diagnosis.machine import Gpu, Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
 from pdinfer.kv.transports.mooncake import PEER_MEMORY, RDMA_DEVICES
 
+DRIVER_PARAMS = "/proc/driver/nvidia/params"
+GDRDRV = "/sys/module/gdrdrv"
 NEARNESS = ("on another NUMA node", "on its NUMA node", "below its PCIe root", "below its PCIe switch")
 """The distances of a card to a GPU, from far to near."""
 
@@ -85,7 +88,27 @@ def network(machine: Machine) -> Found:
             "nvidia_peermem is not loaded: MooncakeTransport(gpu_direct=True) is refused, and KV goes through the host",
             "modprobe nvidia_peermem",
         )
+    if active and gpus:
+        yield from _ibgda(machine)
     yield from _affinity(machine, gpus, active)
+
+
+def _ibgda(machine: Machine) -> Found:
+    """Whether GPUs can drive network cards, as NVSHMEM under DeepEP's first API does it (its docs/nvshmem.md)."""
+    params = machine.read(DRIVER_PARAMS)
+    streams = re.search(r"^EnableStreamMemOPs:\s*1$", params or "", re.MULTILINE) is not None
+    peers = "PeerMappingOverride=1" in (params or "")
+    helped = machine.at(GDRDRV).exists()
+    how = "by the driver's options" if streams and peers else "through gdrdrv, a little slower" if helped else None
+    yield Fact(name="IBGDA", value=how or ("none" if params else "not known: the driver shows no options"))
+    if how is None and params and machine.version("deep_ep") is not None:
+        lacking = " and ".join(["EnableStreamMemOPs=1"] * (not streams) + ["PeerMappingOverride=1"] * (not peers))
+        yield failure(
+            f"the driver lacks {lacking}, and gdrdrv is not loaded: DeepEP cannot start between nodes, nor in its "
+            "low-latency mode",
+            "echo 'options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' > "
+            "/etc/modprobe.d/nvidia.conf  # then update-initramfs -u and reboot; or install GDRCopy: modprobe gdrdrv",
+        )
 
 
 def _affinity(machine: Machine, gpus: Sequence[Gpu], devices: Sequence[RdmaDevice]) -> Found:

@@ -22,10 +22,21 @@ REQUIRED = {
     "xxhash": (3, 4),
 }
 """The oldest versions that are good enough, as pyproject.toml has them."""
-OPTIONAL = ("triton", "deep_gemm", "deep_ep", "flash_mla", *DISTRIBUTIONS, "matplotlib", "opentelemetry-api")
+OPTIONAL = (
+    "triton",
+    "deep_gemm",
+    "sgl-deep-gemm",
+    "deep_ep",
+    "flash_mla",
+    *DISTRIBUTIONS,
+    "matplotlib",
+    "opentelemetry-api",
+)
 TRITON = (3, 4)
 ON_GPUS = ("triton", "deep_gemm", "deep_ep", "flash_mla")
 """Libraries that only run on GPUs, named as their modules are."""
+DEEP_GEMM = ("deep_gemm", "sgl-deep-gemm")
+"""The distributions that have DeepGEMM."""
 INSTALL = "apt-get install -y gcc libc6-dev"
 
 
@@ -49,12 +60,15 @@ def libraries(machine: Machine) -> Found:
     """Yield the optional libraries that are installed, and whether they can be imported."""
     has_gpu = bool(machine.gpus())
     for name in ON_GPUS:
-        if (version := machine.version(name)) is None:
+        holders = DEEP_GEMM if name == "deep_gemm" else (name,)
+        found = [(holder, version) for holder in holders if (version := machine.version(holder)) is not None]
+        if not found:
             yield Fact(name=name, value="not installed")
             continue
         reason = machine.why_not_imported(name)
         yield Fact(name=name, value="can be imported" if reason is None else "cannot be imported")
-        mend = f"pip install --force-reinstall --no-deps '{name}=={version}'"
+        holder, version = found[0]
+        mend = f"pip install --force-reinstall --no-deps '{holder}=={version}'"
         if reason is not None and has_gpu and name in ("triton", "deep_ep"):
             yield failure(f"{name} {version} is installed and cannot be imported: {reason}", mend)
         elif reason is not None:
@@ -150,8 +164,32 @@ def compilers(machine: Machine) -> Found:
                 f"Triton cannot write what it compiles to {kept} ({problem})",
                 "export TRITON_CACHE_DIR=$(mktemp -d)",
             )
+    if has_gpu and any(map(machine.version, DEEP_GEMM)):
+        yield from _deep_gemm(machine)
     if machine.environment.get("TRITON_INTERPRET") == "1":
         yield warning("TRITON_INTERPRET=1 runs Triton's kernels in Python, for tests", "unset TRITON_INTERPRET")
+
+
+def _deep_gemm(machine: Machine) -> Found:
+    """Whether DeepGEMM can compile its kernels, which it does when each is first used, and keep them."""
+    given = machine.environment
+    home = given.get("CUDA_HOME") or given.get("CUDA_PATH")
+    known = machine.which("nvcc")
+    nvcc = given.get("DG_JIT_NVCC_COMPILER") or (f"{home}/bin/nvcc" if home else known or "/usr/local/cuda/bin/nvcc")
+    found = nvcc if nvcc == known or machine.at(nvcc).exists() else None
+    yield Fact(name="nvcc", value=found)
+    if found is None and given.get("DG_JIT_USE_NVRTC") != "1":
+        package = f"cuda-nvcc-{(machine.torch_cuda or '12.9').replace('.', '-')}"
+        yield failure(
+            f"DeepGEMM compiles its kernels with nvcc when they are first used, and {nvcc} is not there",
+            f"apt-get install -y {package}  # of NVIDIA's repository; or set CUDA_HOME to a toolkit",
+        )
+    kept = Path(given.get("DG_JIT_CACHE_DIR") or Path(given.get("HOME", "/root")) / ".deep_gemm")
+    yield Fact(name="DeepGEMM's cache", value=str(kept), remarks=("ranks may share it: the first one compiles",))
+    if (problem := machine.why_not_written(kept)) is not None:
+        yield failure(
+            f"DeepGEMM cannot write what it compiles to {kept} ({problem})", "export DG_JIT_CACHE_DIR=$(mktemp -d)"
+        )
 
 
 def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Found:

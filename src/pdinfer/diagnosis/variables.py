@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pdinfer.diagnosis.machine import Machine
-from pdinfer.diagnosis.network import interfaces, rdma_devices
+from pdinfer.diagnosis.network import has_rdma, interfaces, rdma_devices
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
-from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, RDMA_DEVICES
+from pdinfer.kv.transports.mooncake import ALLOCATORS, DISTRIBUTIONS, EXPANDABLE, ORDERING, RDMA_DEVICES
 
 VARIABLES: Mapping[str, tuple[str, range | None]] = {
     "NCCL_IB_HCA": ("the RDMA devices of NCCL", None),
@@ -34,6 +34,8 @@ VARIABLES: Mapping[str, tuple[str, range | None]] = {
     "MC_FORCE_TCP": ("set: Mooncake uses no RDMA", None),
     "MC_TCP_PROTO": ("1: an old protocol of Mooncake", None),
     "MC_TE_METRIC": ("set: Mooncake reports its speed", None),
+    ORDERING: ("0: PCIe keeps the order of a NIC's writes", None),
+    **dict.fromkeys(ALLOCATORS, ("how torch allocates memory of GPUs", None)),
 }
 """What each is, and the range of those that are numbers."""
 
@@ -151,7 +153,14 @@ def _mooncake(machine: Machine, given: Mapping[str, str]) -> Found:
             "MC_TCP_PROTO=1 makes Mooncake report writes before they have landed: MooncakeTransport refuses it",
             "unset MC_TCP_PROTO",
         )
-    if "MC_FORCE_TCP" in given and any(device.is_active for device in rdma_devices(machine)):
+    expanding = [name for name in ALLOCATORS if EXPANDABLE.search(given.get(name, ""))]
+    reordering = [ORDERING] * (given.get(ORDERING, "0") != "0")
+    for name in (expanding + reordering) * (has_rdma(machine) and bool(machine.gpus())):
+        why = "the memory of expandable_segments cannot be written" if name in ALLOCATORS else "writes may be reordered"
+        yield warning(
+            f"{name}={given[name]}: {why} by a NIC, so MooncakeTransport(gpu_direct=True) is refused", f"unset {name}"
+        )
+    if "MC_FORCE_TCP" in given and has_rdma(machine):
         yield warning(
             'MC_FORCE_TCP is set on a machine with RDMA devices: MooncakeTransport(protocol="rdma") refuses it',
             "unset MC_FORCE_TCP",

@@ -195,7 +195,8 @@ def checked_placement(
         if (num_experts + redundant) % num_ranks:
             raise ConfigError(
                 f"ep_size {num_ranks} does not divide n_routed_experts + num_redundant_experts = {num_experts} + "
-                f"{redundant} = {num_experts + redundant}; choose num_redundant_experts so that it does"
+                f"{redundant} = {num_experts + redundant}; num_redundant_experts = "
+                f"{redundant + -(num_experts + redundant) % num_ranks} is the next that fits"
             )
         return ExpertPlacement.trivial(num_layers, num_experts, num_ranks, redundant)
     wanted = PlacementSizes(num_layers, num_experts, placement.num_slots, num_ranks)

@@ -2,7 +2,9 @@
 
     simulation/       a load through a cluster of simulated engines
     plan.py           a checked plan of engines over ranks
+    host_memory.py    what links between engines take of their hosts
     profiles/         published deployments: each setting, and what it is here
+    rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
 
 May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.

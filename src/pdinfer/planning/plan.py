@@ -5,6 +5,7 @@ Plain ints: the plan for a hundred GPUs is made and verified on any machine, bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -19,9 +20,12 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.dispatchers.choose import buffer_bytes
+from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.moe.parallel import check_step_fits, checked_placement, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
+from pdinfer.planning.host_memory import HostMemory
+from pdinfer.planning.rank_memory import DRIVER_BYTES, room_bytes
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
@@ -51,9 +55,10 @@ class EnginePlan(Value):
     four bits if the config says so and else in floats, and `weights` is the argument of `load_model`. What a rank then
     holds decides, not what lies in the files. A plan that exists can be loaded, as far as sizes say. Raises
     ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks, where the dispatcher or the
-    cache cannot have such sizes, and where weights and a page of KV do not fit into the memory beside DeepEP's buffer,
-    or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers, NCCL and the buffer
-    of "elastic" take is not known here: a pool finds that memory in use, and has fewer pages than planned.
+    cache cannot have such sizes, and where memory does not suffice: for weights, drivers and a page of KV, within
+    `mem_fraction_static` if it is given, and beside these for DeepEP's buffer and the rows at experts. What a step of
+    prefill takes beside is not counted. Without `device_bytes` memory is not checked. `prompt_tokens` is the longest
+    prompt that it is for: text says where a pool is smaller.
     """
 
     name: str
@@ -67,6 +72,7 @@ class EnginePlan(Value):
     weights: str = "auto"
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 50)))
+    prompt_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 30)))
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -100,13 +106,31 @@ class EnginePlan(Value):
         """How many bytes of weights each rank holds."""
         return self.rank_weights.total
 
+    @property
+    def driver_bytes(self) -> int:
+        """How many bytes CUDA and NCCL take of each rank's device: an estimate. A pool finds them in use."""
+        return DRIVER_BYTES if self.device.type == "cuda" else 0
+
     @cached_property
     def buffer_bytes(self) -> int:
         """How many bytes each rank has for DeepEP's buffer, which `mem_fraction_static` does not count."""
-        if self.placement is None:
+        return 0 if self._sizes is None else buffer_bytes(self._sizes, self.experts)
+
+    @cached_property
+    def room_bytes(self) -> int:
+        """How many bytes rows take at a rank's experts in DeepEP's low-latency mode, and in its second API for steps of
+        `graph_batch_sizes`. `mem_fraction_static` does not count them."""
+        mode = self.experts.deepep_mode if self.experts.moe_a2a_backend == "deep_ep" else ""
+        if self._sizes is None or not (mode == "low_latency" or (mode == "elastic" and self.engine.graph_batch_sizes)):
             return 0
-        dtype, group = DTYPES[self.config.dtype], self.topology.apart().ep
-        return buffer_bytes(expert_sizes(self.config, group, self.placement, dtype), self.experts)
+        is_fp8 = self.stored == "fp8" and self.rank_weights.quantized > 0
+        return room_bytes(self.config, self._sizes, self.experts, is_fp8=is_fp8)
+
+    @property
+    def _sizes(self) -> ExpertSizes | None:
+        if self.placement is None:
+            return None
+        return expert_sizes(self.config, self.topology.apart().ep, self.placement, DTYPES[self.config.dtype])
 
     def _rank_weights(self, weights: str) -> RankWeights:
         return rank_weights(
@@ -123,29 +147,77 @@ class EnginePlan(Value):
     @property
     def num_pages(self) -> int | None:
         """How many pages a rank's pool has; None where neither the cache nor the device's memory says."""
-        fraction = self.cache.mem_fraction_static
-        if self.cache.num_pages is not None or self.device_bytes is None or fraction is None:
+        if self.cache.num_pages is not None or self._page_room is None:
             return self.cache.num_pages
-        room = min(int(self.device_bytes * fraction), self.device_bytes - self.buffer_bytes)
-        return (room - self.weight_bytes) // self.layout.page_bytes
+        return self._page_room // self.layout.page_bytes
+
+    @property
+    def _page_room(self) -> int | None:
+        """The bytes that `mem_fraction_static` leaves for pages, as a pool finds them."""
+        fraction = self.cache.mem_fraction_static
+        if self.device_bytes is None or fraction is None:
+            return None
+        return int(self.device_bytes * fraction) - self._fixed_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return self.weight_bytes + self.driver_bytes
 
     def _check_memory(self) -> None:
         """Raise ConfigError where memory does not suffice. Weights are counted in any case: that checks their sizes."""
-        needed = self.weight_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
+        needed = self._fixed_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
         if self.device_bytes is None:
             return
-        fraction = self.cache.mem_fraction_static
-        if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - self.buffer_bytes):
+        fraction, beside = self.cache.mem_fraction_static, self.buffer_bytes + self.room_bytes
+        if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - beside):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
             of = "" if fraction is None else f"mem_fraction_static {fraction} of "
             hint = ', or weights="stored"' if self._rank_weights("stored").total < self.weight_bytes else ""
+            told = " and ".join([self._told(), *self._told_drivers(), pages])
             raise ConfigError(
-                f"{self._told()} and {pages}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}"
-                f"{self._told_buffer(' beside ')}; use more ranks{hint}"
+                f"{told}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}"
+                f"{' beside ' * bool(beside)}{' and '.join(self._told_beside())}; use more ranks{hint}"
+            )
+        if fraction is not None and beside > self.device_bytes - int(self.device_bytes * fraction):
+            most = math.floor(100 * (1 - beside / self.device_bytes)) / 100
+            raise ConfigError(
+                f"mem_fraction_static {fraction} of {_gib(self.device_bytes)} leaves "
+                f"{_gib(self.device_bytes * (1 - fraction))} beside weights and pages, less than "
+                f"{' and '.join(self._told_beside())}; it may be at most {most}"
             )
 
-    def _told_buffer(self, before: str) -> str:
-        return f"{before}{_gib(self.buffer_bytes)} of DeepEP's buffer" if self.buffer_bytes else ""
+    def _told_drivers(self) -> list[str]:
+        return [f"{_gib(self.driver_bytes)} of drivers and NCCL (an estimate)"] * bool(self.driver_bytes)
+
+    def _told_beside(self) -> list[str]:
+        buffer = [f"{_gib(self.buffer_bytes)} of DeepEP's buffer"] * bool(self.buffer_bytes)
+        return buffer + [f"{_gib(self.room_bytes)} of rows at experts"] * bool(self.room_bytes)
+
+    def _told_pages(self) -> str:
+        """Return what a pool will have, and what is left then."""
+        layout, pages, room = self.layout, self.num_pages, self._page_room
+        told = f"{layout.page_size} tokens, {layout.page_bytes} bytes each"
+        if pages is None:
+            return f"pages of {told}" + ("" if self.device_bytes is None else f" of {_gib(self.device_bytes)}")
+        told = f"{pages} pages of {told}, {pages * layout.page_size} tokens"
+        if room is not None:
+            told = f"{_gib(room)} remain of mem_fraction_static {self.cache.mem_fraction_static} for {told}"
+        if self.device_bytes is not None:
+            used = self._fixed_bytes + pages * layout.page_bytes + self.buffer_bytes + self.room_bytes
+            told += f"; {_gib(self.device_bytes - used)} of {_gib(self.device_bytes)} are left for steps"
+        return told + self._told_prompt(pages)
+
+    def _told_prompt(self, pages: int) -> str:
+        """Return a sentence where the longest prompt does not fit the pool, with a fraction that holds it."""
+        if self.prompt_tokens is None or (wanted := self.layout.num_pages(self.prompt_tokens)) <= pages:
+            return ""
+        told = f"; a prompt of {self.prompt_tokens} tokens does not fit: it needs {wanted} pages"
+        if self._page_room is None or self.device_bytes is None:
+            return told
+        share = (self._fixed_bytes + wanted * self.layout.page_bytes) / self.device_bytes
+        share = math.ceil(100 * share) / 100
+        fits = share * self.device_bytes + self.buffer_bytes + self.room_bytes <= self.device_bytes
+        return f"{told}, " + (f"which mem_fraction_static {share} holds" if fits else "more than the device has")
 
     def _told(self) -> str:
         float_bytes = self._rank_weights("float").total
@@ -156,12 +228,10 @@ class EnginePlan(Value):
     def __str__(self) -> str:
         at, placement = self.topology, self.placement
         experts = "" if placement is None else f", {placement.slots_per_rank} expert slots per rank and layer"
-        pages = "pages" if self.num_pages is None else f"{self.num_pages} pages"
-        memory = "" if self.device_bytes is None else f" of {_gib(self.device_bytes)}"
+        held = ", ".join([self._told(), *self._told_drivers(), *self._told_beside()])
         return (
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
-            f"parallel {at.tp_size}{experts}; {self._told()}{self._told_buffer(', ')}, {pages} of "
-            f"{self.layout.page_size} tokens, {self.layout.page_bytes} bytes each{memory}"
+            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}"
         )
 
 
@@ -232,6 +302,22 @@ class ClusterPlan(Value):
                     for written in _attention_groups(decode.topology):
                         yield prefill, writers, decode, written
 
+    @property
+    def hosts(self) -> tuple[HostMemory, ...]:
+        """What links take of the hosts of each engine."""
+        written = sum(engine.topology.world_size for engine in self.decode)
+        return tuple(
+            HostMemory(
+                name=engine.name,
+                is_prefill=is_prefill,
+                num_links=written if is_prefill else self.num_ranks - written,
+                num_ranks=min(engine.topology.world_size, engine.experts.ranks_per_node or engine.topology.world_size),
+            )
+            for is_prefill, side in ((True, self.prefill), (False, self.decode))
+            for engine in side
+        )
+
     def __str__(self) -> str:
         ways = sum(1 for _ in self.pairs())
-        return "\n".join([*map(str, self.engines), f"{self.num_ranks} ranks, {ways} pairs of attention groups"])
+        lines = [*self.engines, *self.hosts, f"{self.num_ranks} ranks, {ways} pairs of attention groups"]
+        return "\n".join(map(str, lines))

@@ -14,6 +14,7 @@ LIMITS = (
 )
 REQUIRED_VERSIONS = {name: ".".join(map(str, version)) for name, version in REQUIRED.items()}
 ON_CPU = (OpChoice("linear", "native", ()),)
+PARAMS = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
 PLACES = ("pci0000:15/0000:15:01.0", "pci0000:97/0000:97:01.0")
 
 
@@ -33,7 +34,7 @@ def link(root: Path, path: str, to: str) -> None:
 def limited(root: Path, *, files: object = 1024, locked: object = 8388608, capabilities: int = 0) -> None:
     """Set limits of the process."""
     write(root, "proc/self/limits", LIMITS.format(files=files, locked=locked))
-    write(root, "proc/self/status", f"Name:\tpython\nCapEff:\t{capabilities:016x}\n")
+    write(root, "proc/self/status", f"Name:\tpython\nCapEff:\t{capabilities:016x}\nCpus_allowed_list:\t0-3\n")
 
 
 def laptop(root: Path, **changes: Any) -> Machine:
@@ -58,6 +59,7 @@ def laptop(root: Path, **changes: Any) -> Machine:
         "version": versions.get,
         "why_not_imported": lambda _: None,
         "gpus": tuple,
+        "current_device": lambda: None,
         "choices": lambda _: ON_CPU,
         "lost_kernels": dict,
         "compiler_sets": lambda: frozenset({"avx2"}),
@@ -67,12 +69,13 @@ def laptop(root: Path, **changes: Any) -> Machine:
 
 
 def server(root: Path, **changes: Any) -> Machine:
-    """Two GPUs, each with an RDMA card behind its PCIe switch, set up as a deployment asks."""
+    """Two GPUs, each with two CPUs near it and an RDMA card behind its PCIe switch, set up as a deployment asks."""
     gpus = []
     for number, place in enumerate(PLACES):
         gpu, card = f"0000:{0x16 + number:02x}:00.0", f"0000:{0x26 + number:02x}:00.0"
         for address in (gpu, card):
             write(root, f"sys/devices/{place}/{address}/numa_node", str(number))
+        write(root, f"sys/devices/system/node/node{number}/cpulist", f"{2 * number}-{2 * number + 1}\n")
         link(root, f"sys/bus/pci/devices/{gpu}", f"sys/devices/{place}/{gpu}")
         link(root, f"sys/class/infiniband/mlx5_{number}/device", f"sys/devices/{place}/{card}")
         port = f"sys/class/infiniband/mlx5_{number}/ports/1"
@@ -83,12 +86,14 @@ def server(root: Path, **changes: Any) -> Machine:
         gpus.append(Gpu(index=number, name="H800", capability=(9, 0), memory_bytes=80 << 30, pci=gpu))
     write(root, "dev/infiniband/uverbs0")
     write(root, "sys/module/nvidia_peermem/version")
+    write(root, "proc/driver/nvidia/params", PARAMS)
     write(root, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar\n")
     changes["versions"] = {
         "triton": "3.6.0",
         "mooncake-transfer-engine": "0.3.13.post1",
         **changes.get("versions", {}),
     }
-    machine = laptop(root, **{"gpus": lambda: gpus, "torch_cuda": "12.8", **changes})
+    given = {"gpus": lambda: gpus, "current_device": lambda: 0, "torch_cuda": "12.8"}
+    machine = laptop(root, **{**given, **changes})
     limited(root, files=65536, locked="unlimited")
     return machine

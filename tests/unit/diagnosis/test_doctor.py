@@ -24,7 +24,7 @@ from pdinfer.diagnosis.software import PYTHON, REQUIRED, TRITON
 from pdinfer.kernels.resolve import OpChoice
 from pdinfer.process.compiler import REPORT
 from tests.backends import child_environment
-from tests.unit.diagnosis.machines import laptop, limited, server, write
+from tests.unit.diagnosis.machines import PLACES, laptop, limited, server, write
 
 ROOT = Path(__file__).parents[3]
 FAILS, SLOW = Level.FAILURE, Level.WARNING
@@ -83,6 +83,8 @@ class Fault:
 
 SHM = {"free_bytes": lambda _: (64 << 20, 4096)}
 FLAGS = {"proc/cpuinfo": "flags\t\t: sse avx512_bf16\n"}
+NVCC = {"usr/local/cuda/bin/nvcc": ""}
+DEEP_EP = {"versions": {"deep_ep": "2.1.0"}}
 NO_CC: dict[str, Any] = {"bin/cc": None}
 
 FAULTS = {
@@ -121,6 +123,16 @@ FAULTS = {
         "pip install",
         server,
         {"versions": {"deep_gemm": "2.0"}, **broken("deep_gemm", "signal 11")},
+        files=NVCC,
+    ),
+    "broken DeepGEMM of SGLang's": Fault(
+        "libraries",
+        SLOW,
+        "deep_gemm 0.1.4 is installed and cannot be imported",
+        "'sgl-deep-gemm==0.1.4'",
+        server,
+        {"versions": {"sgl-deep-gemm": "0.1.4"}, **broken("deep_gemm", "signal 11")},
+        files=NVCC,
     ),
     "Mooncake without its library": Fault(
         "libraries",
@@ -291,6 +303,74 @@ FAULTS = {
         server,
         files={"sys/module/nvidia_peermem/version": None},
     ),
+    "DeepEP, and GPUs that cannot drive cards": Fault(
+        "network",
+        FAILS,
+        "lacks EnableStreamMemOPs=1 and PeerMappingOverride=1, and gdrdrv is not loaded: DeepEP cannot start",
+        "modprobe gdrdrv",
+        server,
+        DEEP_EP,
+        files={"proc/driver/nvidia/params": 'EnableStreamMemOPs: 0\nRegistryDwords: ""\n'},
+    ),
+    "DeepEP, and one option of the driver": Fault(
+        "network",
+        FAILS,
+        "lacks PeerMappingOverride=1, and",
+        "/etc/modprobe.d/nvidia.conf",
+        server,
+        DEEP_EP,
+        files={"proc/driver/nvidia/params": 'EnableStreamMemOPs: 1\nRegistryDwords: ""\n'},
+    ),
+    "DeepGEMM without nvcc": Fault(
+        "compiler",
+        FAILS,
+        "DeepGEMM compiles its kernels with nvcc .*, and /usr/local/cuda/bin/nvcc is not there",
+        "apt-get install -y cuda-nvcc-12-8",
+        server,
+        {"versions": {"sgl-deep-gemm": "0.1.4.post1"}},
+    ),
+    "a toolkit without nvcc": Fault(
+        "compiler",
+        FAILS,
+        "nvcc when they are first used, and /opt/cuda/bin/nvcc is not there",
+        "set CUDA_HOME",
+        server,
+        {"versions": {"deep_gemm": "2.6"}, "environment": {"CUDA_HOME": "/opt/cuda"}},
+        files=NVCC,
+    ),
+    "a read-only cache of DeepGEMM's": Fault(
+        "compiler",
+        FAILS,
+        "DeepGEMM cannot write what it compiles to /proc/kernels",
+        "export DG_JIT_CACHE_DIR",
+        server,
+        {"versions": {"deep_gemm": "2.6"}, "environment": {"DG_JIT_CACHE_DIR": "/proc/kernels"}},
+        files=NVCC,
+    ),
+    "more ranks than GPUs": Fault(
+        "ranks",
+        FAILS,
+        "LOCAL_RANK is 2 and this process sees 2 GPUs",
+        "unset CUDA_VISIBLE_DEVICES",
+        server,
+        {"environment": {"LOCAL_RANK": "2"}},
+    ),
+    "a rank on all CPUs": Fault(
+        "ranks",
+        SLOW,
+        "rank 1 may run on CPUs 0-3, and cuda:1 is near 2-3 of NUMA node 1",
+        "numactl --cpunodebind=1 --membind=1",
+        server,
+        {"environment": {"LOCAL_RANK": "1"}},
+    ),
+    "a GPU far from all CPUs": Fault(
+        "ranks",
+        SLOW,
+        "rank 1 gets none of the CPUs 2-3 near cuda:1: this process has 0-1",
+        "",
+        server,
+        files={"proc/self/status": "CapEff:\t0000000000000000\nCpus_allowed_list:\t0-1\n"},
+    ),
 }
 
 
@@ -335,6 +415,53 @@ def test_a_gpu_without_a_card_on_its_node_is_slow(tmp_path: Path) -> None:
     ]
     assert len(sentences) == 2
     assert facts(diagnosis, "network")["cuda:1"].remarks == ("mlx5_0 on another NUMA node",)
+
+
+def test_every_rank_is_told_its_gpu_and_the_cpus_near_it(tmp_path: Path) -> None:
+    diagnosis = doctor(server(tmp_path, environment={"LOCAL_RANK": "1"}))
+    told = facts(diagnosis, "ranks")
+    assert told["CPUs of this process"].value == "0-3"
+    assert (told["rank 1"].value, told["rank 1"].remarks) == ("cuda:1, NUMA node 1", ("CPUs 2-3 are near it",))
+    assert told["current device"].value == "cuda:0"
+    assert told["current device"].remarks == ("load_model(device='cuda:1') makes that of LOCAL_RANK current",)
+    machine = server(tmp_path / "near", environment={"LOCAL_RANK": "1"}, current_device=lambda: 1)
+    write(tmp_path / "near", "proc/self/status", "Cpus_allowed_list:\t3\n")
+    near = doctor(machine)
+    assert not [problem for problem in problems(near) if problem[0] == "ranks"]
+    assert facts(near, "ranks")["current device"].remarks == ()
+
+
+def test_a_machine_of_one_node_does_not_know_what_is_near(tmp_path: Path) -> None:
+    machine = server(tmp_path)
+    for number, place in enumerate(PLACES):
+        write(tmp_path, f"sys/devices/{place}/0000:{0x16 + number:02x}:00.0/numa_node", "-1")
+    told = facts(doctor(machine), "ranks")["rank 0"]
+    assert (told.value, told.remarks) == ("cuda:0, NUMA node -1", ("which CPUs are near it is not known",))
+
+
+def test_gpus_may_drive_cards_in_two_ways(tmp_path: Path) -> None:
+    assert facts(doctor(server(tmp_path / "options")), "network")["IBGDA"].value == "by the driver's options"
+    machine = server(tmp_path / "module", **DEEP_EP)
+    write(tmp_path / "module", "proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
+    write(tmp_path / "module", "sys/module/gdrdrv/version")
+    diagnosis = doctor(machine)
+    assert problems(diagnosis) == []
+    assert facts(diagnosis, "network")["IBGDA"].value == "through gdrdrv, a little slower"
+    hidden = server(tmp_path / "hidden", **DEEP_EP)
+    (tmp_path / "hidden/proc/driver/nvidia/params").unlink()
+    assert facts(doctor(hidden), "network")["IBGDA"].value == "not known: the driver shows no options"
+    assert problems(doctor(hidden)) == []
+
+
+def test_deep_gemm_finds_nvcc_and_keeps_its_kernels(tmp_path: Path) -> None:
+    machine = server(tmp_path, versions={"sgl-deep-gemm": "0.1.4.post1"})
+    write(tmp_path, "usr/local/cuda/bin/nvcc")
+    told = facts(doctor(machine), "compiler")
+    assert told["nvcc"].value == "/usr/local/cuda/bin/nvcc"
+    assert told["DeepGEMM's cache"].value == str(tmp_path / "home/.deep_gemm")
+    by_nvrtc = server(tmp_path / "nvrtc", versions={"deep_gemm": "2.6"}, environment={"DG_JIT_USE_NVRTC": "1"})
+    assert problems(doctor(by_nvrtc)) == []
+    assert facts(doctor(by_nvrtc), "libraries")["deep_gemm"].value == "can be imported"
 
 
 def test_ops_say_why_they_are_not_faster(tmp_path: Path) -> None:

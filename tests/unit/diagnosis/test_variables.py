@@ -131,6 +131,24 @@ def test_what_nccl_takes_for_an_interface_is_fine(tmp_path: Path, names: str) ->
         ({"NCCL_IB_SL": "five"}, SLOW, "NCCL_IB_SL=five is not a number from 0 to 15", "unset NCCL_IB_SL"),
         ({"NCCL_IB_TC": "256"}, SLOW, "NCCL_IB_TC=256 is not a number from 0 to 255", "unset NCCL_IB_TC"),
         ({"MC_TCP_PROTO": "1"}, FAILS, "MooncakeTransport refuses it", "unset MC_TCP_PROTO"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "backend:native,expandable_segments:True"},
+            SLOW,
+            "memory of expandable_segments cannot be written by a NIC, so .*gpu_direct=True",
+            "unset PYTORCH_CUDA_ALLOC_CONF",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            SLOW,
+            "PYTORCH_ALLOC_CONF=expandable_segments:True: the memory",
+            "unset PYTORCH_ALLOC_CONF",
+        ),
+        (
+            {"MC_IB_PCI_RELAXED_ORDERING": "1"},
+            SLOW,
+            "writes may be reordered by a NIC, so MooncakeTransport",
+            "unset MC_IB_PCI_RELAXED_ORDERING",
+        ),
         ({"MC_FORCE_TCP": "1"}, SLOW, "MC_FORCE_TCP is set on a machine with RDMA devices", "unset MC_FORCE_TCP"),
     ],
 )
@@ -147,3 +165,10 @@ def test_addresses_that_differ_are_told(tmp_path: Path) -> None:
     told = found(tmp_path, NCCL_IB_GID_INDEX="3", NVSHMEM_IB_GID_INDEX="1")
     assert [level for level, _, _ in told] == [FAILS, FAILS, SLOW]  # 1 is no address of either card
     assert told[-1][2] == "export NVSHMEM_IB_GID_INDEX=3"
+
+
+def test_settings_that_hinder_no_nic_are_fine(tmp_path: Path) -> None:
+    assert found(tmp_path / "off", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False") == []
+    assert found(tmp_path / "set", MC_IB_PCI_RELAXED_ORDERING="0") == []
+    machine = laptop(tmp_path / "laptop", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert not doctor(machine).warnings

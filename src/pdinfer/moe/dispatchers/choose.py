@@ -40,10 +40,11 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
 
 
 def buffer_bytes(sizes: ExpertSizes, options: ExpertConfig) -> int:
-    """Return what the buffer of a dispatcher takes of a GPU, beside the tensors of torch. That of "elastic" depends on
-    the network, and counts as none."""
-    if options.moe_a2a_backend != "deep_ep" or options.deepep_mode == "elastic":
+    """Return what the buffer of a dispatcher takes of a GPU, beside the tensors of torch."""
+    if options.moe_a2a_backend != "deep_ep":
         return 0
+    if options.deepep_mode == "elastic":
+        return sizes.elastic_bytes(options.num_max_dispatch_tokens_per_rank, options.ranks_per_node)
     if options.deepep_mode == "low_latency":
         return sizes.low_latency_bytes(options.num_max_dispatch_tokens_per_rank)
     path = options.deepep_config

@@ -24,6 +24,11 @@ QP_DEPTH = "NVSHMEM_QP_DEPTH"
 DEFAULT_QP_DEPTH = 1024
 ELASTIC_MAX_RANKS = 2048
 ELASTIC_MAX_TOP_K = 32
+ELASTIC_STEP_BYTES = 2 << 20
+ELASTIC_WORKSPACE_BYTES = 14 << 20
+"""1024 ranks with 1024 channels, 12 bytes for each, and 0.2 MB of counters (deep_ep/common/layout.cuh)."""
+ELASTIC_CHANNELS = 8 * 160
+"""Each may keep a row between nodes beside those of the step (csrc/elastic/buffer.hpp)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -83,7 +88,7 @@ class ExpertSizes:
         dispatched = 16 + 2 * self.hidden_size
         combined = 2 * self.hidden_size + scales
         rows = self.num_experts * num_max_tokens
-        one = rows * combined + rows * max(dispatched, combined) + -(-self.num_experts * 4 // 128) * 128
+        one = rows * combined + rows * max(dispatched, combined) + _up(self.num_experts * 4, 128)
         return gpu_bytes(nvlink=0, rdma=2 * one)
 
     def check_elastic(self) -> None:
@@ -98,6 +103,21 @@ class ExpertSizes:
                 f"{self.top_k}"
             )
         self._check_any()
+
+    def elastic_bytes(self, num_max_tokens: int, ranks_per_node: int | None) -> int:
+        """Return what an `ElasticBuffer` for rows of bfloat16 takes of a GPU, where the ranks of a node (None: all)
+        reach each other over NVLink: the larger of both ways (csrc/elastic/buffer.hpp, calculate_buffer_size)."""
+        tokens, on_node = num_max_tokens, min(self.num_ranks, ranks_per_node or self.num_ranks)
+        nodes, top_k = self.num_ranks // on_node, self.top_k
+        between = (nodes > 1) * nodes * (tokens + ELASTIC_CHANNELS)
+        sent = self.num_ranks * tokens + (nodes > 1) * tokens + between
+        returned = min(on_node, top_k) * nodes * tokens + (nodes > 1) * min(nodes, top_k) * tokens + between
+        ways = sent * self._elastic_row(3 * top_k + 1), returned * self._elastic_row(2 * top_k)
+        return _up(max(ways), ELASTIC_STEP_BYTES) + ELASTIC_WORKSPACE_BYTES
+
+    def _elastic_row(self, num_words: int) -> int:
+        """Return the bytes of a row and of what travels with it: ids, weights, and on the way there its origin."""
+        return _up(2 * self.hidden_size, 32) + _up(4 * num_words, 32)
 
     def _check_any(self) -> None:
         if self.hidden_size % 8:
@@ -115,7 +135,12 @@ class ExpertSizes:
 
 def gpu_bytes(*, nvlink: int, rdma: int) -> int:
     """Return what a `Buffer` takes of a GPU: the part over RDMA lies in NVSHMEM's heap, which grows in whole steps."""
-    return -(-nvlink // 128) * 128 + -(-rdma // HEAP_STEP_BYTES) * HEAP_STEP_BYTES + WORKSPACE_BYTES
+    return _up(nvlink, 128) + _up(rdma, HEAP_STEP_BYTES) + WORKSPACE_BYTES
+
+
+def _up(num_bytes: int, step: int) -> int:
+    """Return the next multiple of a step."""
+    return -(-num_bytes // step) * step
 
 
 def qp_depth() -> int:

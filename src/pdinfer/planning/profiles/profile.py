@@ -53,7 +53,8 @@ class OpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file. `clusters` are the names of sizes that were run, as `engine_nodes` reads them."""
+    """A file. `clusters` are the names of sizes that were run, as `engine_nodes` reads them, with prompts of up to
+    `prompt_tokens`."""
 
     name: str
     source: str
@@ -62,6 +63,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ranks_per_node: int
     device: str
     device_bytes: int
+    prompt_tokens: int
     stored: str
     weights: str
     settings: tuple[Setting, ...]
@@ -88,8 +90,8 @@ class EngineProfile:
     """One engine of a deployment. `topology` is that of its first rank (`topology.at(rank)` is another's).
 
     `mtp`, `stored` and `weights` are as `EnginePlan` and `load_model` take them, and a device has `device_bytes`.
-    `rdma_devices` are the names for `MooncakeTransport(devices=…)`, one for each rank of a node where they are named.
-    `environment` is what its processes should have set.
+    Prompts have up to `prompt_tokens`. `rdma_devices` are the names for `MooncakeTransport(devices=…)`, one for each
+    rank of a node where they are named. `environment` is what its processes should have set.
     """
 
     name: str
@@ -104,6 +106,7 @@ class EngineProfile:
     weights: str
     device: str
     device_bytes: int
+    prompt_tokens: int
     rdma_devices: tuple[str, ...]
     environment: Mapping[str, str]
 
@@ -121,6 +124,7 @@ class EngineProfile:
             weights=self.weights,
             device=self.device,
             device_bytes=self.device_bytes,
+            prompt_tokens=self.prompt_tokens,
         )
 
 
@@ -210,6 +214,7 @@ def _engine(found: Deployment, role: str, name: str, num_nodes: int) -> EnginePr
         weights=found.weights,
         device=found.device,
         device_bytes=found.device_bytes,
+        prompt_tokens=found.prompt_tokens,
         rdma_devices=tuple(values.get("MooncakeTransport", {}).get("devices", ())),
         environment=environment,
     )

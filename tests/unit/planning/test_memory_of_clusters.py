@@ -1,0 +1,162 @@
+"""What the ranks and hosts of whole clusters hold: the sizes of a study of DeepSeek-V3 and of a recipe for Ascend, and
+three sizes more that the study's nodes could have been.
+
+`clusters.csv` has the first prefill engine and the decode engine of each. The formulas stand here once more, in plain
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.errors import ConfigError
+from pdinfer.parallel.topology import Topology
+from pdinfer.planning import ClusterPlan, EnginePlan, profile
+from tests.unit.config import published_configs
+
+LINES = Path(__file__).with_name("clusters.csv").read_text("utf-8").splitlines()
+ROWS = list(csv.DictReader(LINES))
+V3, V32 = (ModelConfig.from_dict(sizes) for sizes in (published_configs.V3, published_configs.V32))
+GIB, MIB = 1 << 30, 1 << 20
+H800_BYTES, A3_BYTES = 84_932_978_278, 64_000_000_000
+
+
+def planned(cluster: str) -> ClusterPlan:
+    if cluster == "A3":
+        return profile("deepseek-v3.2-ascend-a3-P2D2").plan(V32)
+    return profile(f"deepseek-v3-h800-{cluster}").plan(V3)
+
+
+@pytest.mark.parametrize("cluster", {row["cluster"]: None for row in ROWS})
+def test_a_plan_has_the_numbers_of_its_cluster(cluster: str) -> None:
+    plan = planned(cluster)
+    found = []
+    for engine, host in ((plan.prefill[0], plan.hosts[0]), (plan.decode[0], plan.hosts[-1])):
+        assert engine.placement is not None
+        sizes = (engine.topology.world_size, engine.placement.slots_per_rank, engine.weight_bytes)
+        memory = (engine.buffer_bytes, engine.room_bytes, engine.num_pages, host.num_links, host.rank_bytes)
+        found.append([cluster, engine.name, *map(str, sizes + memory)])
+    assert found == [list(row.values()) for row in ROWS if row["cluster"] == cluster]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['cluster']} {row['engine']}")
+def test_the_numbers_follow_from_the_formulas(row: dict[str, str]) -> None:
+    """288 slots (256 on Ascend), 256 tokens of each rank (8), rows of 7168 numbers, experts of 2048."""
+    is_h800, is_decode = row["cluster"] != "A3", row["engine"] == "D0"
+    slots, tokens = (288, 256) if is_h800 else (256, 8)
+    assert int(row["ranks"]) * int(row["slots"]) == slots
+    if is_decode:
+        rows = slots * tokens  # of all ranks, for each expert
+        asked = 4 * rows * (2 * 7168 + 4 * 56) + 2 * (4 * slots)
+        heap = -(-asked // (512 * MIB)) * 512 * MIB
+        assert int(row["buffer_bytes"]) == heap + 32 * MIB
+        in_fp8 = (7168 + 4 * 56) + 2 * 4096 + (2048 + 4 * 16) + 2 * 7168
+        in_floats = 2 * (7168 + 4096 + 2048 + 7168)
+        assert int(row["room_bytes"]) == rows * (in_fp8 if is_h800 else in_floats)
+    device, token_bytes = (H800_BYTES, 61 * 1152) if is_h800 else (A3_BYTES, 62 * (1152 + 256))
+    share = 0.81 if is_h800 else 0.79 if is_decode else 0.73
+    page_bytes = (32 if is_h800 else 64) * token_bytes
+    assert int(row["pages"]) == (int(device * share) - int(row["weight_bytes"]) - GIB) // page_bytes > 0
+    beside = int(row["buffer_bytes"]) + int(row["room_bytes"])
+    assert device * share + beside <= device
+    of_link = 4 * 4 * MIB + 64 if is_decode else 2 * 4 * MIB
+    assert int(row["host_bytes"]) == int(row["links"]) * of_link
+
+
+def test_what_is_in_use_is_what_the_study_saw() -> None:
+    """65 of 79 GB on P2 and 70 on D2, with 0.81 for weights and pages."""
+    for engine, seen in zip(planned("P2D2").engines, (65, 70), strict=True):
+        static = H800_BYTES * 0.81
+        assert (static + engine.buffer_bytes + engine.room_bytes) / GIB == pytest.approx(seen, abs=0.5)
+
+
+def test_text_says_where_memory_goes_and_what_a_pool_has() -> None:
+    prefill, decode = map(str, planned("P2D2").engines)
+    assert "1.00 GiB of drivers and NCCL (an estimate), 0.88 GiB of DeepEP's buffer; 1.32 GiB remain" in prefill
+    assert (
+        "4.03 GiB of DeepEP's buffer, 2.20 GiB of rows at experts; 1.32 GiB remain of mem_fraction_static 0.81 for 629 "
+        "pages of 32 tokens, 2248704 bytes each, 20128 tokens; 8.80 GiB of 79.10 GiB are left for steps"
+    ) in decode
+    assert "a prompt" not in prefill + decode
+    given = attrs.evolve(planned("P2D2").decode[0], cache=CacheConfig(page_size=32, num_pages=100))
+    assert "rows at experts; 100 pages of 32 tokens, 2248704 bytes each, 3200 tokens; 9.91 GiB of 79.10" in str(given)
+
+
+def test_links_take_threads_and_memory_of_hosts() -> None:
+    """P4D9 is 32 ranks that write to 72."""
+    plan = planned("P4D9")
+    assert [(host.num_threads, host.rank_bytes // MIB) for host in plan.hosts] == [(72, 576), (0, 512)]
+    assert (
+        "P0: 72 links per rank, over MooncakeTransport 72 threads that write and 576 MiB of send blocks, 4.50 "
+        in str(plan)
+    )
+    assert "D0: 32 links per rank, over MooncakeTransport 512 MiB of rings, 4.00 GiB on a host of 8 ranks" in str(plan)
+    of_several = [(host.name, host.num_links) for host in planned("P3x3D4").hosts]
+    assert of_several == [("P0", 32), ("P1", 32), ("P2", 32), ("D0", 72)]
+
+
+def test_a_pool_that_is_smaller_than_the_published_prompt_is_told() -> None:
+    prefill, decode = planned("A3").engines
+    told = "a prompt of 131072 tokens does not fit: it needs 2048 pages, which mem_fraction_static 0.89 holds"
+    assert told in str(prefill)
+    assert "a prompt of" not in str(decode)
+    assert "a prompt of" not in str(attrs.evolve(prefill, cache=CacheConfig(page_size=64, mem_fraction_static=0.89)))
+    longer = str(attrs.evolve(prefill, prompt_tokens=1 << 18))
+    assert longer.endswith("it needs 4096 pages, more than the device has")
+    given = str(attrs.evolve(prefill, cache=CacheConfig(page_size=64, num_pages=2047)))
+    assert given.endswith("does not fit: it needs 2048 pages")
+
+
+def decode_of(**changes: Any) -> EnginePlan:
+    return attrs.evolve(planned("P2D2").decode[0], **changes)
+
+
+def test_a_fraction_that_leaves_nothing_for_dispatch_is_refused() -> None:
+    """The next that fits is named, and does fit."""
+    at = CacheConfig(page_size=32, mem_fraction_static=0.93)
+    told = (
+        r"D0: mem_fraction_static 0\.93 of 79\.10 GiB leaves 5\.54 GiB beside weights and pages, less than 4\.03 GiB "
+        r"of DeepEP's buffer and 2\.20 GiB of rows at experts; it may be at most 0\.92"
+    )
+    with pytest.raises(ConfigError, match=told):
+        decode_of(cache=at)
+    decode_of(cache=attrs.evolve(at, mem_fraction_static=0.92))
+
+
+def test_experts_have_room_for_the_rows_that_may_come() -> None:
+    rows = 288 * 256
+    plan = decode_of()
+    assert decode_of(experts=attrs.evolve(plan.experts, two_batch_overlap=True)).room_bytes == 2 * plan.room_bytes
+    floats = decode_of(stored="float", device_bytes=None)
+    assert floats.room_bytes == rows * 2 * (7168 + 4096 + 2048 + 7168)
+    assert decode_of(experts=attrs.evolve(plan.experts, deepep_mode="normal")).room_bytes == 0
+
+
+def test_the_second_api_has_a_buffer_and_room_in_captured_steps() -> None:
+    """Two nodes of 8: what comes over NVLink, one row each of what goes to other nodes, and what comes from there."""
+    elastic = attrs.evolve(decode_of().experts, deepep_mode="elastic")
+    plan = decode_of(experts=elastic)
+    sent = (16 * 256 + 256 + 2 * (256 + 1280)) * (2 * 7168 + 128)
+    returned = (8 * 2 * 256 + 2 * 256 + 2 * (256 + 1280)) * (2 * 7168 + 64)
+    assert plan.buffer_bytes == -(-max(sent, returned) // (2 * MIB)) * 2 * MIB + 14 * MIB
+    assert plan.room_bytes == 16 * 256 * 8 * 32032
+    assert decode_of(experts=elastic, engine=EngineConfig(graph_batch_sizes=())).room_bytes == 0
+
+
+def test_a_cpu_has_neither_drivers_nor_buffers() -> None:
+    plan = EnginePlan(name="P", config=V3, topology=Topology(), device="cpu", device_bytes=2000 * GIB)
+    assert (plan.driver_bytes, plan.buffer_bytes, plan.room_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("redundant", "ranks", "next_one"), [(0, 72, 32), (32, 64, 64), (0, 24, 8), (5, 8, 8)])
+def test_a_refused_number_of_slots_names_the_next(redundant: int, ranks: int, next_one: int) -> None:
+    topology = Topology(world_size=ranks, dp_size=ranks, ep_size=ranks)
+    with pytest.raises(ConfigError, match=rf"; num_redundant_experts = {next_one} is the next that fits$"):
+        EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=redundant))
+    EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=next_one))
