@@ -98,6 +98,12 @@ def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:
         out[..., columns] = e4m3_to_float(numbers[..., columns]).mul_(scale_of_row[..., block, None])
 
 
+def any_nan(numbers: Tensor) -> bool:
+    """Return whether e4m3 numbers hold NaN, which is all ones below the sign. A maximum is found at the speed of
+    memory; a comparison of bytes, and `any` over what it writes, at a tenth of it."""
+    return numbers.numel() > 0 and int(numbers.view(torch.int8).bitwise_and(0x7F).max()) == 0x7F
+
+
 def e4m3_to_float(numbers: Tensor) -> Tensor:
     """Return float8_e4m3fn as float32, exactly and NaN as NaN, in a fresh tensor."""
     # In the place of float16's exponent and mantissa the values are 2^8 too small. The bit above them then holds a copy
