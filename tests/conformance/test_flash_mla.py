@@ -123,10 +123,18 @@ def test_what_the_kernels_do_not_take_goes_to_the_next_provider(changes: dict[st
             case.decode(op, case.pages, lambda x: x)
 
 
+PAGES_OF_32 = (
+    "reads pages of 64 tokens, these have 32: with page_size=64 it was {} as fast as Triton on an H200 "
+    "(benchmarks/results/2026-11-26-gpu-h200.jsonl)"
+)
+
+
 @pytest.mark.parametrize(
     ("op", "known", "told"),
     [
-        ("mla_decode", {"page_size": 32}, "reads pages of 64 tokens, these have 32"),
+        ("mla_decode", {"page_size": 32}, PAGES_OF_32.format("1.5 to 2 times with 128 heads, 1.2 times with 16,")),
+        ("mla_sparse", {"page_size": 32}, PAGES_OF_32.format("2.6 to 2.8 times")),
+        ("mla_decode", {"page_size": 32, "kv_format": "fp8"}, "reads pages of bfloat16, these are packed FP8"),
         ("mla_decode", {"kv_format": "fp8"}, "reads pages of bfloat16, these are packed FP8"),
         ("mla_sparse", {"kv_format": "bfloat16"}, "reads pages of packed FP8, these are not"),
         ("mla_sparse", {"num_heads": 16}, "has sparse kernels for 64 and 128 heads on a rank, there are 16"),
