@@ -3,21 +3,24 @@ the library on a card that has it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels import flash_mla as adapter
-from pdinfer.kernels.arguments import TokenCache
+from pdinfer.kernels.arguments import DecodeCache, TokenCache
 from pdinfer.kernels.torch import attention as torch_attention
 from tests.conformance import fake_flash_mla
 from tests.conformance.libraries import installed
-from tests.conformance.op_suite import SCALE, Attention, contexts_of
+from tests.conformance.op_suite import SCALE, Attention, contexts_of, draw
 from tests.conformance.test_sparse_ops import Sparse
 from tests.rounding import assert_within
 
@@ -47,6 +50,42 @@ def dense(contexts: tuple[int, ...], heads: int, num_queries: int) -> Attention:
 def test_mla_decode(device: str, heads: int, num_queries: int, count: int) -> None:
     contexts = tuple(max(num_queries, context) for context in contexts_of(64, count))
     dense(contexts, heads, num_queries).check("mla_decode", "flash_mla", device)
+
+
+@pytest.mark.parametrize("version", ["2025", "2026"])
+def test_the_layers_of_a_step_have_one_plan(version: str) -> None:
+    """What is made of their lengths is made once. The next step, whose lengths differ, has its own."""
+    q, rope = draw(2, 2, 64, 512).bfloat16(), draw(2, 2, 64, 64).bfloat16()
+    table, lens = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32), torch.tensor([66, 3])
+    packed = torch.zeros(3, 64, 656, dtype=torch.uint8)
+    chosen, sequence = torch.tensor([[0, 65], [1, 2]]), torch.tensor([0, 1])
+    with installed(adapter, fake_flash_mla.build(version)):
+        library, plans = sys.modules["flash_mla"], []
+        plan = library.get_mla_metadata
+
+        def counted(*given: Any, **named: Any) -> Any:
+            plans.append(plan(*given, **named))
+            return plans[-1]
+
+        library.get_mla_metadata = counted  # type: ignore[attr-defined]
+        ops = resolve_ops(BF16, forced=dict.fromkeys(OPS, "flash_mla")).ops
+
+        def layer(seed: int, of_step: dict[object, Any]) -> list[Tensor]:
+            pages = draw(3, 64, 576, seed=seed).bfloat16()
+            cache = DecodeCache(pages, table, lens, of_step=of_step)
+            of_tokens = TokenCache(packed, table, sequence, of_step=of_step)
+            return [
+                ops.mla_decode(q, rope, cache, scale=SCALE),
+                ops.mla_decode(q[:, :1], rope[:, :1], cache, scale=SCALE),
+                ops.mla_sparse(q[:, 0], rope[:, 0], of_tokens, chosen, scale=SCALE),
+            ]
+
+        step: dict[object, Any] = {}
+        layer(1, step)
+        again = layer(2, step)
+        assert len(plans) == 3  # Q and the op tell plans apart
+        assert all(torch.equal(*both) for both in zip(again, layer(2, {}), strict=True))
+        assert len(plans) == 6
 
 
 @pytest.mark.parametrize("written", [1, 2, 3])
