@@ -179,7 +179,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("native", "triton", "deep_gemm", "flash_mla"),
         ("torch", "compositions", "hopper"),
         ("reference",),
-        ("ops",),
+        ("ops", "crossovers"),
         ("spec", "arguments"),
         ("formats",),
         ("draws", "exact"),

@@ -141,6 +141,41 @@ def test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider(
         assert torch.equal(got[expert, :count], expected[expert, :count])
 
 
+def test_only_rows_that_are_there_are_activated() -> None:
+    """With room for 8192 rows the rest is a gigabyte in each layer."""
+    counts_E, asked = torch.tensor([2, 5, 1], dtype=torch.int32), []
+    with installed(adapter, fake_deep_gemm.build("mainline")):
+        ops = resolve_ops(BF16, forced={"grouped_mlp[fp8]": "deep_gemm"}).ops
+
+        def activate(x: Tensor, **options: Any) -> FP8Rows:
+            asked.append(options.get("counts_E"))
+            return ops.gated_silu_fp8(x, **options)
+
+        x = draw(3, adapter.ROOM_STEP, 256).to(torch.bfloat16)
+        ops.replace(gated_silu_fp8=activate)["grouped_mlp[fp8]"](x, counts_E, *experts(3, "cpu"))
+    (given,) = asked
+    assert given is not None
+    assert given.tolist() == counts_E.tolist()
+
+
+@pytest.mark.parametrize(("expected", "told"), [(4, 4), (1, 1), (0, 1), (None, 4), (113, 113)])
+def test_the_library_knows_how_many_rows_are_expected(expected: int | None, told: int) -> None:
+    """By which it chooses its tiles: room for 8192 rows of which a step fills 4 needs none of 128."""
+    library, asked = fake_deep_gemm.build("mainline"), []
+    multiply = getattr(library, adapter.MASKED[0])
+
+    def counted(*of: Any) -> None:
+        asked.append(of[-1])
+        multiply(*of)
+
+    setattr(library, adapter.MASKED[0], counted)
+    rows = reference.quantize_fp8(draw(3, adapter.ROOM_STEP, 256).to(torch.bfloat16), ue8m0=False)
+    with installed(adapter, library):
+        op = op_of("cpu")
+        op(attrs.evolve(rows, expected=expected), torch.tensor([2, 5, 1]), *experts(3, "cpu"))
+    assert asked == [told, told]
+
+
 def test_it_is_told_what_the_library_serves() -> None:
     with installed(adapter, fake_deep_gemm.build("sgl")):
         lines = [line.split() for line in explain_backends(BF16).splitlines()]

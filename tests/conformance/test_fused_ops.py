@@ -179,6 +179,25 @@ def test_what_is_rounded_is_an_activation_in_the_dtype_of_the_model(
     assert torch.equal(got.numbers_TI.view(torch.uint8), expected.numbers_TI.view(torch.uint8))
 
 
+@for_every_provider("gated_silu_fp8")
+@for_each("ue8m0", [False, True])
+@for_each("counts", [(0,), (2, 0, 5), (1, 40, 37)])
+def test_an_activation_in_room_is_that_of_the_rows_which_are_there(
+    provider: str, device: str, dtype: torch.dtype, ue8m0: bool, counts: tuple[int, ...]
+) -> None:
+    op, width = fused_of(provider, "gated_silu_fp8", device, dtype), 300
+    x = torch.full((len(counts), 40, 2 * width), math.nan, dtype=dtype, device=device)
+    rows = draw(sum(counts), 2 * width).to(dtype).to(device)
+    for room, there in zip(x, rows.split(counts), strict=True):
+        room[: len(there)] = there
+    got = op(x, ue8m0=ue8m0, counts_E=torch.tensor(counts, dtype=torch.int32, device=device))
+    assert (got.dtype, got.shape, got.ue8m0) == (dtype, (len(counts), 40, width), ue8m0)
+    expected = op(rows, ue8m0=ue8m0)
+    for value, of_rows in ((got.numbers_TI.float(), expected.numbers_TI), (got.scales_TN, expected.scales_TN)):
+        there = torch.cat([each[:count] for each, count in zip(value, counts, strict=True)])
+        assert torch.equal(there, of_rows.float())
+
+
 LATENT, TURNED, PAGE_SIZE = 128, 8, 3
 SLOTS = (7, 0, 11, 4, 2)
 

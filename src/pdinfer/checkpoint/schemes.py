@@ -26,7 +26,7 @@ from pdinfer.files import read_json
 from pdinfer.kernels.formats.floats import Plain, all_finite
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
 from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, Int4
-from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, any_nan
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.formats.weights import columns_of
 
@@ -263,7 +263,7 @@ class StoredWeights:
         if kind in (Int4, MXFP4):
             return self._four_bits(name, numbers, companions)
         if kind is FP8Blocks:
-            if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
+            if self.check_finite and any_nan(numbers):
                 raise CheckpointError(f"{self.files.tensors[name].file}: tensor {name} holds NaN")
             scale = self._positive(name, "weight_scale_inv", companions)
             return FP8Blocks(numbers=numbers, scale=scale, ue8m0=self.ue8m0)

@@ -11,6 +11,7 @@
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why
+    crossovers.py       which of several providers is faster for how many rows, as measured (crossovers.json)
     draws.py            draws of tokens in plain torch, and what they depend on, as a value
     exact.py            arithmetic that is not rounded to a model's dtype
     spec.py             what ops are chosen for, as data

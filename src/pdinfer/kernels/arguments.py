@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -17,10 +18,14 @@ class PagedCache(Value):
 
     `table_BM`, int32 or int64, has the pages of each sequence in their order. It may be wider than any sequence:
     entries beyond the end of one are any valid page.
+
+    `of_step` has what providers made of everything but the pages, by keys of their own. The caches of all layers of a
+    step share it, and no other step does.
     """
 
     pages_PGW: Tensor
     table_BM: Tensor
+    of_step: dict[object, Any] = attrs.field(factory=dict, kw_only=True)
 
     @property
     def page_size(self) -> int:

@@ -5,6 +5,8 @@ Every step rounds to the dtype that its op returns, so a fused kernel has to rou
 
 from __future__ import annotations
 
+import attrs
+import torch
 from torch import Tensor
 
 from pdinfer.kernels.arguments import DecodeCache, RouterRule
@@ -39,8 +41,13 @@ def add_rms_norm_fp8(
     return Rounded(normed_TD, ops.quantize_fp8(normed_TD, ue8m0=ue8m0)), sum_TD
 
 
-def gated_silu_fp8(ops: Ops, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
-    return ops.quantize_fp8(ops.gated_silu(x_TJ), ue8m0=ue8m0)
+def gated_silu_fp8(ops: Ops, x_TJ: Tensor, *, ue8m0: bool, counts_E: Tensor | None = None) -> FP8Rows:
+    rows = ops.quantize_fp8(ops.gated_silu(x_TJ.flatten(0, -2)), ue8m0=ue8m0)
+    if counts_E is None:
+        return rows
+    room = tuple(x_TJ.shape[:2])
+    numbers, scales = (torch.unflatten(each, 0, room) for each in (rows.numbers_TI, rows.scales_TN))
+    return attrs.evolve(rows, numbers_TI=numbers, scales_TN=scales)
 
 
 def norm_rotate_store(

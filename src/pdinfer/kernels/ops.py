@@ -66,8 +66,9 @@ class FusedOps(Protocol):
     ) -> tuple[Rounded, Tensor]:
         """Do as `add_rms_norm`, and `quantize_fp8` the norm as it is returned, in x's dtype."""
 
-    def gated_silu_fp8(self, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
-        """`quantize_fp8` what `gated_silu` returns, in x's dtype."""
+    def gated_silu_fp8(self, x_TJ: Tensor, *, ue8m0: bool, counts_E: Tensor | None = None) -> FP8Rows:
+        """`quantize_fp8` what `gated_silu` returns, in x's dtype. With counts x is [E, N, 2I], in room for N rows per
+        expert, and rows behind the first `counts_E[e]` of each may get any result."""
 
     def norm_rotate_store(
         self,

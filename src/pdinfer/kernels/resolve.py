@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import torch
 
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import compositions
+from pdinfer.kernels import compositions, crossovers
 from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import Value
@@ -49,7 +49,8 @@ functions only when they are taken has `PLACES`, whose keys are ops, and `functi
 of an `OpSpec` that return None or a sentence: `unavailable(spec)` says why nothing of it can run, `refuses(op, spec)`
 why it does not serve an op for these sizes and formats, and `slow(op, spec)` why an op on quantized weights is slower
 than floats made of them at load.
-A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`.
+A spec does not know everything. `DECLINES` has the names of ops that may raise `ops.Declined`. Where `crossovers` knows
+which of two providers is faster for how many rows, each call goes to that one first.
 The functions of "composition" take the chosen ops as their first argument."""
 
 
@@ -57,13 +58,15 @@ The functions of "composition" take the chosen ops as their first argument."""
 class OpChoice(Value):
     """Why an op runs where it runs: the provider taken, and a sentence for each one of the op that was passed over.
     `slow` says why the provider is no reason to keep quantized weights as they are stored. Calls that the provider
-    declines go to the `others`, in their order."""
+    declines go to the `others`, in their order. `fastest` says for how many rows another order was measured to be
+    faster."""
 
     op: str
     provider: str
     refusals: tuple[str, ...] = ()
     slow: str | None = None
     others: tuple[str, ...] = ()
+    fastest: str | None = None
 
 
 @attrs.frozen
@@ -110,11 +113,14 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
         raise BackendUnavailable(f"op {op}: no provider is called {unknown[0]!r}; there are {', '.join(names)}")
     refusals: list[str] = []
     without: list[str] = []
-    takers: list[tuple[str, ModuleType]] = []
+    takers: dict[str, ModuleType] = {}
+    known = crossovers.of(op, spec)
+    rivals = {*wanted} & (frozenset() if known is None else known.names)
     for provider in PROVIDERS:
         name = provider.name
         if name not in wanted:
             continue
+        rivals.discard(name)
         module = importlib.import_module(provider.module)
         offered = _offers(module, op)
         reason = _answer(module, "unavailable", spec)
@@ -123,18 +129,28 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
         if reason is not None:
             (refusals if offered else without).append(f"{name}: {reason}")
             continue
-        takers.append((name, module))
-        if op not in getattr(module, "DECLINES", ()):
+        is_served = any(op not in getattr(taker, "DECLINES", ()) for taker in takers.values())
+        if not is_served or _answer(module, "slow", op, spec) is None:
+            takers[name] = module
+        if not rivals and (is_served or op not in getattr(module, "DECLINES", ())):
             break
     if not takers:
         raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
-    (taken, first), *others = takers
-    slow = _answer(first, "slow", op, spec)
-    choice = OpChoice(op, taken, tuple(refusals), slow, tuple(name for name, _ in others))
-    functions = [_function(op, name, module) for name, module in takers]
-    if op not in getattr(first, "DECLINES", ()):
-        return functions[0], choice
-    return Composed(_InTurn(op, functions)), choice
+    functions = {name: _function(op, name, module) for name, module in takers.items()}
+    (taken, first), *others = takers.items()
+    if known is not None and len(known.names & takers.keys()) < 2:
+        known = None
+    choice = OpChoice(
+        op,
+        taken,
+        tuple(refusals),
+        _answer(first, "slow", op, spec),
+        tuple(name for name, _ in others),
+        None if known is None else known.told(takers.keys()),
+    )
+    if not others and op not in getattr(first, "DECLINES", ()):
+        return functions[taken], choice
+    return Composed(_InTurn(op, functions, known)), choice
 
 
 def _answer(module: ModuleType, question: str, *about: object) -> str | None:
@@ -154,15 +170,17 @@ def _function(op: str, provider: str, module: ModuleType) -> Any:
 
 @attrs.frozen
 class _InTurn:
-    """An op of several providers: each call goes to the first that does not decline it. Takes the chosen ops as its
-    first argument, for those of them that call other ops."""
+    """An op of several providers: each call goes to the first that does not decline it, of those that are known to be
+    faster before others. Takes the chosen ops as its first argument, for those of them that call other ops."""
 
     op: str
-    takers: Sequence[Callable[..., Any]]
+    takers: Mapping[str, Callable[..., Any]]
+    known: crossovers.Crossovers | None
 
     def __call__(self, ops: Ops, *arguments: Any, **options: Any) -> Any:
         reason = None
-        for function in self.takers:
+        for name in self.takers if self.known is None else self.known.order(self.takers, arguments):
+            function = self.takers[name]
             ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
             try:
                 return ours(*arguments, **options)
@@ -191,8 +209,9 @@ def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
 
 @typed
 def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return a table: each op, the provider it would get, the providers of calls which that one declines, and a
-    sentence for each provider of the op that was passed over or is slow; then the providers that are for other devices.
+    """Return a table: each op, the provider it would get, the providers of calls which that one declines, a sentence
+    for each provider of the op that was passed over or is slow, and which is the fastest for how many rows, where that
+    was measured; then the providers that are for other devices.
 
     `where` is a device, a card's name ("H200") or a spec, and none of them need be here; `dtype` is that of a model
     there, which a spec says itself. A spec also tells what `weights="auto"` makes of its weight formats. For a `Model`
@@ -212,13 +231,20 @@ def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtyp
     for choice in resolved.choices:
         lines.append(f"{choice.op:<{width}}  {', else '.join((choice.provider, *choice.others))}")
         lines.extend(f"{'':<{width}}  not {refusal}" for refusal in choice.refusals)
-        if choice.slow is not None:
-            lines.append(f"{'':<{width}}  slow: {choice.slow}")
+        lines.extend(f"{'':<{width}}  {told}" for told in _told(choice))
     device = resolved.spec.device
     lines.extend(
         f"{each.name} is for {each.devices[0]}, device is {device}" for each in PROVIDERS if not each.is_for(device)
     )
     return "\n".join([*lines, *resolved.weights, *remarks])
+
+
+def _told(choice: OpChoice) -> Iterator[str]:
+    """Yield what there is to say about the speed of an op."""
+    if choice.slow is not None:
+        yield f"slow: {choice.slow}"
+    if choice.fastest is not None:
+        yield choice.fastest
 
 
 def _outcome(weight_format: str, resolved: ResolvedOps, dtype: torch.dtype) -> str:

@@ -147,12 +147,12 @@ class MLA(Value):
         self.store(x_TD, batch, angles, pages_PGW)
         q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.q_head_dim)
         if step.selected_TS is not None:
-            out_THV = self._attend_to_selected(q_THQ, step.selected_TS, batch, angles, pages_PGW)
+            out_THV = self._attend_to_selected(q_THQ, step.selected_TS, step, pages_PGW)
         elif batch.decode:
             out_THV = self.ops.mla_absorbed(
                 q_THQ,
                 *angles,
-                DecodeCache(pages_PGW, batch.page_table_BM, batch.context_lens_B),
+                DecodeCache(pages_PGW, batch.page_table_BM, batch.context_lens_B, of_step=step.of_lengths),
                 *self.by_head,
                 scale=self.scale,
             )
@@ -188,12 +188,10 @@ class MLA(Value):
         models without one."""
         return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))[0]
 
-    def _attend_to_selected(
-        self, q_THQ: Tensor, selected_TS: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor
-    ) -> Tensor:
+    def _attend_to_selected(self, q_THQ: Tensor, selected_TS: Tensor, step: Step, pages_PGW: Tensor) -> Tensor:
         """Attend over the latents at selected positions -> [T, H, V]."""
-        ops, (q_nope_THN, q_rope_THR), (k_b_HNC, v_b_HVC) = self.ops, self._rotated(q_THQ, angles), self.by_head
-        cache = TokenCache(pages_PGW, batch.page_table_BM, batch.sequence_T)
+        ops, (q_nope_THN, q_rope_THR), (k_b_HNC, v_b_HVC) = self.ops, self._rotated(q_THQ, step.angles), self.by_head
+        cache = TokenCache(pages_PGW, step.batch.page_table_BM, step.batch.sequence_T, of_step=step.of_lengths)
         o_THC = ops.mla_sparse(ops.heads_in(q_nope_THN, k_b_HNC), q_rope_THR, cache, selected_TS, scale=self.scale)
         return ops.heads_out(o_THC, v_b_HVC)
 

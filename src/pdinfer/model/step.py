@@ -3,6 +3,8 @@ next."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 from torch import Tensor
 
@@ -29,3 +31,5 @@ class Step:
     """The positions that the last indexer of this step chose, in the form that `Ops.index_topk` returns. They
     hold for its own layer and for the layers that share its choice. None before the first indexer, and where every
     position is read."""
+    of_lengths: dict[object, Any] = attrs.field(factory=dict)
+    """What ops made of the batch's lengths for the first layer, and use in the others."""

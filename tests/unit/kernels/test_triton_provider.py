@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 
 import attrs
@@ -54,6 +55,18 @@ def test_four_bits_are_for_models_of_bfloat16(op: str) -> None:
     told = "multiplies weights of four bits for models of float32 and bfloat16, not of float16"
     assert provider.refuses(op, attrs.evolve(HOPPER, dtype=torch.float16)) == told
     assert provider.refuses("grouped_mlp", attrs.evolve(HOPPER, dtype=torch.float16)) is None
+
+
+def test_idle_room_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepEP's low-latency mode has room for 256 tokens of each of 32 ranks, and an expert gets few of them."""
+    pytest.importorskip("triton")
+    activations = importlib.import_module("pdinfer.kernels.triton.activations")
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(activations, "launch", lambda _kernel, grid, *_, **__: grids.append(grid))
+    x = torch.empty(9, 8192, 4096, dtype=torch.bfloat16, device="meta")
+    activations.gated_silu_fp8(x, ue8m0=False, counts_E=torch.empty(9, dtype=torch.int32, device="meta"))
+    activations.gated_silu_fp8(x.flatten(0, 1), ue8m0=False)
+    assert grids == [(9 * 32, 2), (9 * 8192, 2)]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

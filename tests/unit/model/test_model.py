@@ -15,11 +15,13 @@ from torch import Tensor
 
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.kernels.arguments import DecodeCache
 from pdinfer.kernels.formats.format import WHOLE, Shard, Weight
 from pdinfer.kernels.formats.weights import tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kv.view import KVView
+from pdinfer.model import mla
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import DTYPES, load_model
@@ -140,6 +142,25 @@ def test_greedy_continuation_is_that_of_transformers(model: Model, oracle: Any) 
     while len(continued) < len(expected):
         continued.append(int(sequence.run(continued[-1:], decode=True)[-1].argmax()))
     assert continued == expected
+
+
+@torch.inference_mode()
+def test_the_layers_of_a_step_share_what_ops_make_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[object, Any]] = []
+
+    def noted(*of: Any, of_step: dict[object, Any]) -> DecodeCache:
+        seen.append(of_step)
+        return DecodeCache(*of, of_step=of_step)
+
+    monkeypatch.setattr(mla, "DecodeCache", noted)
+    model = random_model()
+    sequence = Sequence.of(model, 4)
+    for token in (1, 2):
+        sequence.run([token], decode=True)
+    layers = model.config.num_hidden_layers
+    assert layers > 1
+    assert [each is seen[0] for each in seen] == [True] * layers + [False] * layers
+    assert all(each is seen[-1] for each in seen[layers:])
 
 
 @torch.inference_mode()

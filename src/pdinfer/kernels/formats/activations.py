@@ -19,12 +19,16 @@ class FP8Rows(Value):
     `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. They are in memory row by row, or group by
     group at a pitch of a multiple of 16 bytes, which the TMA of a GPU loads. `dtype` is that of the floats which were
     rounded, and so of what is computed from them. Axes before the last are those of the floats.
+
+    Where each expert has room for rows, `expected` is how many of them it gets if all get as many, and None where that
+    is not known. Kernels may be chosen by it; results do not depend on it.
     """
 
     numbers_TI: Tensor
     scales_TN: Tensor
     dtype: torch.dtype = attrs.field(kw_only=True)
     ue8m0: bool = attrs.field(default=False, kw_only=True)
+    expected: int | None = attrs.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:

@@ -28,7 +28,6 @@ WEIGHT_BLOCK_BYTES = 8 << 20
 """The memory for the rows of a quantized matrix that are floats at one time."""
 FP8_ROWS_STEP = 4
 """cuBLAS reads the scales of activations in steps of 16 bytes: the number of rows is a multiple of this."""
-FP8_OUTPUTS_STEP = 16
 INT8_LEAST_ROWS = 32
 """With 16 rows or fewer torch refuses an INT8 product on CUDA."""
 INT8_COLUMNS_STEP = 8
@@ -76,7 +75,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     # a card keeps 14 bits of sums of FP8 products (arXiv 2412.19437, section 3.3.2), too few for float32
-    if x_TI.dtype == torch.bfloat16 and why_no_fp8(card(x_TI.device)) is None and _has_whole_blocks(weight):
+    if x_TI.dtype == torch.bfloat16 and why_no_fp8(card(x_TI.device)) is None and weight.is_whole:
         return _by_blocks(x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0), weight)
     rounded_TI = x_TI.floats() if isinstance(x_TI, FP8Rows) else round_fp8(x_TI, ue8m0=weight.ue8m0)
     scale_of_row = weight.scale_of_row
@@ -105,13 +104,6 @@ def linear_int4(x_TI: Tensor, weight: FourBits) -> Tensor:
 
 
 linear_mxfp4 = linear_int4
-
-
-def _has_whole_blocks(weight: FP8Blocks) -> bool:
-    """Return whether cuBLAS reads this matrix: dense, of even sizes, and with no block that ends inside of it."""
-    rows, columns = weight.numbers.shape
-    ends_inside = columns % BLOCK or (weight.parts > 1 and rows // weight.parts % BLOCK)
-    return not ends_inside and not rows % FP8_OUTPUTS_STEP and weight.numbers.is_contiguous()
 
 
 def _by_blocks(rows: FP8Rows, weight: FP8Blocks) -> Tensor:

@@ -71,8 +71,8 @@ LIMIT = Config({"BLOCK": 4096}, num_warps=16)
 SETTLE = Config(num_warps=1)
 
 
-INT8_SPLITS = 32
-"""The blocks that share the rows of an expert where INT8 is made of them."""
+ROOM_SPLITS = 32
+"""The blocks that share the rows of an expert in room, most of which are not there, where they are rounded."""
 
 
 FP8 = torch.float8_e4m3fn

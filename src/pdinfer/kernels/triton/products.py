@@ -15,10 +15,11 @@ from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.activations import gated_silu, gated_silu_fp8, quantize_fp8
-from pdinfer.kernels.triton.configs import INT8_SPLITS, Multiplied, of_gated_product, of_product, of_width
+from pdinfer.kernels.triton.configs import ROOM_SPLITS, Multiplied, of_gated_product, of_product, of_width
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.product_kernel import silu
 from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
+from pdinfer.kernels.triton.rows import rows_of_block
 from pdinfer.kernels.triton.tile_products import (
     TRITON_DTYPES,
     Matrices,
@@ -140,7 +141,7 @@ def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> 
     padded = triton.next_power_of_2(width)
     launch(
         _round_rows,
-        (min(x.room, INT8_SPLITS) * experts if x.form == "room" else num_rows, parts),
+        (min(x.room, ROOM_SPLITS) * experts if x.form == "room" else num_rows, parts),
         floats_SI,
         numbers,
         scales,
@@ -169,11 +170,7 @@ def _round_rows(
     at = tl.arange(0, WIDTH)
     there = at < width
     if counts_ptr is not None:
-        expert = tl.program_id(0) % num_experts
-        before = expert * room
-        first = tl.program_id(0) // num_experts
-        step = tl.num_programs(0) // num_experts
-        stop = tl.load(counts_ptr + expert).to(tl.int32)
+        before, first, stop, step = rows_of_block(counts_ptr, num_experts, room)
     else:
         before, first, step = 0, tl.program_id(0), 1
         stop = first + 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
@@ -36,3 +38,12 @@ def fp8_rows_like(x: Tensor, ue8m0: bool, width: int | None = None) -> FP8Rows:
     pitch = -(-shape[0] // TMA_STEP) * TMA_STEP
     scales = torch.empty((groups, pitch), dtype=torch.float32, device=x.device).T[: shape[0]]
     return FP8Rows(numbers, scales, dtype=x.dtype, ue8m0=ue8m0)
+
+
+@triton.jit
+def rows_of_block(counts_ptr, num_experts, room):
+    """Return which rows of experts in room a block of threads has: the rows before those of its expert (int64), its
+    first one there, where they end, and the step between them."""
+    expert = tl.program_id(0) % num_experts
+    stop = tl.load(counts_ptr + expert).to(tl.int32)
+    return (expert * room).to(tl.int64), tl.program_id(0) // num_experts, stop, tl.num_programs(0) // num_experts

@@ -240,7 +240,9 @@ class DeepEPLowLatency:
         )
         if rounded is not None:
             numbers, scales = x_END
-            x_END = FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
+            # all ranks have as many tokens in a captured step
+            expected = -(-ids_TK.numel() * self.sizes.num_ranks // self.sizes.num_experts)
+            x_END = FP8Rows(numbers, scales, dtype=x_TD.dtype, ue8m0=rounded.ue8m0, expected=expected)
         room = _Room(x_END=x_END, counts_E=counts_E, handle=handle, ids_TK=ids_TK, weights_TK=weights_TK)
         return _Hooked(result=room, hook=hook, kept=x_TD)
 
