@@ -83,10 +83,10 @@ def is_too_old(kind: str, version: int, flags: Collection[str]) -> bool:
 
 
 def complaints(
-    path: str, lists: Mapping[str, tuple[str, ...]], level: str, folder: Path, *, quick: bool = False
+    path: str, lists: Mapping[str, tuple[str, ...]], level: str, folder: Path, *, as_for_users: bool = False
 ) -> list[str]:
-    """Compile every source for every list, side by side, into a folder for each -> what the compiler finds wrong. With
-    `quick`, as for users, the header of all is compiled once; without it a source has to include what it uses."""
+    """Compile every source for every list, side by side, into a folder for each -> what the compiler finds wrong. As
+    for users the header of all is compiled once; else a source has to include what it uses."""
     sources = sorted(ROOT.glob("src/pdinfer/**/*.c"))
     assert len(sources) > 10
     flags = [flag for flag in compiler.FLAGS if not flag.startswith("-O")]
@@ -95,7 +95,7 @@ def complaints(
     for name in lists:
         (folder / name).mkdir()
     headers = {
-        name: cc.precompile(build.FOLDER / "sets.h", folder / name, openmp=True) if quick else None
+        name: cc.precompile(build.FOLDER / "sets.h", folder / name, openmp=True) if as_for_users else None
         for name, cc in kinds.items()
     }
 
@@ -134,7 +134,7 @@ def test_every_source_compiles_and_every_library_links_for(name: str, tmp_path: 
     kind, version = kind_of(cc)
     if is_too_old(kind, version, QUICK[name]):
         pytest.skip(f"needs {kind} {OLDEST[kind]}, {cc} is {version}")
-    assert complaints(cc, {name: QUICK[name]}, "-O0", tmp_path, quick=True) == []
+    assert complaints(cc, {name: QUICK[name]}, "-O0", tmp_path, as_for_users=True) == []
     for library in build.families():
         objects = [str(tmp_path / name / f"{Path(source).stem}.o") for source in library.sources]
         linked = str(tmp_path / f"{library.name}.so")
@@ -152,7 +152,11 @@ def test_every_source_is_optimised_for_every_cpu_by(name: str, tmp_path: Path) -
     if version < OLDEST[kind]:
         pytest.skip(f"needs {kind} {OLDEST[kind]}, {path} is {version}")
     lists = {name: flags for name, flags in {**QUICK, **OTHERS}.items() if not is_too_old(kind, version, flags)}
-    assert complaints(path, lists, "-O3", tmp_path) == []
+    for folder in ("users", "alone"):
+        (tmp_path / folder).mkdir()
+    assert complaints(path, lists, "-O3", tmp_path / "users", as_for_users=True) == []
+    alone = {name: QUICK[name] for name in ("x86-64", "x86-64-v3", "Cooper Lake with AMX")}  # each reads other bodies
+    assert complaints(path, alone, "-O0", tmp_path / "alone") == []
 
 
 @x86
