@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -95,14 +96,21 @@ class Crossovers(Value):
         """The providers that were compared."""
         return frozenset(name for each in self.measured for name in each.fastest)
 
+    @functools.cached_property
+    def _by_form(self) -> Mapping[Form, tuple[Sequence[int], Sequence[Measured]]]:
+        """What was measured in each form, after the squares of the rows where one measurement gives way to the next.
+        Found once: `order` is asked for each product of a step."""
+        forms = {form: [*group] for form, group in groupby(self.measured, key=lambda each: each.form)}
+        return {form: ([a.rows * b.rows for a, b in pairwise(group)], group) for form, group in forms.items()}
+
     def order(self, names: Iterable[str], arguments: Sequence[Any]) -> list[str]:
         """Return the names of providers for a call with these arguments: the fastest first, and last those that were
         not measured."""
         form, rows = form_of(*arguments)
-        of_form = [each for each in self.measured if each.form == form]
-        if not of_form or not _as_measured(*arguments):
+        if form not in self._by_form or not _as_measured(*arguments):
             return [*names]
-        fastest = min(of_form, key=lambda each: abs(math.log(each.rows / max(1, rows)))).fastest
+        borders, of_form = self._by_form[form]
+        fastest = of_form[bisect_left(borders, rows * rows)].fastest
         return sorted(names, key=lambda name: fastest.index(name) if name in fastest else len(fastest))
 
     def told(self, names: Collection[str]) -> str:

@@ -247,7 +247,7 @@ def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries:
 def _attention_groups(topology: Topology) -> list[range]:
     """Return the ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of
     each."""
-    size = topology.cp_size * topology.tp_size
+    size = topology.apart().attention.size
     return [range(first, first + size) for first in range(0, topology.world_size, size)]
 
 
