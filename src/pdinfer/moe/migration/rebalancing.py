@@ -102,9 +102,8 @@ class Rebalancing:
     """One rank's part in changing placements.
 
     `stage`, `cancel`, `request_sum` and `request_rebalance` may be called from any thread; the rest is for the
-    lockstep. `wake` is called when an agreement would bring something forward. `error` says why the newest placement
-    did not come into use. While it `is_calm`, nothing was staged or asked for since an agreement would have brought
-    nothing forward.
+    lockstep. `wake` is called when an agreement would bring something forward, which none does while it `is_calm`.
+    `error` says why the newest placement did not come into use.
     """
 
     def __init__(
