@@ -191,7 +191,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("floats",),
         ("format",),
     ),
-    "kernels.native": (("ops",), ("attention",), ("products", "fused"), ("rows",), ("build", "calls")),
+    "kernels.native": (("ops",), ("attention",), ("products", "fused"), ("rows",), ("build",)),
     "kernels.triton": (
         ("provider",),
         ("products", "mla_prefill", "mla_sparse", "mla_decode", "index_topk", "routing", "draws"),

@@ -188,7 +188,7 @@ def _fits(hint: Any) -> Fits:
         return _fits(inside[0])
     if origin in (Union, types.UnionType):
         parts = [_fits(part) for part in inside]
-        return _anything if _anything in parts else lambda value: any(fits(value) for fits in parts)
+        return _anything if _anything in parts else functools.partial(_fits_one_of, parts)
     if origin is collections.abc.Callable:
         return callable
     if hint is int:
@@ -205,6 +205,13 @@ def _fits(hint: Any) -> Fits:
         return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in members)
     kind: type = origin or hint
     return kind.__instancecheck__  # what `isinstance` asks, without a call of our own
+
+
+def _fits_one_of(parts: Sequence[Fits], value: object) -> bool:
+    for fits in parts:  # noqa: SIM110 - a generator would be another call for each part
+        if fits(value):
+            return True
+    return False
 
 
 def _holds(kind: type, fits: Fits, value: object, *, items: bool) -> bool:

@@ -10,7 +10,8 @@ One request's life in these types:
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated
 
 import attrs
@@ -160,9 +161,8 @@ PeerKey = tuple[bytes, int, int]
 """(engine_id, epoch, rank): the identity of a peer, whatever its endpoints."""
 
 
-def peer_key(address: PeerAddress) -> PeerKey:
-    """Return the identity in an address."""
-    return address.engine_id, address.epoch, address.rank
+peer_key: Callable[[PeerAddress], PeerKey] = attrgetter("engine_id", "epoch", "rank")
+"""Returns the identity in an address."""
 
 
 @attrs.frozen(kw_only=True)

@@ -7,6 +7,7 @@ on a CPU the model is the kernels that were recorded (`graphs`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -33,7 +34,7 @@ from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
 from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
-from pdinfer.trace import Trace, mark, span
+from pdinfer.trace import Trace
 
 
 class ResidentDecode:
@@ -78,7 +79,8 @@ class ResidentDecode:
     ) -> list[list[Drawn]]:
         """Run a step as `ModelRunner.decode` says. Where rows change their logits, or there is a `sampler`, the host
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
-        mark(self._trace, "batch")
+        if self._trace is not None:
+            self._trace.mark("batch")
         slots = self._place(rows, draws, drafts)
         in_order = [index for _, index in sorted(zip(slots, range(len(rows)), strict=True))]
         draws = [draws[index] for index in in_order]
@@ -90,7 +92,8 @@ class ResidentDecode:
             drawn = self._decode(draws, host)
         else:
             drawn = self._decode_drafts(self._drafter, draws, drafts, host, num_passes)
-        mark(self._trace, "emit")
+        if self._trace is not None:
+            self._trace.mark("emit")
         return [drawn[slot] for slot in slots]
 
     def _place(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[int]:
@@ -112,7 +115,8 @@ class ResidentDecode:
         kind = kind_of(draws)
         output = self._captured(len(draws), kind) or self._run(len(draws), kind)
         self._end_step()
-        mark(self._trace, "sample")
+        if self._trace is not None:
+            self._trace.mark("sample")
         if sampler is not None:
             return [[new] for new in sampler(output.logits_TV, draws)]
         words = self._read(output.words, len(draws))[:, :, 0]
@@ -150,7 +154,8 @@ class ResidentDecode:
                 host=on_host,
             )
         self._end_step()
-        mark(self._trace, "sample")
+        if self._trace is not None:
+            self._trace.mark("sample")
         kept = self._read_drafts(output, draws) if on_host is None else on_host.kept
         for draft, new in zip(drafts, kept, strict=True):
             draft.num_newest = len(new) if draft.num_newest else 0
@@ -211,9 +216,10 @@ class ResidentDecode:
                 return host.draft(logits_BV, step)
             return self._draw(logits_BV, logits_BV, controls.later(step), kind)[0].long()
 
-        with span(self._trace, "draft"):
+        with contextlib.nullcontext() if self._trace is None else self._trace.span("draft"):
             drafted_BK = drafter.propose(num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded)
-        mark(self._trace, "batch")
+        if self._trace is not None:
+            self._trace.mark("batch")
         num_drafts_B = rows.column("num_drafts", num_rows)
         tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
         batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B + 1, padded=padded)
@@ -236,9 +242,11 @@ class ResidentDecode:
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the states of all tokens, after the final norm, and their logits."""
         state_TD = self._model.norm(self._model.forward(batch, self._view, self._trace))
-        mark(self._trace, "head")
+        if self._trace is not None:
+            self._trace.mark("head")
         logits_TV = self._model.head(state_TD)
-        mark(self._trace, "sample")
+        if self._trace is not None:
+            self._trace.mark("sample")
         return state_TD, logits_TV
 
     def _read_drafts(self, output: Output, draws: Sequence[Draw]) -> list[list[Drawn]]:
@@ -260,9 +268,11 @@ class ResidentDecode:
         host.copy_(words, non_blocking=True)
         event = record_event(self._model.device)
         if self.while_waiting is not None:
-            mark(self._trace, "schedule")
+            if self._trace is not None:
+                self._trace.mark("schedule")
             self.while_waiting()
-            mark(self._trace, "sample")
+            if self._trace is not None:
+                self._trace.mark("sample")
         if event is not None:
             event.synchronize()
         return host.numpy()[:, :num_rows]
@@ -278,7 +288,8 @@ class ResidentDecode:
         captured, see `captures`."""
         if not self.captures:
             return
-        mark(self._trace, "capture")
+        if self._trace is not None:
+            self._trace.mark("capture")
         self._num_drafts = num_drafts
         most_rows = max(most_rows, *sizes, 1)
         self._rows.reserve(most_rows, self._width)

@@ -131,18 +131,18 @@ class KVLayout(Value):
         ids = [layer for component in self.components for layer in component.layers]
         return range(min(ids), max(ids) + 1)
 
-    @property
+    @cached_property
     def shape(self) -> PageShape | None:
         """The heads of every component, None without a head axis. Orders may differ between components."""
         shape = self.components[0].shape
         return None if shape is UNSET else shape
 
-    @property
+    @cached_property
     def heads(self) -> range | None:
         """The global ids of the heads that this rank holds, None without a head axis."""
         return None if self.shape is None else self.shape.heads
 
-    @property
+    @cached_property
     def by_token(self) -> bool:
         """Whether payloads out of these pages hold token by token all heads, and not head by head all tokens."""
         return self.shape is not None and self.shape.order.by_token
@@ -195,7 +195,9 @@ class KVLayout(Value):
 
     def payload_bytes(self, layers: range, tokens: range, heads: range | None = None) -> int:
         """Return the bytes of `tokens` in `layers` over all components, of `heads` where there are some."""
-        per_token = sum(component.token_bytes * len(component.part_of(layers)) for component in self.components)
+        per_token = 0
+        for component in self.components:
+            per_token += component.token_bytes * len(component.part_of(layers))
         return per_token * len(tokens) * (1 if heads is None else len(heads))
 
     def spans(

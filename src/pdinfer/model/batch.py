@@ -35,10 +35,10 @@ class Row:
         """The position after the last token."""
         return self.start + len(self.tokens)
 
-    def slots(self, page_size: int) -> Iterator[int]:
-        """Yield the cache slot of each token: page * page_size + offset."""
+    def slots(self, page_size: int) -> list[int]:
+        """Return the cache slot of each token: page * page_size + offset."""
         span = range(self.start, self.start + len(self.tokens))
-        return (self.pages[at // page_size] * page_size + at % page_size for at in span)
+        return [self.pages[at // page_size] * page_size + at % page_size for at in span]
 
     def piece(self, positions: range) -> Row:
         """Return the row of some of its tokens."""
@@ -64,7 +64,7 @@ class Batch:
     tokens are not; it is None where all are live.
 
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
-    every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.
+    every prompt is on rank 0, where `row_ends` tells which sequences end a prompt. A single rank has no counts.
     """
 
     tokens_T: Tensor
@@ -97,7 +97,7 @@ class Batch:
         cp = ALONE if decode else cp
         row_ends: Sequence[int] = range(len(rows))
         of_ranks: Sequence[Sequence[Row]] = ()
-        if cp.size > 1:
+        if len(cp.ranks) > 1:
             of_ranks = _pieces(rows, cp.size)
             row_ends = [*_ends(of_ranks[0], rows)]
             rows = of_ranks[cp.rank]
@@ -187,7 +187,7 @@ class Batch:
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of
         `slots_A`. The tensors have one dtype and two axes. One collective."""
-        if self.cp.size == 1:
+        if not self.cp_counts:
             return parts
         gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)
         return torch.split(gathered, [part.shape[1] for part in parts], 1)
@@ -195,10 +195,12 @@ class Batch:
     def in_order(self, x_TD: Tensor) -> Tensor:
         """Return the rows of the tokens of all ranks of `cp`, in the order of their slots."""
         (x_AD,) = self.gather(x_TD)
-        return x_AD if self.cp.size == 1 else x_AD[self.slots_A.argsort()]
+        return x_AD[self.slots_A.argsort()] if self.cp_counts else x_AD
 
     def last_of(self, x_TD: Tensor) -> Tensor:
         """Return the row of every prompt's last token, on all ranks of `cp`."""
+        if not self.cp_counts:
+            return x_TD[self.last_rows]
         last_BD = x_TD.new_empty(len(self.row_ends), x_TD.shape[1])
         if self.cp.rank == 0:
             ends = self.last_rows

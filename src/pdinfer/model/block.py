@@ -16,7 +16,6 @@ from pdinfer.model.step import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
-from pdinfer.trace import mark
 from pdinfer.values import Value
 
 
@@ -24,9 +23,8 @@ from pdinfer.values import Value
 class Block(Value):
     """h + attention(norm(h)), then h + mlp(norm(h)). The MLP is dense in the first layers and MoE after them.
 
-    In some families `moe_norm` norms the output of the MoE before it is added. All ranks of `tp` have all tokens, and
-    divide the heads. For the MLP they divide the tokens: `mlp_together` ranks share a part of the tokens and divide its
-    channels.
+    In some families `moe_norm` norms the output of the MoE before it is added. Here `tp` is one rank; `DividedBlock` is
+    for several.
     """
 
     layer: int
@@ -62,7 +60,7 @@ class Block(Value):
             dense = groups.dense_tp
             mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops, dense)
             together = dense.size
-        return cls(
+        return (cls if groups.tp.size == 1 else DividedBlock)(
             layer,
             InputNorm.of(attention_norm, attention.readers),
             attention,
@@ -95,17 +93,36 @@ class Block(Value):
     def _attend(self, hidden_TD: Tensor, step: Step) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
         """Run attention. Return the input of the MLP, the residual stream and which tokens are alive, for this rank's
         part of the tokens."""
-        mark(step.trace, "attention", layer=self.layer)
-        tp, together = self.tp, self.mlp_together
+        if step.trace is not None:
+            step.trace.mark("attention", layer=self.layer)
         x_TD, _ = self.attention_norm(hidden_TD)
-        attended_TD = self.attention(x_TD, step, self.layer)
-        x_TD, part_TD = self.mlp_norm(tp.part(attended_TD, together), tp.part(hidden_TD, together))
-        return x_TD, part_TD, None if step.live_T is None else tp.part(step.live_T, together)
+        return self._divide(self.attention(x_TD, step, self.layer), hidden_TD, step.live_T)
+
+    def _divide(
+        self, attended_TD: Tensor, hidden_TD: Tensor, live_T: Tensor | None
+    ) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
+        """Add attention to the residual stream, and return what `_attend` does of all tokens: there is one rank."""
+        x_TD, sum_TD = self.mlp_norm(attended_TD, hidden_TD)
+        return x_TD, sum_TD, live_T
 
     def _join(self, out_TD: Tensor, part_TD: Tensor, num_tokens: int) -> Tensor:
-        """Add what the MLP returned to the residual stream, unless the MoE did, and collect the tokens of all ranks."""
+        """Add what the MLP returned to the residual stream, unless the MoE did. Return the rows of all `num_tokens`."""
         if self.moe_norm is not None:
-            out_TD = part_TD + self.moe_norm(out_TD)
-        elif not isinstance(self.mlp, MoE):
-            out_TD = part_TD + out_TD
-        return self.tp.join(out_TD, num_tokens, self.mlp_together)
+            return part_TD + self.moe_norm(out_TD)
+        return out_TD if isinstance(self.mlp, MoE) else part_TD + out_TD
+
+
+@attrs.frozen
+class DividedBlock(Block):
+    """The layer on one of several ranks. All ranks of `tp` have all tokens, and divide the heads. For the MLP they
+    divide the tokens: `mlp_together` ranks share a part of the tokens and divide its channels."""
+
+    def _divide(
+        self, attended_TD: Tensor, hidden_TD: Tensor, live_T: Tensor | None
+    ) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
+        tp, together = self.tp, self.mlp_together
+        live_T = None if live_T is None else tp.part(live_T, together)
+        return super()._divide(tp.part(attended_TD, together), tp.part(hidden_TD, together), live_T)
+
+    def _join(self, out_TD: Tensor, part_TD: Tensor, num_tokens: int) -> Tensor:
+        return self.tp.join(super()._join(out_TD, part_TD, num_tokens), num_tokens, self.mlp_together)

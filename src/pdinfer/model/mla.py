@@ -163,7 +163,7 @@ class MLA(Value):
     def store(self, x_TD: Tensor | Rounded, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> None:
         """Write what the cache holds of each token, also of those that other context-parallel ranks computed."""
         norm = self.kv_a_norm
-        if batch.cp.size > 1 or norm.bias_D is not None:
+        if batch.cp_counts or norm.bias_D is not None:
             self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
         else:
             c_TC, k_TR = self._latent_and_key(x_TD)

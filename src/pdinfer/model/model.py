@@ -4,7 +4,8 @@ pool or request."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -33,7 +34,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
 from pdinfer.process.modes import own_modes
-from pdinfer.trace import Trace, mark
+from pdinfer.trace import Trace
 
 AUTO_POOL_SEQUENCES = 64
 """Without `num_pages` and `mem_fraction_static` a pool holds this many sequences of full length, if they fit."""
@@ -62,6 +63,11 @@ class Model:
     rotary: Rotary
     identity: WeightsIdentity
     mtp: MTP | None = None
+    _linear: Callable[[Any, Any], Tensor] = attrs.field(init=False)
+
+    @_linear.default
+    def _linear_of_head(self) -> Callable[[Any, Any], Tensor]:
+        return self.resolved.ops.linear.of(self.lm_head_VD)
 
     def __repr__(self) -> str:
         config, dtype = self.config, str(self.dtype).removeprefix("torch.")
@@ -138,7 +144,8 @@ class Model:
     def stream_layers(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Iterator[tuple[int, Tensor]]:
         """Run the blocks one by one, and yield (layer, hidden [T, D]) once that layer's cache is written. `trace` is
         told which part of the model runs. With two-batch overlap the tokens go through the blocks in two halves."""
-        mark(trace, "embed", num_tokens=batch.tokens_T.shape[0])
+        if trace is not None:
+            trace.mark("embed", num_tokens=batch.tokens_T.shape[0])
         hidden_TD = self.resolved.ops.gather_rows(self.embed_VD, batch.tokens_T)
         if self.experts.two_batch_overlap and batch.cp.size == 1:
             halves = batch.halves()
@@ -160,7 +167,7 @@ class Model:
 
     def head(self, state_TD: Tensor) -> Tensor:
         """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
-        return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
+        return self._linear(state_TD, self.lm_head_VD).float()
 
     def logits(self, tokens: Sequence[int] | IntArray) -> Tensor:
         """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's

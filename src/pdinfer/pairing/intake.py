@@ -40,7 +40,7 @@ class Intake:
         self._random_bytes = random_bytes
 
     def submit(self, request: Request) -> str:
-        request = check_request(request, self._ports.roomiest_limits())
+        request = check_request(request, self._ports.roomiest_limits)
         tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
         for scheme in self._ports.key_schemes:
             tracked.keys.of(scheme)  # before the thread that steps needs them

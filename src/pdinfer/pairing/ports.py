@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from operator import attrgetter
 from typing import TypeVar, cast
 
 import attrs
@@ -36,30 +37,32 @@ ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
 
 @attrs.frozen
 class _Member:
-    """A port, the longest request that it holds, and how it reports a brief load and its links."""
+    """A port, the requests that it takes, and how it reports a brief load and its links."""
 
     port: Port
-    max_tokens: int
+    limits: RequestLimits
     brief_load: Callable[[], EngineLoad]
     peers: Callable[[], tuple[PeerStats, ...]]
 
     @classmethod
     def of(cls, port: Port) -> _Member:
         if isinstance(port, BriefPort):
-            return cls(port, port.limits.max_tokens, port.brief_load, port.peers)
-        return cls(port, port.limits.max_tokens, port.load, lambda: port.load().kv.peers)
+            return cls(port, port.limits, port.brief_load, port.peers)
+        return cls(port, port.limits, port.load, lambda: port.load().kv.peers)
 
 
 class Ports:
     """The ports of both sides by address, and which of them reach each other. A port in `leaving` serves what it has
     and is not chosen any more. `caching` are the prefills and the decodes that report which pages they hold.
+    `roomiest_limits` are, for each side that has ports, those of the port that takes the longest request.
     `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`, while any thread may add and
-    drop ports: `prefills`, `decodes` and `caching` are replaced, never changed."""
+    drop ports: `prefills`, `decodes`, `caching` and `roomiest_limits` are replaced, never changed."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
         self.decodes: dict[PeerAddress, DecodePort] = {}
         self.caching: tuple[ByScheme, ByScheme] = {}, {}
+        self.roomiest_limits: list[RequestLimits] = []
         self.leaving: set[PeerAddress] = set()
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
@@ -89,7 +92,7 @@ class Ports:
     @property
     def fits_all(self) -> int:
         """The longest request that every port can hold; 0 while one side has no port. Any thread may read it."""
-        held = [member.max_tokens for member in self._members.values()]
+        held = [member.limits.max_tokens for member in self._members.values()]
         return min(held, default=0) if self.prefills and self.decodes else 0
 
     def opposite(self, port: Port) -> list[Port]:
@@ -128,6 +131,8 @@ class Ports:
         self.prefills = {address: cast(PrefillPort, port) for address, port in ports if port.role == "prefill"}
         self.decodes = {address: cast(DecodePort, port) for address, port in ports if port.role == "decode"}
         self.caching = by_scheme(self.prefills.values()), by_scheme(self.decodes.values())
+        sides = [[members[address].limits for address in side] for side in (self.prefills, self.decodes)]
+        self.roomiest_limits = [_roomiest(side) for side in sides if side]
         self.num_changes += 1
         self._version += 1
 
@@ -230,25 +235,15 @@ class Ports:
                     inflight_bytes=_inflight(known[prefill.address], decode),
                 )
 
-    def roomiest_limits(self) -> list[RequestLimits]:
-        """Return, for each side, the limits of the port that takes the longest request, with all ports' logits
-        processors. Any thread may call it."""
-        sides = [[port.limits for port in side.values()] for side in (self.prefills, self.decodes)]
-        return [
-            attrs.evolve(
-                max(side, key=lambda limits: limits.max_tokens),
-                logits_processors=tuple(sorted({name for limits in side for name in limits.logits_processors})),
-            )
-            for side in sides
-            if side
-        ]
-
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
+        prefills, decodes = self.fitting(0)
+        return self._longest(prefills), self._longest(decodes)
+
+    def _longest(self, side: Iterable[PeerAddress]) -> list[int]:
         members = self._members
-        prefills, decodes = (sorted(members[at].max_tokens for at in side if at in members) for side in self.fitting(0))
-        return prefills, decodes
+        return sorted([members[address].limits.max_tokens for address in side if address in members])
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
@@ -259,8 +254,16 @@ class Ports:
         return {
             address: port
             for address, port in ports.items()
-            if address in members and members[address].max_tokens >= total and not (leaving and address in leaving)
+            if address in members
+            and members[address].limits.max_tokens >= total
+            and not (leaving and address in leaving)
         }
+
+
+def _roomiest(limits: Sequence[RequestLimits]) -> RequestLimits:
+    """Return the limits of the port of one side that takes the longest request, with all ports' logits processors."""
+    names = {name for each in limits for name in each.logits_processors}
+    return attrs.evolve(max(limits, key=attrgetter("max_tokens")), logits_processors=tuple(sorted(names)))
 
 
 def by_scheme(ports: Iterable[Port]) -> ByScheme:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,28 +109,29 @@ class _Exact:
 def _make_exact() -> list[Callable[[], None]]:
     """Round no products of float32, and return what sets it back, in reverse order. torch has one setting for all of
     them and one for each backend, and raises where a product finds that they differ; so both are changed together."""
-    places = [place for place in map(_products_of, (torch.backends.mkldnn, torch.backends.cuda)) if place is not None]
-    before = [place.fp32_precision for place in places]
-    undo: list[Callable[[], None]] = [
-        partial(setattr, place, "fp32_precision", said) for place, said in zip(places, before, strict=True)
-    ]
+    before = [place.fp32_precision for place in _PLACES]
     with contextlib.suppress(RuntimeError):  # they differ already, and the host multiplies nothing that minds
         if (of_all := torch.get_float32_matmul_precision()) != "highest":
             torch.set_float32_matmul_precision("highest")
-            return [*undo, partial(torch.set_float32_matmul_precision, of_all)]
+            return [*_setting_back(before), partial(torch.set_float32_matmul_precision, of_all)]
     if _EXACTLY.issuperset(before):
         return []
-    for place in places:
+    for place in _PLACES:
         place.fp32_precision = "ieee"
-    return undo
+    return _setting_back(before)
 
 
-def _products_of(backend: Any) -> Any:
-    """Return where torch keeps how a backend multiplies, or None in versions that do not tell backends apart."""
-    place = getattr(backend, "matmul", None)
-    return place if hasattr(place, "fp32_precision") else None
+def _setting_back(before: Sequence[str]) -> list[Callable[[], None]]:
+    """Return what sets each backend back to what it was."""
+    return [partial(setattr, place, "fp32_precision", said) for place, said in zip(_PLACES, before, strict=True)]
 
 
+_PLACES: tuple[Any, ...] = tuple(
+    backend.matmul
+    for backend in (torch.backends.mkldnn, torch.backends.cuda)
+    if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+)
+"""Where torch keeps how each backend multiplies: nowhere in versions that do not tell backends apart."""
 _EXACT = _Exact()
 
 

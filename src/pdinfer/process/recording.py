@@ -21,12 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdinfer.errors import PDInferError
 
-_here = threading.local()
+
+class _Here(threading.local):
+    """Of one thread: the `recording` that it is in, if it is in one."""
+
+    recording: Recording | None = None
+
+
+here = _Here()
 
 _PLAIN = frozenset({"_to_copy", "mm", "bmm"})
 """What looks at no value, without being tagged as pointwise by torch."""
 _LOOKS = frozenset({"tolist", "numpy", "__array__"})
 """The methods by which Python sees values without any op."""
+
+
+_Call = tuple[partial[Any], str | None, Tensor | None]
+"""What is called again, a sentence about another result than 0, and where a new result goes."""
 
 
 class Recording:
@@ -35,7 +46,7 @@ class Recording:
     def __init__(self) -> None:
         self.refusal: str | None = None
         """Why the recording must not be replayed, or None."""
-        self._calls: list[Callable[[], object]] = []
+        self._calls: list[_Call] = []
         self._memory: dict[int, Tensor] = {}
 
     @property
@@ -47,25 +58,30 @@ class Recording:
     def of(cls, run: Callable[[], object]) -> Recording:
         """Run the function, and record what it calls in this thread."""
         recording = cls()
-        _here.recording = recording
+        here.recording = recording
         try:
             with _Ops(recording), _Looks(recording):
                 run()
         finally:
-            _here.recording = None
+            here.recording = None
         return recording
 
     def replay(self) -> None:
         """Make the calls again. Raises PDInferError where a kernel says that it could not do its work."""
-        for call in self._calls:
-            call()
+        for again, failure, result in self._calls:  # without a call of Python between them
+            returned = again()
+            if result is not None:
+                result.copy_(returned)
+            elif failure is not None and returned:
+                name = again.func.__name__
+                raise PDInferError(f"the kernel {name} of a recorded step {failure.format(returned)}")
 
     def kernel(self, function: Callable[..., Any], failure: str | None = None) -> Callable[..., Any]:
         """Return what calls a kernel and records the call. `failure` is a sentence about another result than 0."""
 
         def call(*arguments: Any) -> Any:
             again = partial(function, *arguments)
-            self._calls.append(again if failure is None else partial(_checked, again, failure))
+            self._calls.append((again, failure, None))
             return again()
 
         return call
@@ -80,19 +96,13 @@ class Recording:
         elif not (isinstance(result, Tensor) and (name in _PLAIN or torch.Tag.pointwise in op.tags)):
             self.refusal = self.refusal or f"torch's {name} cannot be recorded"
         elif _storage(result) in map(_storage, _tensors((*arguments, *options.values()))):
-            self._calls.append(partial(op, *arguments, **options))  # in place, or into what was given
+            self._calls.append((partial(op, *arguments, **options), None, None))  # in place, or into what was given
         else:
             self._keep(result)
-            self._calls.append(partial(_redo, partial(op, *arguments, **options), result))
+            self._calls.append((partial(op, *arguments, **options), None, result))
 
     def _keep(self, result: Tensor) -> None:
         self._memory[_storage(result)] = result
-
-
-def recording_here() -> Recording | None:
-    """Return the recording that this thread is in, if it is in one."""
-    recording: Recording | None = getattr(_here, "recording", None)
-    return recording
 
 
 class RecordedLibrary:
@@ -152,13 +162,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _redo(again: Callable[[], Tensor], result: Tensor) -> None:
-    result.copy_(again())
-
-
-def _checked(again: partial[Any], failure: str) -> None:
-    result = again()
-    if result:
-        raise PDInferError(f"the kernel {again.func.__name__} of a recorded step {failure.format(result)}")

@@ -44,7 +44,7 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
     Raise RequestError, which names the field, its value and the limit. No part of a bad request reaches a device.
     """
     _check_id(request.request_id)
-    vocab_size = min((limit.vocab_size for limit in limits), default=2**31)
+    vocab_size = min([limit.vocab_size for limit in limits], default=2**31)
     _check_tokens("prompt", request.prompt, vocab_size)
     _check_tokens("output", request.output, vocab_size)
     if not request.prompt:
@@ -80,7 +80,7 @@ def _check_id(request_id: object) -> None:
 def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
     if not isinstance(tokens, tuple):
         raise RequestError(f"{name} must be a tuple of token ids, got {clip(type(tokens).__name__)}")
-    if not isinstance(tokens, CheckedTokens) or tokens.largest >= vocab_size:
+    if tokens and (not isinstance(tokens, CheckedTokens) or tokens.largest >= vocab_size):
         _scan(name, tokens, vocab_size)
 
 
@@ -95,7 +95,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
     for name, low, high in _RANGES:
         value = getattr(sampling, name)
-        if not is_number(value) or not low <= value <= high:
+        if (type(value) is not float and not is_number(value)) or not low <= value <= high:
             raise RequestError(f"sampling.{name} must be a number from {low:g} to {high:g}, got {clip(value)}")
     if sampling.top_p == 0:
         raise RequestError("sampling.top_p is 0, which keeps no token; use temperature=0 for greedy decoding")
@@ -128,6 +128,8 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 def _check_bias(bias: object, vocab_size: int) -> None:
     if not isinstance(bias, tuple):
         raise RequestError(f"sampling.logit_bias must be a tuple of (token id, bias) pairs, got {clip(bias)}")
+    if not bias:
+        return
     if len(bias) > MAX_BIASED_TOKENS:
         raise RequestError(f"sampling.logit_bias has {len(bias)} pairs, at most {MAX_BIASED_TOKENS}")
     for index, pair in enumerate(bias):
@@ -191,7 +193,7 @@ def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:
             f"{request.sampling.max_new_tokens}; nothing is left to generate"
         )
     total = len(request.prompt) + request.sampling.max_new_tokens
-    if any(total > limit.max_tokens for limit in limits):
+    if total > min([limit.max_tokens for limit in limits], default=total):
         held = ", ".join(f"{limit.name} holds {limit.max_tokens}" for limit in limits)
         raise RequestError(
             f"prompt of {len(request.prompt)} tokens plus max_new_tokens {request.sampling.max_new_tokens} makes "

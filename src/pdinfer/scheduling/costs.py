@@ -39,7 +39,7 @@ class StepCosts:
         self._num_terms = num_terms
         self._products: np.ndarray
         self._unfitted: list[tuple[float, ...]]
-        self._ratios: list[float]
+        self._ratios: list[float] | None
         self._recent_terms: list[float]
         self._recent_s: float
         self._num_steps: int
@@ -48,8 +48,10 @@ class StepCosts:
     @property
     def weights(self) -> tuple[float, ...]:
         """Seconds per unit of each term; zeros before there were LEAST_STEPS steps."""
-        scale = self._scale() if self._num_steps >= LEAST_STEPS else 0.0
-        return tuple([scale * ratio for ratio in self._ratios])
+        if self._num_steps < LEAST_STEPS:
+            return (0.0,) * self._num_terms
+        ratios, scale = self._fit()
+        return tuple([scale * ratio for ratio in ratios])
 
     def forget(self) -> None:
         """Begin again."""
@@ -71,27 +73,30 @@ class StepCosts:
         """Learn from one step. The first term should be 1."""
         if self._recent_s > 0:
             expected = [self._recent_s / total * term for total, term in zip(self._recent_terms, terms, strict=True)]
-            expected.append(self._scale() * sum(map(mul, self._ratios, terms)))
-            if seconds * OUTLIER < min(expected):
-                self.forget()
-            seconds = min(seconds, OUTLIER * max(expected))
+            if seconds * OUTLIER < min(expected) or seconds > OUTLIER * max(expected):  # what was fitted may allow it
+                ratios, scale = self._fit()
+                expected.append(scale * sum(map(mul, ratios, terms)))
+                if seconds * OUTLIER < min(expected):
+                    self.forget()
+                seconds = min(seconds, OUTLIER * max(expected))
         self._unfitted.append((*terms, seconds))
         self._recent_terms = [SCALE_DECAY * old + new for old, new in zip(self._recent_terms, terms, strict=True)]
         self._recent_s = SCALE_DECAY * self._recent_s + seconds
         self._num_steps += 1
         if self._num_steps < FIT_EVERY or self._num_steps % FIT_EVERY == 0:
-            self._fit()
+            rows, count = np.array(self._unfitted), len(self._unfitted)
+            self._unfitted = []
+            self._products *= RATIO_DECAY**count
+            self._products += (rows.T * RATIO_DECAY ** np.arange(count - 1, -1, -1)) @ rows
+            self._ratios = None
 
-    def _scale(self) -> float:
+    def _fit(self) -> tuple[list[float], float]:
+        """Return the weights' ratios, and their scale. They are fitted when somebody asks: most steps are as long as
+        expected, and most loads are never read."""
+        if self._ratios is None:
+            self._ratios = _fitted(self._products.tolist())
         expected = sum(map(mul, self._ratios, self._recent_terms))
-        return self._recent_s / expected if expected > 0 else 0.0
-
-    def _fit(self) -> None:
-        rows, count = np.array(self._unfitted), len(self._unfitted)
-        self._unfitted = []
-        self._products *= RATIO_DECAY**count
-        self._products += (rows.T * RATIO_DECAY ** np.arange(count - 1, -1, -1)) @ rows
-        self._ratios = _fitted(self._products.tolist())
+        return self._ratios, self._recent_s / expected if expected > 0 else 0.0
 
 
 def _fitted(products: list[list[float]]) -> list[float]:

@@ -21,6 +21,7 @@ from pdinfer.kernels.formats.int8 import Int8Dynamic, quantize_int8
 from pdinfer.kernels.formats.weights import assign, expert, part, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.model.block import Block
 from pdinfer.model.load import load_model
 from pdinfer.model.step import Step
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
@@ -28,7 +29,9 @@ from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.layer import Experts, MoE
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.parallel.groups import Group
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.testing.models import RandomWeights
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
@@ -195,7 +198,10 @@ def test_a_rank_knows_which_of_its_tokens_are_padding() -> None:
     group: Any = SecondOfTwo()
     live_T = torch.tensor([True, True, False, True])
     step = Step(batch, view, model.rotary(batch.positions_T), live_T=live_T)
-    attrs.evolve(block, mlp=mlp, tp=group)(torch.ones(4, config.hidden_size), step)
+    several = attrs.evolve(Topology().apart(), tp=Group("tp", (0, 1)))
+    kind = type(Block.build(RandomWeights(), layer, config, OPS, model.experts, several))
+    fields = {field.name: getattr(block, field.name) for field in attrs.fields(Block)}
+    kind(**fields | {"mlp": mlp, "tp": group})(torch.ones(4, config.hidden_size), step)
     recorder.end_step()
     assert recorder.counts().sum() == config.num_experts_per_tok
 

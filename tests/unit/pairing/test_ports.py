@@ -98,6 +98,27 @@ def test_a_look_asks_a_port_for_its_links_alone() -> None:
     assert [port.num_loads for port in fakes.values()] == [0, 0]
 
 
+@attrs.define(eq=False)
+class SizedFake(FakePort):
+    """A port with limits of its own."""
+
+    limits: RequestLimits = attrs.field(kw_only=True)
+
+
+def test_limits_are_those_of_the_roomiest_port_of_each_side() -> None:
+    small, large = (
+        SizedFake(address, {}, limits=attrs.evolve(FakePort.limits, max_tokens=tokens, logits_processors=(name,)))
+        for address, tokens, name in zip(PREFILLS, (32, 64), "ba", strict=False)
+    )
+    ports = ports_of({})
+    assert ports.roomiest_limits == []
+    for port in (FakePort(DECODES[0], {}), small, large):
+        ports.add(port)  # type: ignore[arg-type]
+    assert ports.roomiest_limits == [attrs.evolve(large.limits, logits_processors=("a", "b")), FakePort.limits]
+    ports.drop(large.address)
+    assert ports.roomiest_limits == [small.limits, FakePort.limits]
+
+
 def linked_fakes() -> dict[PeerAddress, FakePort]:
     """Return three ports of each side, all connected."""
     prefills = {address: FakePort(address, dict.fromkeys(DECODES, True)) for address in PREFILLS}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.process.recording import _LOOKS, _PLAIN, RecordedLibrary, Recording, recording_here
+from pdinfer.process.recording import _LOOKS, _PLAIN, RecordedLibrary, Recording, here
 from tests.waiting import check_ends, started
 
 ROOT = Path(__file__).parents[3]
@@ -121,7 +121,7 @@ def test_kernels_are_called_again_and_a_failure_is_told() -> None:
     text = torch.zeros(8, dtype=torch.uint8)
 
     def step() -> None:
-        recording = recording_here()
+        recording = here.recording
         assert recording is not None
         library = RecordedLibrary(Kernels(), recording, queries={"abs"}, failures={"strlen": "found {} letters"})
         assert library.abs(-3) == 3
@@ -138,7 +138,7 @@ def test_other_threads_are_not_recorded() -> None:
     x, found = torch.zeros(1), []
 
     def other() -> None:
-        found.append(recording_here())
+        found.append(here.recording)
         x.add_(1)
 
     def step() -> None:
@@ -152,7 +152,7 @@ def test_other_threads_are_not_recorded() -> None:
 def test_what_is_raised_while_recording_is_raised_and_ends_it() -> None:
     with pytest.raises(ZeroDivisionError):
         Recording.of(lambda: 1 // 0)
-    assert recording_here() is None
+    assert here.recording is None
 
 
 # -- what recordings know of torch -----------------------------------------------------------------------------------

@@ -75,3 +75,13 @@ def test_weights_are_never_negative(steps: list[tuple[int, float]]) -> None:
     for size, took_s in steps:
         costs.add((1.0, float(size)), took_s)
         assert all(0 <= weight < 1e6 for weight in costs.weights)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 100)), max_size=40))
+def test_whether_weights_were_read_changes_none(steps: list[tuple[int, float]]) -> None:
+    read, unread = StepCosts(2), StepCosts(2)
+    for size, took_s in steps:
+        unread.add((1.0, float(size)), took_s)
+        read.add((1.0, float(size)), took_s)
+        assert len(read.weights) == 2
+    assert read.weights == unread.weights

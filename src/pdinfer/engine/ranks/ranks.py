@@ -57,7 +57,7 @@ class Ranks:
     def step(self, lead: Callable[[], None]) -> None:
         """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
         lead()
-        if self._rebalancing.has_news:
+        if not self._rebalancing.is_calm and self._rebalancing.has_news:
             self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
 
     def due_in_s(self) -> float:

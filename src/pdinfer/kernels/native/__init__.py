@@ -5,7 +5,6 @@
     products.py   products with weights in every format, and experts
     rows.py       what lies between products, and draws of tokens as far as all of them go the same way
     fused.py      several of these in one call
-    calls.py      what all calls look at before and behind
     build.py      families of sources: a library of each is compiled for this machine on first use, or says why not
     products.c    linear maps
     experts.c     gated MLPs of rows that are sorted by expert

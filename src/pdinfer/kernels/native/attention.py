@@ -12,7 +12,6 @@ from torch import Tensor
 from pdinfer.kernels import compositions
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache
 from pdinfer.kernels.native import build, products
-from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import rotate
 from pdinfer.kernels.torch import attention as torch_attention
 
@@ -28,18 +27,18 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
     num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
-    if v_head_dim % 64 or nope % 2 or rope % 2 or not are(torch.bfloat16, q_THQ, cache.pages_PGW, kv_b_OC):
+    readable = q_THQ.dtype == cache.pages_PGW.dtype == kv_b_OC.dtype == torch.bfloat16
+    if v_head_dim % 64 or nope % 2 or rope % 2 or not readable:
         return torch_attention.mla_prefill(q_THQ, kv_b_OC, cache, v_head_dim=v_head_dim, scale=scale)
-    page_size, q_THQ = cache.page_size, q_THQ.contiguous()
+    library, page_size, q_THQ = build.library(), cache.page_size, q_THQ.contiguous()
     sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim, dtype=torch.float32, device="cpu")
     largest_TH, total_TH = (
         torch.full(q_THQ.shape[:2], -math.inf, dtype=torch.float32, device="cpu"),
         torch.zeros(q_THQ.shape[:2], dtype=torch.float32, device="cpu"),
     )
     most = min(KEYS, max(cache.context_lens, default=0))
-    scratch = torch.empty(
-        build.library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32, device="cpu"
-    )
+    num_scratch = library.prefill_scratch(most, num_heads, nope + rope, v_head_dim)
+    scratch = torch.empty(num_scratch, dtype=torch.int32, device="cpu")
     step = KEYS // page_size * page_size
     for at, pages_M, context in cache.sequences():
         num_queries = at.stop - at.start
@@ -48,7 +47,7 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
             part_M = pages_M[start // page_size : -(-stop // page_size)]
             cached = cache.pages_PGW.index_select(0, part_M).flatten(0, 1)[: stop - start]
             kv_SHX = products.linear_or_torch(cached[:, :rank], kv_b_OC)
-            build.library().mla_prefill(
+            library.mla_prefill(
                 q_THQ[at].data_ptr(),
                 kv_SHX.data_ptr(),
                 cached[:, rank:].data_ptr(),
@@ -73,8 +72,8 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
 def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
     batch, num_queries, num_heads, rank = q_latent_BQHC.shape
     width = cache.pages_PGW.shape[-1]
-    readable = are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, cache.pages_PGW) and are(torch.int64, cache.lens_B)
-    if not batch or rank % 32 or width % 32 or not readable:
+    readable = q_latent_BQHC.dtype == q_rope_BQHR.dtype == cache.pages_PGW.dtype == torch.bfloat16
+    if not batch or rank % 32 or width % 32 or not readable or cache.lens_B.dtype != torch.int64:
         return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
     table_BM, out = cache.table_BM.to(torch.int32).contiguous(), torch.empty_like(q_latent_BQHC)
@@ -92,7 +91,7 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
         torch.get_num_threads(),
     )
     if lacking:
-        raise lacks(lacking, f"attention over {cache.lens_B.tolist()[:8]} tokens")
+        raise products.lacks(lacking, f"attention over {cache.lens_B.tolist()[:8]} tokens")
     return out
 
 
@@ -122,10 +121,11 @@ def mla_absorbed(
     dense = k_b_HNC.stride()[1:] == v_b_HVC.stride()[1:] == (rank, 1) and all(
         each.is_contiguous() for each in (q_THQ, cache.pages_PGW, cos_TF, sin_TF)
     )
-    floats = are(torch.bfloat16, q_THQ, cache.pages_PGW, k_b_HNC, v_b_HVC) and are(torch.float32, cos_TF, sin_TF)
-    few = 0 < rows <= products.FEW_HEAD_ROWS and are(torch.int64, cache.lens_B)
+    floats = q_THQ.dtype == cache.pages_PGW.dtype == k_b_HNC.dtype == v_b_HVC.dtype == torch.bfloat16
+    angles = cos_TF.dtype == sin_TF.dtype == torch.float32
+    few = 0 < rows <= products.FEW_HEAD_ROWS and cache.lens_B.dtype == torch.int64
     sizes = nope % 2 == rank % 128 == (width - nope) % 32 == v_b_HVC.shape[1] % 8 == 0
-    if not (dense and floats and few and sizes):
+    if not (dense and floats and angles and few and sizes):
         return compositions.mla_absorbed(_APART, q_THQ, cos_TF, sin_TF, cache, k_b_HNC, v_b_HVC, scale=scale)
     return _absorbed(q_THQ, (cos_TF.data_ptr(), sin_TF.data_ptr()), cache, k_b_HNC, v_b_HVC, scale)
 
@@ -160,5 +160,5 @@ def _absorbed(
         *(values, v_b_HVC.stride(0), outs, out_THV.data_ptr(), threads),
     )
     if lacking:
-        raise lacks(lacking, f"attention of {rows} tokens with {heads} heads")
+        raise products.lacks(lacking, f"attention of {rows} tokens with {heads} heads")
     return out_THV

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.process.compiled import NativeLibrary, cpu_flags, find_or_build
-from pdinfer.process.recording import RecordedLibrary, recording_here
+from pdinfer.process.recording import RecordedLibrary, here
 
 _log = logging.getLogger("pdinfer")
 
@@ -145,15 +145,14 @@ class Kernels:
 def library() -> Any:
     """Return the compiled kernels, or in a recording what records their calls, too. Raises BackendUnavailable with the
     reason when this machine cannot have any of them."""
-    recording = recording_here()
-    if recording is None:
+    if here.recording is None:
         return _library()
-    return RecordedLibrary(_library(), recording, queries=ANSWERS, failures=FAILURES)
+    return RecordedLibrary(_library(), here.recording, queries=ANSWERS, failures=FAILURES)
 
 
 def serves(name: str) -> bool:
     """Return whether a function is there, so that an op of another family can do without it."""
-    return _library().why_not(name) is None
+    return FAMILY_OF[name] not in _library().reasons
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from pdinfer.errors import PDInferError
 from pdinfer.kernels import compositions, reference
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
-from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.native.rows import combine_rows, rms_norm, rotate
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.torch import products as torch_products
@@ -71,8 +70,9 @@ def norm_rotate_store(
     *,
     rounding: Rounding | None,
 ) -> None:
-    rows = are(torch.bfloat16, c_TC, k_TR) and c_TC.stride(-1) == k_TR.stride(-1) == 1 and slots_T.dtype == torch.int64
-    if rounding is not None or not rows or not are(torch.float32, cos_TF, sin_TF) or not _dense(weight_C, pages_PGW):
+    rows = c_TC.dtype == k_TR.dtype == torch.bfloat16 and c_TC.stride(-1) == k_TR.stride(-1) == 1
+    numbers = cos_TF.dtype == sin_TF.dtype == torch.float32 and slots_T.dtype == torch.int64
+    if rounding is not None or not rows or not numbers or not _dense(weight_C, pages_PGW):
         compositions.norm_rotate_store(
             _APART, c_TC, k_TR, weight_C, eps, cos_TF, sin_TF, pages_PGW, slots_T, rounding=rounding
         )
@@ -106,8 +106,8 @@ def combine_experts(
     shared_TD: Tensor | None,
     residual_TD: Tensor | None,
 ) -> Tensor:
-    dense = _dense(y_SD, shared_TD, residual_TD) and are(torch.float32, weights_TK)
-    if row_TK is None or weights_TK is None or not dense:
+    dense = _dense(y_SD, shared_TD, residual_TD)
+    if row_TK is None or weights_TK is None or weights_TK.dtype != torch.float32 or not dense:
         return compositions.combine_experts(_APART, y_SD, row_TK, weights_TK, shared_TD, residual_TD)
     row_TK, weights_TK = row_TK.contiguous(), weights_TK.contiguous()
     out_TD = y_SD.new_empty(row_TK.shape[0], y_SD.shape[1])

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdinfer.errors import PDInferError
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks
 from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.strips import FourBitStrips, FP8Strips, MXFP4Strips, Strips
 from pdinfer.kernels.native import build
-from pdinfer.kernels.native.calls import are, lacks
 from pdinfer.kernels.native.rows import gated_silu
 from pdinfer.kernels.torch import experts as torch_experts
 from pdinfer.kernels.torch import products as torch_products
@@ -39,7 +39,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     outs, width = weight_OI.shape
     library = build.library()
     rows = x_TI.shape[0]
-    dense = x_TI.stride(-1) == 1 and weight_OI.is_contiguous() and are(torch.bfloat16, x_TI, weight_OI)
+    dense = x_TI.stride(-1) == 1 and weight_OI.is_contiguous() and x_TI.dtype == weight_OI.dtype == torch.bfloat16
     if not dense or not rows or not library.is_served(rows, outs):
         return F.linear(x_TI, weight_OI)
     kernel, out = library.linear, x_TI.new_empty(rows, outs)
@@ -64,9 +64,15 @@ def _run(kernel: Callable[..., int], out: Tensor, *arguments: int, form: str = "
     return out
 
 
+def lacks(lacking: int, work: str) -> PDInferError:
+    """Return the error of a kernel that says how many bytes of memory it could not have."""
+    return PDInferError(f"{work} lacks {lacking} bytes of memory")
+
+
 def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
     rows, (outs, width) = x_TI.shape[0], weight.shape
-    if not rows or x_TI.stride(-1) != 1 or not _reads(x_TI, weight.numbers) or not are(x_TI.dtype, weight.numbers):
+    reads = _reads(x_TI, weight.numbers) and weight.numbers.dtype == x_TI.dtype
+    if not rows or x_TI.stride(-1) != 1 or not reads:
         return F.linear(x_TI, weight.ordered())
     kernel, matrix = build.library().linear_strips, (weight.numbers.data_ptr(), outs, width, weight.parts)
     return _run(kernel, x_TI.new_empty(rows, outs), x_TI.data_ptr(), x_TI.stride(0), rows, *matrix)
@@ -82,18 +88,19 @@ def _reads(x: Tensor | FP8Rows, *weights: Tensor) -> bool:
 
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     width, inner = down_EDI.shape[1:]
-    fits = x.ndim == 2 and x.shape[0] and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    few = 1 if x.shape[0] <= FEW_IN_ALL else x.shape[0]
-    if not fits or not _serves(few, counts_E, build.library().experts_are_served, width, inner):
+    fits = x.ndim == 2 and x.shape[0] and x.dtype == gate_up_EJD.dtype == down_EDI.dtype == torch.bfloat16
+    few, library = 1 if x.shape[0] <= FEW_IN_ALL else x.shape[0], build.library()
+    if not fits or not _serves(few, counts_E, library.experts_are_served, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
-    return _experts(x, counts_E, gate_up_EJD, down_EDI, inner)
+    return _experts(library.experts, x, counts_E, gate_up_EJD, down_EDI)
 
 
-def _experts(x: Tensor, counts_E: Tensor, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
+def _experts(kernel: Callable[..., int], x: Tensor, counts_E: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    inner = down.shape[-1]
     (rows, width), x_ptr = x.shape, (x.data_ptr(),)
     out, hidden = x.new_empty(rows, width), x.new_empty(rows, 3 * inner)
     stacks = gate_up.data_ptr(), down.data_ptr(), width, inner, hidden.data_ptr()
-    return _run_experts(build.library().experts, out, x_ptr, counts_E, *stacks)
+    return _run_experts(kernel, out, x_ptr, counts_E, *stacks)
 
 
 def _run_experts(
@@ -114,16 +121,17 @@ def gated_mlp(x_TD: Tensor, gate_up: Any, down: Any) -> Tensor:
         if few:
             return grouped_mlp_strips(x_TD, _count(rows), gate_up, down)
         return linear_strips(gated_silu(linear_strips(x_TD, gate_up)), down)
-    width, inner = down.shape
-    dense = all(each.is_contiguous() for each in (x_TD, gate_up, down)) and are(torch.bfloat16, x_TD, gate_up, down)
-    if not few or not dense or not build.library().experts_are_served(rows, width, inner):
+    library, floats = build.library(), x_TD.dtype == gate_up.dtype == down.dtype == torch.bfloat16
+    dense = x_TD.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    if not few or not dense or not floats or not library.experts_are_served(rows, *down.shape):
         return linear(gated_silu(linear(x_TD, gate_up)), down)
-    return _experts(x_TD, _count(rows), gate_up, down, inner)
+    return _experts(library.experts, x_TD, _count(rows), gate_up, down)
 
 
 def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
     stacks = gate_up.numbers, down.numbers
-    if x.ndim != 2 or not x.shape[0] or not _reads(x, x, *stacks) or not are(x.dtype, *stacks):
+    same = gate_up.numbers.dtype == down.numbers.dtype == x.dtype
+    if x.ndim != 2 or not x.shape[0] or not _reads(x, x, *stacks) or not same:
         return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
     taken = *(stack.data_ptr() for stack in stacks), *down.shape
     return _run_experts(build.library().experts_strips, torch.empty_like(x), (x.data_ptr(),), counts_E, *taken)
@@ -158,7 +166,7 @@ def _serves(most: int, counts_E: Tensor, serves: Callable[..., int], *sizes: int
 
 
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
-    if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not are(torch.bfloat16, x_TI):
+    if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or x_TI.dtype != torch.bfloat16:
         return torch_products.quantize_fp8(x_TI, ue8m0=ue8m0)
     rows, width = x_TI.shape
     numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="cpu")
@@ -269,7 +277,7 @@ def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     rows, _, width = x_THN.shape
     outs = weight_HNC.shape[2]
     packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
-    readable = packed and are(torch.bfloat16, x_THN, weight_HNC)
+    readable = packed and x_THN.dtype == weight_HNC.dtype == torch.bfloat16
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or width % 2 or outs % 128 or not readable:
         return torch_products.heads_in(x_THN, weight_HNC)
@@ -280,7 +288,7 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     rows, _, width = x_THC.shape
     outs = weight_HVC.shape[1]
     packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
-    readable = packed and are(torch.bfloat16, x_THC, weight_HVC)
+    readable = packed and x_THC.dtype == weight_HVC.dtype == torch.bfloat16
     served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
     if not rows or not served or outs % 8 or not readable:
         return torch_products.heads_out(x_THC, weight_HVC)

@@ -12,7 +12,6 @@ from pdinfer.kernels import draws, reference
 from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.native import build
-from pdinfer.kernels.native.calls import are
 from pdinfer.kernels.torch import experts as torch_experts
 
 FEW_TOKENS = 16
@@ -20,7 +19,7 @@ FEW_TOKENS = 16
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    if x_TD.stride(-1) != 1 or not are(torch.bfloat16, x_TD, weight_D):
+    if x_TD.stride(-1) != 1 or not x_TD.dtype == weight_D.dtype == torch.bfloat16:
         return reference.rms_norm(x_TD, weight_D, eps)
     rows, width = x_TD.shape
     out = x_TD.new_empty(rows, width)
@@ -31,8 +30,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
-    readable = are(torch.bfloat16, x_THR) and are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
-    if not interleaved or not readable:
+    readable = x_THR.dtype == torch.bfloat16 and cos_TF.dtype == sin_TF.dtype == torch.float32
+    if not interleaved or not readable or x_THR.stride(-1) != 1:
         return reference.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
     rows, num_heads, width = x_THR.shape
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
@@ -53,7 +52,7 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    if not are(torch.float32, logits_TE, bias_E):
+    if logits_TE.dtype != torch.float32 or (bias_E is not None and bias_E.dtype != torch.float32):
         return reference.route(logits_TE, bias_E, rule)
     tokens, num_experts = logits_TE.shape
     logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
@@ -87,7 +86,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     (tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     dense = x_TD.stride(-1) == 1 and weight_ED.is_contiguous() and (bias_E is None or bias_E.is_contiguous())
-    if not dense or not are(torch.bfloat16, x_TD) or not are(torch.float32, weight_ED, bias_E) or tokens > FEW_TOKENS:
+    floats = weight_ED.dtype == torch.float32 and (bias_E is None or bias_E.dtype == torch.float32)
+    if not dense or not floats or x_TD.dtype != torch.bfloat16 or tokens > FEW_TOKENS:
         return route(F.linear(x_TD.float(), weight_ED), bias_E, rule)
     logits_TE, weights_TK = weight_ED.new_empty(tokens, num_experts), weight_ED.new_empty(tokens, rule.top_k)
     ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu")
@@ -143,7 +143,7 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
-    if not x_TD.is_contiguous() or not are(torch.int64, token_S):
+    if not x_TD.is_contiguous() or token_S.dtype != torch.int64:
         return torch_experts.gather_rows(x_TD, token_S)
     token_S, out = token_S.contiguous(), x_TD.new_empty(len(token_S), x_TD.shape[1])
     outside = build.library().gather_rows(
@@ -161,7 +161,7 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    if not are(torch.bfloat16, y_SD) or not are(torch.float32, weights_TK):
+    if y_SD.dtype != torch.bfloat16 or weights_TK.dtype != torch.float32:
         return torch_experts.combine_rows(y_SD, row_TK, weights_TK)
     out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1], dtype=torch.float32, device="cpu")
     y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
@@ -178,7 +178,7 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
-    if not are(torch.bfloat16, x_TJ) or not build.serves("gated_silu"):  # experts ask, another family
+    if x_TJ.dtype != torch.bfloat16 or not build.serves("gated_silu"):  # experts ask, another family
         return reference.gated_silu(x_TJ)
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
@@ -189,7 +189,7 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
     dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
-    if not logits_BV.shape[1] or not dense or not are(torch.float32, logits_BV, changed_BV):
+    if not logits_BV.shape[1] or not dense or not logits_BV.dtype == changed_BV.dtype == torch.float32:
         return draws.draw(logits_BV, changed_BV, controls, kind)
     words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
     build.library().draw_greedy(

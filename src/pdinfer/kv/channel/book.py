@@ -199,6 +199,8 @@ class LinkBook:
 
     def redial_in_s(self) -> float:
         """Return in how many seconds the next missing peer is due, infinity when none is missing."""
+        if self.wanted.keys() <= self._linked.keys():
+            return math.inf
         missing = (wanted.due for key, wanted in list(self.wanted.items()) if key not in self._linked)
         return min(missing, default=math.inf) - self.clock()
 

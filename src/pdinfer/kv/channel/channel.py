@@ -15,12 +15,11 @@ rooms on both sides in the same moment. It is never held while the transport is 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
@@ -177,16 +176,22 @@ class KVChannel(OfOneProcess):
         transport calls `ready` in the thread that reads the pages, before it does. The pages must not change until the
         Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
         tokens or heads, and for parts of packed pages."""
-        with self._in_doubt_after():
+        try:
             return self.sender.push(grant, layers, tokens, pages, ready, heads)
+        except BaseException as error:
+            self._doubt(error)
+            raise
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
         """Finish a room with this writer's hand-off, after all its pushes. ABORTED is allowed at any time. When the
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
         hand-off's state is too long to travel; the room stays open then."""
-        with self._in_doubt_after():
+        try:
             return self.sender.finish(grant, handoff)
+        except BaseException as error:
+            self._doubt(error)
+            raise
 
     def poll_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
         """Return the grants that came over links since the last call, in order; with `rooms` only those for them, and
@@ -265,16 +270,10 @@ class KVChannel(OfOneProcess):
 
     # -- after an interrupt or a loss -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _in_doubt_after(self) -> Iterator[None]:
+    def _doubt(self, error: BaseException) -> None:
         """Be in doubt after any exception that is not ours: half of what was to be sent may have left."""
-        try:
-            yield
-        except PDInferError:
-            raise
-        except BaseException:
+        if not isinstance(error, PDInferError):
             self.in_doubt = True
-            raise
 
     def recover(self) -> None:
         """Close every link and forget all rooms, after a call that was interrupted at any line. Links go first, which

@@ -102,8 +102,8 @@ class Rebalancing:
     """One rank's part in changing placements.
 
     `stage`, `cancel`, `request_sum` and `request_rebalance` may be called from any thread; the rest is for the
-    lockstep. `wake` is called when an agreement would bring something forward. `error` says why the newest placement
-    did not come into use.
+    lockstep. `wake` is called when an agreement would bring something forward, which none does while it `is_calm`.
+    `error` says why the newest placement did not come into use.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class Rebalancing:
     ) -> None:
         self.recorder = experts.recorder
         self.error = ""
+        self.is_calm = True
         self._experts, self._layers, self._config = experts, layers, config
         self._wake = wake
         self._solving = Solving(groups.world, solver or SolverProcess(clock), self._report_unsolved)
@@ -152,6 +153,7 @@ class Rebalancing:
         """Stage a placement on this rank; see `EngineExperts.stage`."""
         with self._lock:
             new = checked_epoch(self._experts, placement, epoch)
+            self.is_calm = False
             if self._migration is None:
                 self._migration = Migration(placement, new, self._prepare)
             elif not self._migration.is_of(placement, new):
@@ -178,6 +180,7 @@ class Rebalancing:
     def _request(self, requests: ExpertRequests) -> None:
         with self._lock:
             self._requests |= requests
+            self.is_calm = False
         self._wake()
 
     def _recorded(self, what: str) -> ExpertLoadRecorder:
@@ -197,7 +200,9 @@ class Rebalancing:
         """Whether to agree now, rows or not."""
         self._solving.listen()
         with self._lock:
-            return self._has_begun or bool(self._requests) or self._current() != self._told
+            has_news = self._has_begun or bool(self._requests) or self._current() != self._told
+            self.is_calm = not (has_news or self.is_staged or self._solving.is_awaited)
+            return has_news
 
     def status(self) -> ExpertStatus:
         """Return what to say in the agreement that comes now."""
