@@ -17,7 +17,7 @@ from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
 from pdinfer.kernels.formats.weights import as_format
 from pdinfer.kernels.ops import Ops
 from pdinfer.parallel.groups import ALONE, Group
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 from pdinfer.values import Value
 
 
@@ -199,8 +199,7 @@ class GatedMLP(Value):
         return (self.gate_up.weight,)
 
     def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None) -> Tensor:
-        if trace is not None:
-            trace.mark("mlp")
+        mark(trace, "mlp")
         if self.whole is not None:
             return self.whole(x_TD)
         return self.down(self.activate(self.gate_up(x_TD)))

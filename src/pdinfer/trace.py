@@ -309,3 +309,14 @@ def _read(path: Path) -> _File:
 def _free(number: int, taken: Iterable[int]) -> int:
     """Return the number if it is free, else one that no process has."""
     return number if number not in taken else max(MAX_PROCESSES, *taken) + 1
+
+
+def mark(trace: Trace | None, name: str, **values: int) -> None:
+    """Mark where a step is (`Trace.mark`). Does nothing without a trace."""
+    if trace is not None:
+        trace.mark(name, **values)
+
+
+def span(trace: Trace | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """Open `trace.span(name)`. Does nothing without a trace."""
+    return contextlib.nullcontext() if trace is None else trace.span(name)

@@ -3,7 +3,6 @@ continue after a step that did not end."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
@@ -42,7 +41,7 @@ from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import withheld_pages
 from pdinfer.stats import EngineLoad
-from pdinfer.trace import STEP, Trace
+from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits
 
 Command = TypeVar("Command")
@@ -333,9 +332,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
-            with own_modes(self.model.device), using_threads(self.config.num_threads), self._span(STEP):
-                if self._trace is not None:
-                    self._trace.mark("schedule")
+            with own_modes(self.model.device), using_threads(self.config.num_threads), span(self._trace, STEP):
+                mark(self._trace, "schedule")
                 self.channel.redial()
                 self.ranks.step(self._step)
                 if self.ranks.are_closing:
@@ -351,9 +349,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._recover(PDInferError(f"a step of the {self.role} engine failed: {cause(error)}"))
         self._num_changes += had_work or self.num_unfinished > 0
         self._unfinished_call = False
-
-    def _span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._trace is None else self._trace.span(name)
 
     @abstractmethod
     def _step(self) -> None:
@@ -379,7 +374,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         line = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
             modes, threads = own_modes(self.model.device), using_threads(self.config.num_threads)
-            with modes, threads, self._span("warm_up"), line as tell:
+            with modes, threads, span(self._trace, "warm_up"), line as tell:
                 run = WarmUpRun(self._model_runner, self.pool, self.config, self.limits, self._clock, tell)
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s

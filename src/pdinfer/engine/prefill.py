@@ -23,6 +23,7 @@ from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import largest_prefill_step
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
+from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
 
 _log = logging.getLogger("pdinfer")
@@ -207,16 +208,14 @@ class PrefillEngine(Engine[SubmitPrefill]):
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
         self._runner.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
-            if self._trace is not None:
-                self._trace.mark("push", layer=layer)
+            mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
                     prompt.pushed_at = prompt.pushed_at or self._clock()
                     self._channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
-        if self._trace is not None:
-            self._trace.mark("emit")
+        mark(self._trace, "emit")
         whole = []
         for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             prompt.num_computed += count
@@ -233,8 +232,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             Draw.of(one.request, one.request.output, eos_token_ids=eos, processor=one.processor) for one in prompts
         ]
         drawn = self._runner.first_tokens(rows, draws)
-        if self._trace is not None:
-            self._trace.mark("emit")
+        mark(self._trace, "emit")
         for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
             if first.error is None:
                 self._finish(prompt, first, state)

@@ -21,7 +21,7 @@ from pdinfer.kv.view import DTYPES, KVView, PageMemory
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows
 from pdinfer.model.model import Model
 from pdinfer.model.mtp import MTP
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState
 
 STATE, STATE_VERSION = "mtp.hidden", 1
@@ -132,11 +132,9 @@ class Drafter:
                 if step:  # the entry of the position before, from the layer's own state there
                     y_BD = self._run(y_BD, tokens_BK[:, -1:], position_B + (step - 1), num_drafts_B - step, padded)
                     done += 1
-                if self._trace is not None:
-                    self._trace.mark("head")
+                mark(self._trace, "head")
                 logits_BV = self._mtp.logits(y_BD)
-                if self._trace is not None:
-                    self._trace.mark("sample")
+                mark(self._trace, "sample")
                 tokens_BK = torch.cat((tokens_BK, draw(logits_BV, step)[:, None]), 1)
         for _ in range(done, num_passes):
             self._run(self._state_SND[:0, 0], tokens_BK.new_empty(0, 1), tokens_BK.new_empty(0), None, padded)
@@ -156,8 +154,7 @@ class Drafter:
     def _run(
         self, state_TD: Tensor, tokens_BQ: Tensor, first_B: Tensor, num_live_B: Tensor | None, padded: bool
     ) -> Tensor:
-        if self._trace is not None:
-            self._trace.mark("batch")
+        mark(self._trace, "batch")
         batch = self._rows.batch(len(tokens_BQ), tokens_BQ, first_B=first_B, num_live_B=num_live_B, padded=padded)
         return self._mtp(state_TD, batch, self._view, self._trace)
 

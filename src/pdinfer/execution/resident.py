@@ -7,7 +7,6 @@ on a CPU the model is the kernels that were recorded (`graphs`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -34,7 +33,7 @@ from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
 from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark, span
 
 
 class ResidentDecode:
@@ -79,8 +78,7 @@ class ResidentDecode:
     ) -> list[list[Drawn]]:
         """Run a step as `ModelRunner.decode` says. Where rows change their logits, or there is a `sampler`, the host
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
-        if self._trace is not None:
-            self._trace.mark("batch")
+        mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)
         in_order = [index for _, index in sorted(zip(slots, range(len(rows)), strict=True))]
         draws = [draws[index] for index in in_order]
@@ -92,8 +90,7 @@ class ResidentDecode:
             drawn = self._decode(draws, host)
         else:
             drawn = self._decode_drafts(self._drafter, draws, drafts, host, num_passes)
-        if self._trace is not None:
-            self._trace.mark("emit")
+        mark(self._trace, "emit")
         return [drawn[slot] for slot in slots]
 
     def _place(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[int]:
@@ -115,8 +112,7 @@ class ResidentDecode:
         kind = kind_of(draws)
         output = self._captured(len(draws), kind) or self._run(len(draws), kind)
         self._end_step()
-        if self._trace is not None:
-            self._trace.mark("sample")
+        mark(self._trace, "sample")
         if sampler is not None:
             return [[new] for new in sampler(output.logits_TV, draws)]
         words = self._read(output.words, len(draws))[:, :, 0]
@@ -154,8 +150,7 @@ class ResidentDecode:
                 host=on_host,
             )
         self._end_step()
-        if self._trace is not None:
-            self._trace.mark("sample")
+        mark(self._trace, "sample")
         kept = self._read_drafts(output, draws) if on_host is None else on_host.kept
         for draft, new in zip(drafts, kept, strict=True):
             draft.num_newest = len(new) if draft.num_newest else 0
@@ -216,10 +211,9 @@ class ResidentDecode:
                 return host.draft(logits_BV, step)
             return self._draw(logits_BV, logits_BV, controls.later(step), kind)[0].long()
 
-        with contextlib.nullcontext() if self._trace is None else self._trace.span("draft"):
+        with span(self._trace, "draft"):
             drafted_BK = drafter.propose(num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded)
-        if self._trace is not None:
-            self._trace.mark("batch")
+        mark(self._trace, "batch")
         num_drafts_B = rows.column("num_drafts", num_rows)
         tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
         batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B + 1, padded=padded)
@@ -242,11 +236,9 @@ class ResidentDecode:
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the states of all tokens, after the final norm, and their logits."""
         state_TD = self._model.norm(self._model.forward(batch, self._view, self._trace))
-        if self._trace is not None:
-            self._trace.mark("head")
+        mark(self._trace, "head")
         logits_TV = self._model.head(state_TD)
-        if self._trace is not None:
-            self._trace.mark("sample")
+        mark(self._trace, "sample")
         return state_TD, logits_TV
 
     def _read_drafts(self, output: Output, draws: Sequence[Draw]) -> list[list[Drawn]]:
@@ -268,11 +260,9 @@ class ResidentDecode:
         host.copy_(words, non_blocking=True)
         event = record_event(self._model.device)
         if self.while_waiting is not None:
-            if self._trace is not None:
-                self._trace.mark("schedule")
+            mark(self._trace, "schedule")
             self.while_waiting()
-            if self._trace is not None:
-                self._trace.mark("sample")
+            mark(self._trace, "sample")
         if event is not None:
             event.synchronize()
         return host.numpy()[:, :num_rows]
@@ -288,8 +278,7 @@ class ResidentDecode:
         captured, see `captures`."""
         if not self.captures:
             return
-        if self._trace is not None:
-            self._trace.mark("capture")
+        mark(self._trace, "capture")
         self._num_drafts = num_drafts
         most_rows = max(most_rows, *sizes, 1)
         self._rows.reserve(most_rows, self._width)

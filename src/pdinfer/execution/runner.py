@@ -16,7 +16,7 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState, PageGrant
 
 Ready = Callable[[], None] | None
@@ -65,16 +65,14 @@ class ModelRunner:
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be
         read from there when `ready` was called."""
-        if self._trace is not None:
-            self._trace.mark("batch")
+        mark(self._trace, "batch")
         model, batch = self._model, self._batch(rows, decode=False)
         hidden_TD = torch.empty(0, dtype=torch.float32, device="cpu")
         with self._memory.step():
             for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
                 hidden_TD = layer_TD
                 yield layer, self._memory.computed()
-            if self._trace is not None:
-                self._trace.mark("head")
+            mark(self._trace, "head")
             state_TD = model.norm(hidden_TD)
             self._last_BD = batch.last_of(state_TD)
             if model.mtp is not None:
@@ -86,11 +84,9 @@ class ModelRunner:
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         """Draw the next token for each of these rows of the prefill that was just run to its end."""
-        if self._trace is not None:
-            self._trace.mark("head")
+        mark(self._trace, "head")
         logits_BV = self._model.head(self._last_BD[list(rows)])
-        if self._trace is not None:
-            self._trace.mark("sample")
+        mark(self._trace, "sample")
         return self.sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:

@@ -16,6 +16,7 @@ from pdinfer.model.step import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
+from pdinfer.trace import mark
 from pdinfer.values import Value
 
 
@@ -93,8 +94,7 @@ class Block(Value):
     def _attend(self, hidden_TD: Tensor, step: Step) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
         """Run attention. Return the input of the MLP, the residual stream and which tokens are alive, for this rank's
         part of the tokens."""
-        if step.trace is not None:
-            step.trace.mark("attention", layer=self.layer)
+        mark(step.trace, "attention", layer=self.layer)
         x_TD, _ = self.attention_norm(hidden_TD)
         return self._divide(self.attention(x_TD, step, self.layer), hidden_TD, step.live_T)
 

@@ -34,7 +34,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
 from pdinfer.process.modes import own_modes
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64
 """Without `num_pages` and `mem_fraction_static` a pool holds this many sequences of full length, if they fit."""
@@ -144,8 +144,7 @@ class Model:
     def stream_layers(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Iterator[tuple[int, Tensor]]:
         """Run the blocks one by one, and yield (layer, hidden [T, D]) once that layer's cache is written. `trace` is
         told which part of the model runs. With two-batch overlap the tokens go through the blocks in two halves."""
-        if trace is not None:
-            trace.mark("embed", num_tokens=batch.tokens_T.shape[0])
+        mark(trace, "embed", num_tokens=batch.tokens_T.shape[0])
         hidden_TD = self.resolved.ops.gather_rows(self.embed_VD, batch.tokens_T)
         if self.experts.two_batch_overlap and batch.cp.size == 1:
             halves = batch.halves()

@@ -28,7 +28,7 @@ from pdinfer.model.block import Block
 from pdinfer.model.step import Step
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 from pdinfer.values import Value
 
 
@@ -85,8 +85,7 @@ class MTP(Value):
     def __call__(self, state_TD: Tensor, batch: Batch, view: KVView, trace: Trace | None = None) -> Tensor:
         """Return y [T, D] of the batch's positions from their states, and write the layer's cache. `batch.tokens_T`
         holds the token *after* each position. `trace` is told which part runs."""
-        if trace is not None:
-            trace.mark("embed", num_tokens=len(batch.tokens_T))
+        mark(trace, "embed", num_tokens=len(batch.tokens_T))
         token_TD = self.ops.gather_rows(self.tied.embed_VD, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
         step = Step(batch, view, self.tied.rotary(batch.positions_T), trace, batch.live_T)

@@ -21,7 +21,7 @@ from pdinfer.layers import GatedMLP, WeightSource, fp8_scales_of
 from pdinfer.moe.dispatchers.base import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.replicas import LayerReplicas
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, mark
 from pdinfer.values import Value
 
 
@@ -203,8 +203,7 @@ class MoE(Value):
         return torch.cat([self._combine(*both, half_TD) for both, half_TD in zip(returning, residuals, strict=True)])
 
     def _dispatch(self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None) -> Any:
-        if trace is not None:
-            trace.mark("router")
+        mark(trace, "router")
         floats_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
         ids_TK, weights_TK = self.router(floats_TD)
         if live_T is not None:
@@ -213,8 +212,7 @@ class MoE(Value):
             self.record(ids_TK)
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
-        if trace is not None:
-            trace.mark("experts")
+        mark(trace, "experts")
         return self.dispatcher.dispatch_begin(x_TD if self.experts.reads_fp8 else floats_TD, ids_TK, weights_TK)
 
     def _run(self, x_TD: Tensor | Rounded, pending: Any) -> tuple[Any, Tensor | None]:
