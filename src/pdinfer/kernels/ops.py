@@ -12,7 +12,7 @@ anything, NaN included.
 NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was computed from one
 holds one. So a sum of squares or a score that overflows turns its row or head into NaN. Integers, which cannot be NaN,
 and a softmax, which would give -inf no weight, get NaN added. Rows of other tokens stay as they are, to the bit; only
-the tokens of one sequence in one call of `mla_prefill` may share the NaN that one of them reads.
+the tokens of one sequence in one call of `mla_prefill` or `mla_decode` may share the NaN that a live one of them reads.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class Ops(FusedOps, Protocol):
     def mla_decode(self, q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
         """Compute the absorbed attention of the last Q cached tokens of each sequence over its cached latents:
         softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `lens_B[b] - Q + 1
-        + i` tokens: its own and all before. Lengths are at least Q. A query whose own latent was not written returns
-        anything, and changes nothing for those before it."""
+        + i` tokens: its own and all before. Lengths are at least Q. A query that is not live returns anything, and
+        changes nothing for those before it."""
 
     def mla_sparse(
         self, q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
