@@ -114,6 +114,12 @@ class FusedOps(Protocol):
         """Return (x_SD, counts_E, row_TK): the rows in the order that `group_rows` assigns, how many each expert has,
         and the row of each choice."""
 
+    def sort_rows_fp8(
+        self, x_TD: FP8Rows, ids_TK: Tensor, num_experts: int, num_rows: int
+    ) -> tuple[FP8Rows, Tensor, Tensor]:
+        """Do as `sort_rows` for rows in FP8. At most the first `num_rows` rows are some expert's. A provider may fill
+        up the rows of each expert with others, so that they are whole tiles of its products; counts have these too."""
+
     def combine_experts(
         self,
         y_SD: Tensor,
