@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 
 import attrs
@@ -493,6 +494,28 @@ def test_many_chosen_positions_are_read_in_parts(provider: str, device: str, dty
 @for_every_provider("mla_sparse")
 def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device: str, dtype: torch.dtype) -> None:
     check_sparse(Sparse(dtype, 16, packed=True, latent=384, num_large=128), provider, device)
+
+
+@for_every_provider("mla_sparse")
+@every_page_format
+@for_each(("rope", "copied_bytes"), [(8, 1), (8, 256 << 20), (6, 1)])
+def test_more_heads_than_a_tile_has(
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    packed: bool,
+    rope: int,
+    copied_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton copies chosen rows then: those of one token at once or of all, and none that TMA could not read."""
+    if provider == "triton":
+        module = importlib.import_module("pdinfer.kernels.triton.mla_sparse")
+        monkeypatch.setattr(module, "COPIED_BYTES", copied_bytes)
+    case = Sparse(
+        dtype, 16, packed, heads=65, latent=256, rope=rope, counts=(3, 1, 16, 5, 0, 70), room=72, num_large=128
+    )
+    check_sparse(attrs.evolve(case, contexts=(17, 1, 90)), provider, device)
 
 
 @for_every_provider("mla_sparse")
