@@ -498,24 +498,18 @@ def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device:
 
 @for_every_provider("mla_sparse")
 @every_page_format
-@for_each(("rope", "copied_bytes"), [(8, 1), (8, 256 << 20), (6, 1)])
+@for_each("rope", [8, 6])
 def test_more_heads_than_a_tile_has(
-    provider: str,
-    device: str,
-    dtype: torch.dtype,
-    packed: bool,
-    rope: int,
-    copied_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
+    provider: str, device: str, dtype: torch.dtype, packed: bool, rope: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton copies chosen rows then: those of one token at once or of all, and none that TMA could not read."""
+    """Triton copies chosen rows then, those of all tokens at once or of two, unless TMA could not read the copies."""
+    contexts, counts = (17, 1, 90), (3, 1, 16, 5, 0, 70)
+    case = Sparse(dtype, 16, packed, 65, 256, rope, contexts=contexts, counts=counts, room=72, num_large=128)
+    check_sparse(case, provider, device)
     if provider == "triton":
         module = importlib.import_module("pdinfer.kernels.triton.mla_sparse")
-        monkeypatch.setattr(module, "COPIED_BYTES", copied_bytes)
-    case = Sparse(
-        dtype, 16, packed, heads=65, latent=256, rope=rope, counts=(3, 1, 16, 5, 0, 70), room=72, num_large=128
-    )
-    check_sparse(attrs.evolve(case, contexts=(17, 1, 90)), provider, device)
+        monkeypatch.setattr(module, "COPIED_BYTES", 2 * 128 * (256 + rope) * dtype.itemsize)
+        check_sparse(case, provider, device)
 
 
 @for_every_provider("mla_sparse")
