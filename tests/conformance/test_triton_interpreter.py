@@ -21,7 +21,7 @@ FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_n
 some suites."""
 SUITES = {
     "test_ops": (16, 16),
-    "test_fused_ops": (32, 32),
+    "test_fused_ops": (30, 30),
     "test_page_ops": (3, 3),
     "test_not_finite": (53, 65),
     "test_quantized_ops": (23, 24),

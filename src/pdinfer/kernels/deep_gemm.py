@@ -40,8 +40,9 @@ token to 8 of 256 experts. The library chooses its tiles by the number of rows t
 
 
 FULL_TILES = 2
-"""Rows go into tiles when they are sorted if each expert has as many on average: then those that fill up tiles, half a
-one for each, are at most a quarter as many. Few rows may be multiplied by another provider, which needs no tiles."""
+"""Rows go into tiles when they are sorted if each expert has as many on average: then those that fill up tiles, on
+average half a one for each, are a quarter as many or fewer. Few rows may be multiplied by another provider, which needs
+no tiles."""
 
 
 def unavailable(spec: OpSpec) -> str | None:
