@@ -194,8 +194,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kernels.native": (("ops",), ("attention",), ("products", "fused"), ("rows",), ("build",)),
     "kernels.triton": (
         ("provider",),
-        ("products", "mla_prefill", "mla_sparse", "mla_decode", "index_topk", "routing", "draws"),
-        ("norms", "activations", "cache", "experts", "pages"),
+        ("products", "mla_prefill", "mla_sparse", "index_topk", "routing", "draws"),
+        ("norms", "activations", "cache", "experts", "pages", "mla_decode"),
         ("tile_products", "filters", "tiles", "softmax", "latent_parts"),
         ("product_kernel",),
         ("launch", "configs", "rounding", "rows", "four_bits"),

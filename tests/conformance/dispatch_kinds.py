@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType
+from unittest.mock import patch
 
 import attrs
 import torch
+from torch import Tensor
 
+from pdinfer.kernels import compositions, deep_gemm
+from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.ops import Composed, Ops
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
@@ -22,6 +28,29 @@ from tests.rounding import gamma
 
 CPU = torch.device("cpu")
 NORMAL_WIDTH, NORMAL_FP8_WIDTH, LOW_LATENCY_WIDTH = 16, 256, 2048
+
+
+def sort_into_tiles(
+    ops: Ops, x_TD: FP8Rows, ids_TK: Tensor, num_experts: int, num_rows: int
+) -> tuple[FP8Rows, Tensor, Tensor]:
+    """Do as DeepGEMM's adapter, with tiles of 4 rows, where there are any."""
+    library = ModuleType("deep_gemm")
+    setattr(library, deep_gemm.ALIGNMENT[0], lambda: 4)
+    sort = deep_gemm.sort_rows_fp8.func if num_rows else compositions.sort_rows_fp8
+    with patch.dict(sys.modules, deep_gemm=library), patch.object(deep_gemm, "FULL_TILES", 0):
+        sorted_rows: tuple[FP8Rows, Tensor, Tensor] = sort(ops, x_TD, ids_TK, num_experts, num_rows)
+    return sorted_rows
+
+
+IN_TILES = OPS.replace(sort_rows_fp8=Composed(sort_into_tiles))
+
+
+def local_in_tiles(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
+    return LocalDispatcher(experts_per_rank, IN_TILES)
+
+
+def normal_in_tiles(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), IN_TILES, device=CPU)
 
 
 def local(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
@@ -78,12 +107,16 @@ ROUGH = gamma(4, torch.bfloat16)
 KINDS = {
     "local": Kind(local),
     "local-fp8": Kind(local, width=130, fp8=True, carries_fp8=True),
+    "local-fp8-tiles": Kind(local_in_tiles, width=130, fp8=True, carries_fp8=True),
     "all_to_all": Kind(all_to_all),
     "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=gamma(3, torch.bfloat16)),
     "all_to_all-fp8": Kind(all_to_all, width=130, fp8=True),
     "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-normal-fp8": Kind(normal_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
+    "deep_ep-normal-fp8-tiles": Kind(
+        normal_in_tiles, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True
+    ),
     "deep_ep-normal-cut-blocks": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH, fp8=True),
     "deep_ep-elastic": Kind(elastic, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-elastic-fp8": Kind(elastic_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),

@@ -131,7 +131,12 @@ def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
     counts = dispatched.counts_E.tolist()
     if isinstance(dispatched, Masked):
         return [floats_of(dispatched.x_END[expert, :count]) for expert, count in enumerate(counts)]
-    return list(floats_of(dispatched.x_SD[: sum(counts)]).split(counts))
+    rows = list(floats_of(dispatched.x_SD[: sum(counts)]).split(counts))
+    expert_S = dispatched.x_SD.expert_S if isinstance(dispatched.x_SD, FP8Rows) else None
+    if expert_S is None:
+        return rows
+    # rows that only fill up a tile are nobody's
+    return [part[mine >= 0] for part, mine in zip(rows, expert_S[: sum(counts)].split(counts), strict=True)]
 
 
 def floats_of(rows: Tensor | FP8Rows) -> Tensor:

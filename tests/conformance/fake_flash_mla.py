@@ -1,7 +1,8 @@
 """A stand-in for the library flash_mla on host tensors: its checks on a Hopper card, and what its kernels compute.
 
 They round weights of the softmax to bfloat16, give the log-sum-exp of a row without a key as +inf, and multiply rows
-that a causal mask hides by 0.
+that a causal mask hides by 0. Read at FlashMLA 9241ae3 (2026-04-29): csrc/api/dense_decode.h and
+csrc/sm90/decode/dense/splitkv_mla.cuh.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from pdinfer.kernels.formats import cache_rows
 
-NUM_PARTS = 132
+MULTIPROCESSORS = 132
+TILE_ROWS = 64
+
+
+def num_parts(rows: int) -> int:
+    """Return how many parts a dense plan has where a sequence has so many rows: queries times heads."""
+    return max(MULTIPROCESSORS // -(-rows // TILE_ROWS), 1)
 
 
 @attrs.define
@@ -44,7 +51,8 @@ def _metadata(
     assert num_q_tokens_per_head_k > 0
     assert num_heads_k == 1
     plan = cache_seqlens.new_tensor([-1 if topk is None else topk, num_q_tokens_per_head_k])
-    return plan.repeat(NUM_PARTS, 4), cache_seqlens.new_zeros(len(cache_seqlens) + 1)
+    parts = num_parts(num_q_tokens_per_head_k) if topk is None else MULTIPROCESSORS
+    return plan.repeat(parts, 4), cache_seqlens.new_zeros(len(cache_seqlens) + 1)
 
 
 def _with_kvcache(
@@ -69,7 +77,8 @@ def _with_kvcache(
         tile_scheduler_metadata.of = tile_scheduler_metadata.of or (shapes, lens)
         assert tile_scheduler_metadata.of == (shapes, lens)
     else:
-        assert tile_scheduler_metadata.shape == (NUM_PARTS, 8)
+        parts = num_parts(num_queries * num_heads) if topk is None else MULTIPROCESSORS
+        assert tile_scheduler_metadata.shape == (parts, 8)
         assert tile_scheduler_metadata[0, :2].tolist() == [-1 if topk is None else topk, num_queries * num_heads]
         assert num_splits is not None
         assert num_splits.shape == (batch + 1,)
@@ -91,6 +100,8 @@ def _with_kvcache(
     assert not is_fp8_kvcache
     assert k_cache.dtype == torch.bfloat16
     assert k_cache.shape[3] == 576
+    assert num_queries == 1 or causal  # or drafts see each other
+    assert int(cache_seqlens.min()) > 0
     out, lse = torch.empty_like(q[..., :512]), q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     for row, length in enumerate(cache_seqlens.tolist()):
         pages = block_table[row, : math.ceil(length / 64)]
@@ -98,7 +109,7 @@ def _with_kvcache(
         for query in range(num_queries):
             hidden = num_queries - 1 - query if causal else 0
             scores = q[row, query].float() @ rows.T * softmax_scale
-            scores[:, length - hidden :] = -torch.inf
+            scores[:, max(0, length - hidden) :] = -torch.inf
             out[row, query], lse[row, :, query] = _attend(scores, rows[:, :512])
     return out, lse
 

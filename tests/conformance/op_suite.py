@@ -325,6 +325,8 @@ class Attention:
     table_dtype: torch.dtype = torch.int32
     spare_columns: int = 0
     """How much wider than the longest context the table is in decode, of pages of other sequences."""
+    num_live: tuple[int, ...] | None = None
+    """How many queries of each sequence are live in decode."""
 
     @cached_property
     def owned(self) -> list[list[int]]:
@@ -384,7 +386,11 @@ class Attention:
     def decode(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q_latent, q_rope = self.of_decode
         lens = torch.tensor(self.contexts, dtype=torch.int64, device=pages.device)
-        cache = DecodeCache(pages, self.wide_table.to(pages.device), lens)
+        live = None
+        if self.num_live is not None:
+            live = torch.arange(self.num_queries) < torch.tensor(self.num_live)[:, None]
+            live = live.flatten().to(pages.device)
+        cache = DecodeCache(pages, self.wide_table.to(pages.device), lens, live_T=live)
         return op(to(q_latent), to(q_rope), cache, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:

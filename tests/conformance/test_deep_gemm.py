@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import OpSpec, reference, resolve_ops
+from pdinfer.kernels import OpSpec, compositions, reference, resolve_ops
 from pdinfer.kernels import deep_gemm as adapter
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
@@ -139,6 +139,54 @@ def test_a_room_whose_last_tile_reaches_into_the_next_goes_to_the_next_provider(
             forced(x, counts_E, gate_up, down)
     for expert, count in enumerate(counts_E.tolist()):
         assert torch.equal(got[expert, :count], expected[expert, :count])
+
+
+def routed(num_tokens: int) -> tuple[FP8Rows, Tensor, Tensor]:
+    """Return tokens, their choices of 3 experts, some of which are none, and weights."""
+    generator = torch.Generator().manual_seed(5)
+    ids_TK = torch.rand(num_tokens, 3, generator=generator).argsort(-1)[:, :2]
+    ids_TK = ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < 0.2, -1)
+    rows = reference.quantize_fp8(draw(num_tokens, 256).to(torch.bfloat16), ue8m0=False)
+    return rows, ids_TK, torch.rand(ids_TK.shape, generator=generator)
+
+
+def test_sorted_rows_go_straight_into_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is moved once before the experts, and no result is before the sum. Any provider multiplies such rows."""
+    monkeypatch.setattr(fake_deep_gemm, "TILE", 4)
+    moved, select = [], torch.Tensor.index_select
+
+    def noted(x: Tensor, axis: int, index: Tensor) -> Tensor:
+        moved.extend([len(index)] if x.ndim == 2 and x.shape[1] == 256 else [])  # a row, not its scales
+        return select(x, axis, index)
+
+    rows, ids_TK, weights_TK = routed(40)
+    stacks, num_rows = experts(3, "cpu"), int((ids_TK >= 0).sum())
+    with installed(adapter, fake_deep_gemm.build("mainline")):
+        ops = resolve_ops(BF16).ops
+        with monkeypatch.context() as counting:
+            counting.setattr(torch.Tensor, "index_select", noted)
+            x_SD, counts_E, row_TK = ops.sort_rows_fp8(rows, ids_TK, 3, num_rows)
+            y_SD = ops.grouped_mlp(x_SD, counts_E, *stacks)
+        assert moved == [len(x_SD)]
+        assert len(x_SD) <= num_rows + 3 * 3
+        assert [count % 4 for count in counts_E.tolist()] == [0] * 3
+    plain = compositions.sort_rows_fp8(ops, rows, ids_TK, 3, num_rows)
+    expected = reference.combine_rows(reference.grouped_mlp(plain[0], plain[1], *stacks), plain[2], weights_TK)
+    for y in (y_SD, reference.grouped_mlp(x_SD, counts_E, *stacks)):
+        assert torch.equal(reference.combine_rows(y, row_TK, weights_TK), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_few_rows_are_sorted_without_tiles(num_tokens: int) -> None:
+    rows, ids_TK, _ = routed(num_tokens)
+    with installed(adapter, fake_deep_gemm.build("mainline")):
+        sort = resolve_ops(BF16).ops.sort_rows_fp8
+        x_SD, counts_E, row_TK = sort(rows, ids_TK, 3, ids_TK.numel())
+    expected = reference.group_rows(ids_TK, 3)
+    assert x_SD.expert_S is None
+    assert torch.equal(x_SD.numbers_TI.float(), rows.numbers_TI[expected[1]].float())
+    assert torch.equal(counts_E, expected[0])
+    assert torch.equal(row_TK, expected[2])
 
 
 def test_only_rows_that_are_there_are_activated() -> None:

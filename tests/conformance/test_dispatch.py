@@ -15,11 +15,12 @@ from tests.conformance.dispatch_suite import OPS, SUITE, summed
 from tests.ranks import Ranks
 from tests.slices import one_in
 
-ONE_RANK = ("local", "local-fp8", "all_to_all", "all_to_all-fp8")
+ONE_RANK = ("local", "local-fp8", "local-fp8-tiles", "all_to_all", "all_to_all-fp8")
 SEVERAL_RANKS = [("all_to_all", 2), ("all_to_all", 4), ("all_to_all-bfloat16", 2)]
 SEVERAL_RANKS += [("deep_ep-normal", 2), ("deep_ep-normal", 4), ("deep_ep-normal-tuned", 2)]
 SEVERAL_RANKS += [("deep_ep-low_latency", 2), ("deep_ep-low_latency", 4)]
-SEVERAL_RANKS += [("deep_ep-normal-fp8", 2), ("deep_ep-normal-cut-blocks", 2), ("deep_ep-low_latency-fp8", 2)]
+SEVERAL_RANKS += [("deep_ep-normal-fp8", 2), ("deep_ep-normal-fp8-tiles", 2)]
+SEVERAL_RANKS += [("deep_ep-normal-cut-blocks", 2), ("deep_ep-low_latency-fp8", 2)]
 SEVERAL_RANKS += [("deep_ep-elastic", 4), ("deep_ep-elastic-fp8", 2), ("deep_ep-elastic-cut-blocks", 2)]
 SEEDS = 6
 

@@ -13,11 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdinfer.config import CacheConfig
 from pdinfer.errors import BackendUnavailable
+from pdinfer.execution.runner import ModelRunner
+from pdinfer.execution.sampling import Draw
 from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kernels import flash_mla as adapter
 from pdinfer.kernels.arguments import DecodeCache, TokenCache
 from pdinfer.kernels.torch import attention as torch_attention
+from pdinfer.model.batch import Row
+from pdinfer.testing import random_model, tiny_config
+from pdinfer.types import SamplingParams
 from tests.conformance import fake_flash_mla
 from tests.conformance.libraries import installed
 from tests.conformance.op_suite import SCALE, Attention, contexts_of, draw
@@ -88,16 +94,54 @@ def test_the_layers_of_a_step_have_one_plan(version: str) -> None:
         assert len(plans) == 6
 
 
-@pytest.mark.parametrize("written", [1, 2, 3])
-def test_a_query_whose_latent_was_not_written_changes_no_other(device: str, written: int) -> None:
-    case = dense((20, 4, 64, 66), 3, 4)
+def test_drafts_are_queries_of_their_sequence() -> None:
+    """So that its latents are read once for all of them: one call has them, with a plan for as many rows."""
+    library, asked = fake_flash_mla.build("2025"), []
+    attend = library.flash_mla_with_kvcache
+
+    def noted(*of: Any, **named: Any) -> Any:
+        asked.append((of[0].shape, len(of[2]), named["causal"]))
+        return attend(*of, **named)
+
+    library.flash_mla_with_kvcache = noted  # type: ignore[attr-defined]
+    with installed(adapter, library):
+        dense((66, 3), 32, 3).check("mla_decode", "flash_mla")
+        dense((66, 3), 32, 1).check("mla_decode", "flash_mla")
+    assert asked == [((2, 3, 32, 576), 2, True), ((2, 1, 32, 576), 2, False)]
+
+
+@pytest.mark.parametrize("num_live", [(1, 1, 1, 1, 1), (4, 4, 4, 4, 4), (2, 1, 4, 3, 0), (0, 3, 2, 1, 4)])
+def test_a_query_that_is_not_live_changes_no_other(device: str, num_live: tuple[int, ...]) -> None:
+    """Its latent was not written: NaN lies where its own would, also in a page behind those of the others. Sequences
+    are as short as their queries, and end before, on and behind the border of a page."""
+    case = attrs.evolve(dense((20, 4, 64, 66, 130), 3, 4), num_live=num_live)
     unused = case.pages
-    for mine, context in zip(case.owned, case.contexts, strict=True):
-        for position in range(context - 4 + written, context):
+    for mine, context, live in zip(case.owned, case.contexts, num_live, strict=True):
+        for position in range(context - 4 + live, context):
             unused[mine[position // 64], position % 64] = torch.nan
     got = case.run("mla_decode", "flash_mla", device, unused)
     exact, error = case.expected("mla_decode")
-    assert_within(got[:, :written], exact[:, :written], error[:, :written], torch.bfloat16)
+    for row, live in enumerate(num_live):
+        assert_within(got[row, :live], exact[row, :live], error[row, :live], torch.bfloat16)
+
+
+def test_a_step_that_drafts_reads_nothing_that_was_not_written() -> None:
+    """One row drafts three tokens, and the other none. All else in the pages is NaN."""
+    config = tiny_config("v3", num_nextn_predict_layers=1, kv_lora_rank=512, qk_rope_head_dim=64)
+    prompts, tables = ((3, 4, 5), (6, 7, 8)), ((1,), (2,))
+    with installed(adapter, fake_flash_mla.build("2026")):
+        model = random_model(config, mtp=True, dtype=torch.bfloat16)
+        assert {each.op: each.provider for each in model.resolved.choices}["mla_decode"] == "flash_mla"
+        memory = model.allocate_pages(model.kv_layout(CacheConfig(page_size=64)), 4)
+        memory.buffer.fill_(0xFF)
+        runner = ModelRunner(model, memory)
+        for _ in runner.prefill([Row(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]):
+            pass
+        drafts = [runner.draft(state) for state in runner.states([0, 1])]
+        drafts[0].num_tokens = 3
+        draws = [Draw(sampling=SamplingParams(temperature=0.0), prompt=prompt, output=(7,)) for prompt in prompts]
+        drawn = runner.decode([Row((7,), 3, table) for table in tables], draws, drafts)
+    assert [one.error for row in drawn for one in row] == [None] * sum(map(len, drawn))
 
 
 @pytest.mark.parametrize("heads", [64, 128])

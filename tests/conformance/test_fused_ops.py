@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -273,6 +274,21 @@ def test_a_latent_that_is_not_finite_is_stored_so(
 
 
 every_addend = for_each("addend", ["", "shared", "residual", "shared residual"])
+
+
+@for_every_provider("sort_rows_fp8")
+@for_each("tokens", [0, 1, 7])
+def test_sort_rows_fp8(provider: str, device: str, dtype: torch.dtype, tokens: int) -> None:
+    """Some choices are none. Their rows are not asked for."""
+    rows = reference.quantize_fp8(draw(tokens, 300).to(dtype), ue8m0=False)
+    ids = draw(tokens, 5, seed=1).argsort(-1)[:, :3] - 1
+    num_rows = int((ids >= 0).sum())
+    there = attrs.evolve(rows, numbers_TI=rows.numbers_TI.to(device), scales_TN=rows.scales_TN.to(device))
+    got, counts, row = fused_of(provider, "sort_rows_fp8", device, dtype)(there, ids.to(device), 4, num_rows)
+    expected_counts, token, expected_row = reference.group_rows(ids, 4)
+    assert torch.equal(counts.cpu(), expected_counts)
+    assert torch.equal(row.cpu(), expected_row)
+    assert torch.equal(got.floats().cpu(), rows.floats()[token[:num_rows]])
 
 
 @for_every_provider("combine_experts")

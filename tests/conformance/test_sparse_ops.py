@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 
 import attrs
@@ -493,6 +494,22 @@ def test_many_chosen_positions_are_read_in_parts(provider: str, device: str, dty
 @for_every_provider("mla_sparse")
 def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device: str, dtype: torch.dtype) -> None:
     check_sparse(Sparse(dtype, 16, packed=True, latent=384, num_large=128), provider, device)
+
+
+@for_every_provider("mla_sparse")
+@every_page_format
+@for_each("rope", [8, 6])
+def test_more_heads_than_a_tile_has(
+    provider: str, device: str, dtype: torch.dtype, packed: bool, rope: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton copies chosen rows then, those of all tokens at once or of two, unless TMA could not read the copies."""
+    contexts, counts = (17, 1, 90), (3, 1, 16, 5, 0, 70)
+    case = Sparse(dtype, 16, packed, 65, 256, rope, contexts=contexts, counts=counts, room=72, num_large=128)
+    check_sparse(case, provider, device)
+    if provider == "triton":
+        module = importlib.import_module("pdinfer.kernels.triton.mla_sparse")
+        monkeypatch.setattr(module, "COPIED_BYTES", 2 * 128 * (256 + rope) * dtype.itemsize)
+        check_sparse(case, provider, device)
 
 
 @for_every_provider("mla_sparse")

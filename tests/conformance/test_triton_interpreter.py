@@ -27,7 +27,7 @@ SUITES = {
     "test_quantized_ops": (23, 24),
     "test_four_bit_ops": (4, 4),
     "test_attention_ops": (19, 19),
-    "test_sparse_ops": (33, 33),
+    "test_sparse_ops": (35, 35),
     "test_routing_ops": (3, 3),
     "test_draws": (11, 11),
 }

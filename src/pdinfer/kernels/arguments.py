@@ -57,9 +57,14 @@ class PrefillCache(PagedCache):
 @attrs.frozen(eq=False)
 class DecodeCache(PagedCache):
     """With lengths on the device, int64 [B], which no host waits for. The last Q rows of a sequence are those of its
-    queries."""
+    queries.
+
+    `live_T` (bool, T = B * Q) says which queries mean something, those of a sequence first; None if all do. The row of
+    a query that is not live may never have been written.
+    """
 
     lens_B: Tensor
+    live_T: Tensor | None = attrs.field(default=None, kw_only=True)
 
 
 @attrs.frozen(eq=False)

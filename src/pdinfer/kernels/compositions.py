@@ -105,6 +105,13 @@ def sort_rows(ops: Ops, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple
     return ops.gather_rows(x_TD, token_of_row_S), counts_E, row_TK
 
 
+def sort_rows_fp8(
+    ops: Ops, x_TD: FP8Rows, ids_TK: Tensor, num_experts: int, num_rows: int
+) -> tuple[FP8Rows, Tensor, Tensor]:
+    counts_E, token_of_row_S, row_TK = ops.group_rows(ids_TK, num_experts)
+    return x_TD.index_select(0, token_of_row_S[:num_rows]), counts_E, row_TK
+
+
 def combine_experts(
     ops: Ops,
     y_SD: Tensor,

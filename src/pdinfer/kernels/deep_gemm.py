@@ -39,6 +39,12 @@ EXPECTED_SHARE = 32
 token to 8 of 256 experts. The library chooses its tiles by the number of rows that is expected."""
 
 
+FULL_TILES = 2
+"""Rows go into tiles when they are sorted if each expert has as many on average: then those that fill up tiles, on
+average half a one for each, are a quarter as many or fewer. Few rows may be multiplied by another provider, which needs
+no tiles."""
+
+
 def unavailable(spec: OpSpec) -> str | None:
     """Return why DeepGEMM cannot run on a device, or None where it can. Blackwell cards want scales in another form
     than ours."""
@@ -71,10 +77,36 @@ def grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP
         return _in_room(ops, rows, counts_E, gate_up, down)
     if not len(rows):
         return rows.new_empty(rows.shape)
-    tiles = _Tiles.of(rows, counts_E)
-    hidden_MJ = tiles.multiply(rows.index_select(0, tiles.row_M), gate_up)
-    y_MD = tiles.multiply(ops.gated_silu_fp8(hidden_MJ, ue8m0=down.ue8m0), down)
+    if rows.expert_S is not None:
+        return _of_tiles(ops, rows, rows.expert_S, gate_up, down)
+    tiles = _Tiles.of(counts_E, len(rows))
+    y_MD = _of_tiles(ops, rows.index_select(0, tiles.row_M), tiles.expert_M, gate_up, down)
     return y_MD.index_select(0, tiles.slot_S)
+
+
+@Composed
+def sort_rows_fp8(
+    ops: Ops, x_TD: FP8Rows, ids_TK: Tensor, num_experts: int, num_rows: int
+) -> tuple[FP8Rows, Tensor, Tensor]:
+    """Rows go straight into tiles, and `combine_rows` finds their results there: each of them is moved once."""
+    if num_rows < FULL_TILES * num_experts * _tile():
+        raise Declined(f"lays out {FULL_TILES} tiles for each expert, or more")
+    counts_E, token_of_row_S, row_TK = ops.group_rows(ids_TK, num_experts)
+    tiles = _Tiles.of(counts_E, num_rows)
+    rows = x_TD.index_select(0, token_of_row_S.index_select(0, tiles.row_M))
+    slot_TK = tiles.slot_S[row_TK.clamp_min(0)].where(row_TK >= 0, -1)
+    return attrs.evolve(rows, expert_S=tiles.expert_M), tiles.slots_E, slot_TK
+
+
+def _of_tiles(ops: Ops, rows: FP8Rows, expert_M: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    """Do as `grouped_mlp_fp8` with rows in tiles, int32 [M] with the expert of each."""
+
+    def multiply(rows: FP8Rows, stack: FP8Blocks) -> Tensor:
+        y_MO = rows.new_empty((len(rows), stack.numbers.shape[1]))
+        _call(CONTIGUOUS)(_pair(rows), _pair(stack), y_MO, expert_M)
+        return y_MO
+
+    return multiply(ops.gated_silu_fp8(multiply(rows, gate_up), ue8m0=down.ue8m0), down)
 
 
 def _in_room(ops: Ops, rows: FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
@@ -97,42 +129,43 @@ class _Tiles:
     """Sorted rows laid out anew, so that the rows of every expert begin a tile: the library multiplies a tile with one
     expert's matrix.
 
-    There are M slots, as many as any counts could need. Slot m holds row `row_M[m]` for expert `expert_M[m]` (int32, -1
-    where the slot is not used); row s is in slot `slot_S[s]`.
+    There are M slots, as many as any counts could need, and those of expert e are `slots_E[e]`. Slot m holds row
+    `row_M[m]` for expert `expert_M[m]` (int32, -1 where the slot is not used); row s is in slot `slot_S[s]`.
     """
 
+    slots_E: Tensor
     row_M: Tensor
     expert_M: Tensor
     slot_S: Tensor
 
     @classmethod
-    def of(cls, rows: FP8Rows, counts_E: Tensor) -> _Tiles:
+    def of(cls, counts_E: Tensor, num_rows: int) -> _Tiles:
         """Lay out rows. Waits for nothing."""
-        tile: int = _call(ALIGNMENT)()
-        num_rows, last = len(rows), len(counts_E) - 1
+        tile, last, device = _tile(), len(counts_E) - 1, counts_E.device
         num_slots = (num_rows + min(num_rows, last + 1) * (tile - 1)) // tile * tile
         slots_E = (counts_E + tile - 1) // tile * tile
         row_ends_E, slot_ends_E = counts_E.cumsum(0), slots_E.cumsum(0)
         first_row_E, first_slot_E = row_ends_E - counts_E, slot_ends_E - slots_E
 
-        slot_M = torch.arange(num_slots, device=rows.device, dtype=torch.int64)
+        slot_M = torch.arange(num_slots, device=device, dtype=torch.int64)
         expert_M = torch.searchsorted(slot_ends_E, slot_M, right=True).clamp_max(last)
         offset_M = slot_M - first_slot_E[expert_M]
         used_M = offset_M < counts_E[expert_M]
-        row_S = torch.arange(num_rows, device=rows.device, dtype=torch.int64)
+        row_S = torch.arange(num_rows, device=device, dtype=torch.int64)
         expert_S = torch.searchsorted(row_ends_E, row_S, right=True).clamp_max(last)
         return cls(
+            slots_E=slots_E,
             row_M=(first_row_E[expert_M] + offset_M).where(used_M, 0),
             expert_M=expert_M.where(used_M, -1).to(torch.int32),
             # rows that no expert has are behind the last one, and may get any result
             slot_S=(first_slot_E[expert_S] + row_S - first_row_E[expert_S]).clamp_max(num_slots - 1),
         )
 
-    def multiply(self, rows: FP8Rows, stack: FP8Blocks) -> Tensor:
-        """Return the product of each slot's row with the matrix of its expert -> [M, O]."""
-        y_MO = rows.new_empty((len(rows), stack.numbers.shape[1]))
-        _call(CONTIGUOUS)(_pair(rows), _pair(stack), y_MO, self.expert_M)
-        return y_MO
+
+def _tile() -> int:
+    """Return the rows of a tile."""
+    tile: int = _call(ALIGNMENT)()
+    return tile
 
 
 def _call(names: tuple[str, ...]) -> Any:
@@ -163,4 +196,4 @@ def _check(x: Tensor | FP8Rows, *weights: FP8Blocks) -> None:
             raise Declined("reads matrices that are dense in memory")
 
 
-DECLINES = ("linear[fp8]", "grouped_mlp[fp8]")
+DECLINES = ("linear[fp8]", "grouped_mlp[fp8]", "sort_rows_fp8")

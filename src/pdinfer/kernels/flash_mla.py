@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,29 +75,63 @@ def _why_not(
 
 
 def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
-    """Queries of one sequence are sequences of their own here. The library's causal mask multiplies what it hides by 0,
-    and a latent that was not written may be NaN."""
+    """The queries of a sequence are rows of the same tiles, so that one pass over its latents is for as many of them as
+    a tile has room for. They come in another order (`_Queries`)."""
     _check("mla_decode", q_latent_BQHC, q_rope_BQHR, cache)
-    num_queries, num_heads = q_latent_BQHC.shape[1:3]
     if not len(q_latent_BQHC):
         return torch.empty_like(q_latent_BQHC)
+    num_queries, num_heads = q_latent_BQHC.shape[1:3]
     library, key = importlib.import_module("flash_mla"), (__name__, num_queries, num_heads)
     if key not in cache.of_step:
-        before_Q = torch.arange(1 - num_queries, 1, device=cache.lens_B.device, dtype=torch.int64)
-        lens_T = (cache.lens_B[:, None] + before_Q).flatten().to(torch.int32)
-        table_TM = cache.table_BM.to(torch.int32).repeat_interleave(num_queries, 0)
-        cache.of_step[key] = table_TM, lens_T, library.get_mla_metadata(lens_T, num_heads, 1)
-    table_TM, lens_T, plan = cache.of_step[key]
-    out_T1HC, lse_TH1 = library.flash_mla_with_kvcache(
-        torch.cat((q_latent_BQHC, q_rope_BQHR), -1).flatten(0, 1)[:, None],
+        queries = _Queries.of(cache, num_queries)
+        plan = library.get_mla_metadata(queries.lens_B, num_queries * num_heads, 1)
+        cache.of_step[key] = queries, cache.table_BM.to(torch.int32), plan
+    queries, table_BM, plan = cache.of_step[key]
+    out_BQHC, lse_BHQ = library.flash_mla_with_kvcache(
+        _in_order(torch.cat((q_latent_BQHC, q_rope_BQHR), -1), queries.order_T),
         cache.pages_PGW[:, :, None],
-        table_TM,
-        lens_T,
+        table_BM,
+        queries.lens_B,
         LATENT,
         *plan,
         softmax_scale=scale,
+        causal=num_queries > 1,
     )
-    return _nan_where_lost(out_T1HC, lse_TH1).view(q_latent_BQHC.shape)
+    return _in_order(_nan_where_lost(out_BQHC, lse_BHQ), queries.back_T)
+
+
+@attrs.frozen
+class _Queries:
+    """The order in which queries of a sequence go to the library: the live ones last. Lengths, int32, end with them.
+
+    The causal mask multiplies what it hides by 0, and a row that was never written may hold NaN. So nothing that is not
+    live is within the length, behind which the library puts zeros itself (csrc/sm90/decode/dense/splitkv_mla.cuh,
+    `fill_oob_V`). Query i comes from `order_T[i]`, and its result is number `back_T[i]`; None is the same order.
+    """
+
+    lens_B: Tensor
+    order_T: Tensor | None = None
+    back_T: Tensor | None = None
+
+    @classmethod
+    def of(cls, cache: DecodeCache, num_queries: int) -> _Queries:
+        if cache.live_T is None or num_queries == 1:
+            return cls(cache.lens_B.to(torch.int32))
+        # a sequence without a live query reads its first row
+        num_live_B = cache.live_T.view(-1, num_queries).sum(1).clamp_min(1)
+        query_T = torch.arange(len(cache.live_T), device=cache.live_T.device, dtype=torch.int64)
+        at_BQ, first_T = (query_T % num_queries).view(-1, num_queries), query_T // num_queries * num_queries
+        order_BQ, back_BQ = ((at_BQ + turn * num_live_B[:, None]) % num_queries for turn in (1, -1))
+        return cls(
+            (cache.lens_B - num_queries + num_live_B).to(torch.int32),
+            first_T + order_BQ.flatten(),
+            first_T + back_BQ.flatten(),
+        )
+
+
+def _in_order(x_BQ: Tensor, order_T: Tensor | None) -> Tensor:
+    """Return x [B, Q, ...] with its queries in another order."""
+    return x_BQ if order_T is None else x_BQ.flatten(0, 1).index_select(0, order_T).view(x_BQ.shape)
 
 
 def mla_sparse(
@@ -137,10 +172,10 @@ def mla_sparse(
     return _nan_where_lost(out_T1HC, lse_TH1)[:, 0]
 
 
-def _nan_where_lost(out_T1HC: Tensor, lse_TH1: Tensor) -> Tensor:
+def _nan_where_lost(out_BQHC: Tensor, lse_BHQ: Tensor) -> Tensor:
     """Return the result with NaN where the log-sum-exp of the scores is not finite. It is +inf, in some versions -inf,
     where a token read nothing; or all its scores were -inf, and the library returns 0."""
-    return out_T1HC + (0 * lse_TH1).mT[..., None].to(out_T1HC.dtype)
+    return out_BQHC + (0 * lse_BHQ).mT[..., None].to(out_BQHC.dtype)
 
 
 def _check(op: str, q_latent: Tensor, q_rope: Tensor, cache: PagedCache) -> None:

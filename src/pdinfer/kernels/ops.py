@@ -12,7 +12,7 @@ anything, NaN included.
 NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was computed from one
 holds one. So a sum of squares or a score that overflows turns its row or head into NaN. Integers, which cannot be NaN,
 and a softmax, which would give -inf no weight, get NaN added. Rows of other tokens stay as they are, to the bit; only
-the tokens of one sequence in one call of `mla_prefill` may share the NaN that one of them reads.
+the tokens of one sequence in one call of `mla_prefill` or `mla_decode` may share the NaN that a live one of them reads.
 """
 
 from __future__ import annotations
@@ -114,6 +114,12 @@ class FusedOps(Protocol):
         """Return (x_SD, counts_E, row_TK): the rows in the order that `group_rows` assigns, how many each expert has,
         and the row of each choice."""
 
+    def sort_rows_fp8(
+        self, x_TD: FP8Rows, ids_TK: Tensor, num_experts: int, num_rows: int
+    ) -> tuple[FP8Rows, Tensor, Tensor]:
+        """Do as `sort_rows` for rows in FP8. At most the first `num_rows` rows are some expert's. A provider may fill
+        up the rows of each expert with others, so that they are whole tiles of its products; counts have these too."""
+
     def combine_experts(
         self,
         y_SD: Tensor,
@@ -205,8 +211,8 @@ class Ops(FusedOps, Protocol):
     def mla_decode(self, q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *, scale: float) -> Tensor:
         """Compute the absorbed attention of the last Q cached tokens of each sequence over its cached latents:
         softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `lens_B[b] - Q + 1
-        + i` tokens: its own and all before. Lengths are at least Q. A query whose own latent was not written returns
-        anything, and changes nothing for those before it."""
+        + i` tokens: its own and all before. Lengths are at least Q. A query that is not live returns anything, and
+        changes nothing for those before it."""
 
     def mla_sparse(
         self, q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float

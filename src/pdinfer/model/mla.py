@@ -152,7 +152,13 @@ class MLA(Value):
             out_THV = self.ops.mla_absorbed(
                 q_THQ,
                 *angles,
-                DecodeCache(pages_PGW, batch.page_table_BM, batch.context_lens_B, of_step=step.of_lengths),
+                DecodeCache(
+                    pages_PGW,
+                    batch.page_table_BM,
+                    batch.context_lens_B,
+                    live_T=batch.live_T,
+                    of_step=step.of_lengths,
+                ),
                 *self.by_head,
                 scale=self.scale,
             )

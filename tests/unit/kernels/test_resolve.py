@@ -331,7 +331,9 @@ def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
     assert by_op.keys() == {*OP_NAMES}
     others = dict.fromkeys(("linear", "linear[fp8]", "heads_in", "heads_out", "gather_rows"), "torch")
     others |= dict.fromkeys((op for op in OP_NAMES if op.endswith("strips]")), "composition")
-    others |= dict.fromkeys(("mla_absorbed", "gated_mlp", "choose_experts", "sort_rows"), "composition")
+    others |= dict.fromkeys(
+        ("mla_absorbed", "gated_mlp", "choose_experts", "sort_rows", "sort_rows_fp8"), "composition"
+    )
     assert all(provider.endswith(others.get(op, "triton")) for op, provider in by_op.items()), by_op
     assert not any("slow: " in line for line in lines)
     told = [line.strip() for line in lines]

@@ -148,9 +148,9 @@ def test_greedy_continuation_is_that_of_transformers(model: Model, oracle: Any) 
 def test_the_layers_of_a_step_share_what_ops_make_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[object, Any]] = []
 
-    def noted(*of: Any, of_step: dict[object, Any]) -> DecodeCache:
+    def noted(*of: Any, of_step: dict[object, Any], **more: Any) -> DecodeCache:
         seen.append(of_step)
-        return DecodeCache(*of, of_step=of_step)
+        return DecodeCache(*of, of_step=of_step, **more)
 
     monkeypatch.setattr(mla, "DecodeCache", noted)
     model = random_model()

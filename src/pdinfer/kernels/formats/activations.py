@@ -22,6 +22,9 @@ class FP8Rows(Value):
 
     Where each expert has room for rows, `expected` is how many of them it gets if all get as many, and None where that
     is not known. Kernels may be chosen by it; results do not depend on it.
+
+    `expert_S` is there where sorted rows lie in the tiles of a provider, which each belong to one expert: int32, the
+    expert of each row, and -1 where it is nobody's.
     """
 
     numbers_TI: Tensor
@@ -29,6 +32,7 @@ class FP8Rows(Value):
     dtype: torch.dtype = attrs.field(kw_only=True)
     ue8m0: bool = attrs.field(default=False, kw_only=True)
     expected: int | None = attrs.field(default=None, kw_only=True)
+    expert_S: Tensor | None = attrs.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -48,12 +52,14 @@ class FP8Rows(Value):
 
     def __getitem__(self, rows: Any) -> FP8Rows:
         """Return some rows, by any index of a tensor that leaves the last axis alone, with their scales row by row."""
-        return attrs.evolve(self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous())
+        return attrs.evolve(
+            self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous(), expert_S=None
+        )
 
     def index_select(self, axis: int, index: Tensor) -> FP8Rows:
         """Do as that method of a tensor, along an axis before the last."""
         numbers, scales = self.numbers_TI.index_select(axis, index), self.scales_TN.index_select(axis, index)
-        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales)
+        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales, expert_S=None)
 
     def new_empty(self, size: torch.Size | tuple[int, ...]) -> Tensor:
         """Return uninitialised floats of `dtype`."""

@@ -36,10 +36,10 @@ def refuses(op: str, spec: OpSpec) -> str | None:
         return None
     packed = spec.kv_format == "fp8"
     dtype = torch.uint8 if packed else spec.dtype
-    return _misfit(spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, dtype)
+    return misfit(spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, dtype)
 
 
-def _misfit(latent: int, rope: int, page_size: int, pages: torch.dtype) -> str | None:
+def misfit(latent: int, rope: int, page_size: int, pages: torch.dtype) -> str | None:
     """Return a sentence about pages of that dtype that the kernel cannot read, and None for others."""
     if page_size % SMALLEST_BLOCK:
         return f"reads pages of a multiple of {SMALLEST_BLOCK} tokens, these have {page_size}"
@@ -61,7 +61,7 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
     pages_PGW, page_size = cache.pages_PGW, cache.page_size
     rope, rows = q_rope_BQHR.shape[-1], num_queries * heads
     aligned = pages_PGW.is_contiguous() and pages_PGW.data_ptr() % 16 == 0
-    if not aligned or _misfit(latent, rope, page_size, pages_PGW.dtype) is not None:
+    if not aligned or misfit(latent, rope, page_size, pages_PGW.dtype) is not None:
         return torch_attention.mla_decode(q_latent_BQHC, q_rope_BQHR, cache, scale=scale)
     floats = q_latent_BQHC.dtype == torch.float32
     upcast = floats or q_latent_BQHC.device.type == "cpu"

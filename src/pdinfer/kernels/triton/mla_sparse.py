@@ -1,6 +1,10 @@
-"""Absorbed attention of tokens to positions that an indexer chose for each of them, in prefill and decode. A block of
-threads has the heads of one token, and one part of its positions where there are few tokens; parts are joined by a
-second kernel. Rows come by asynchronous copies of 16 bytes, because each has an address of its own."""
+"""Absorbed attention of tokens to positions that an indexer chose for each of them, in prefill and decode.
+
+With as many heads as one tile has, a block of threads has the heads of one token, and one part of its positions where
+there are few tokens; parts are joined by a second kernel. Rows come by asynchronous copies of 16 bytes, because each
+has an address of its own. With more heads each tile would look up and unpack the same rows: there a kernel of their own
+copies them one after the other, and `mla_decode` reads each token's copies as the only page of a sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.arguments import TokenCache
+from pdinfer.kernels.arguments import DecodeCache, TokenCache
 from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
-from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen
+from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen, of_copy
 from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.mla_decode import misfit, mla_decode
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
-from pdinfer.kernels.triton.tiles import cached_row, padded, padded_parts
+from pdinfer.kernels.triton.tiles import cached_row, copy_row, padded, padded_parts
 
+MOST_CHOSEN_HEADS = 64
+"""Of a tile, and so of a token whose rows are not copied."""
+SMALLEST_ROOM = 64
+"""Copied rows of a token: a tile of `mla_decode`."""
+COPIED_BYTES = 256 << 20
+"""Copies that lie in memory at once: those of 113 tokens of DeepSeek-V3.2, which are a step of decode. Prompts take
+turns."""
 FILLING_BLOCKS = 264
 """Blocks of threads that give each of a card's 132 multiprocessors two: with fewer, positions are cut into parts."""
 
@@ -26,6 +38,8 @@ def mla_sparse(
     q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, *, scale: float
 ) -> Tensor:
     (num_tokens, num_heads, rank), rope, size = q_latent_THC.shape, q_rope_THR.shape[-1], selected_TS.shape[1]
+    if num_heads > MOST_CHOSEN_HEADS and misfit(rank, rope, SMALLEST_ROOM, q_latent_THC.dtype) is None:
+        return _attend_to_copies(q_latent_THC, q_rope_THR, cache, selected_TS, scale)
     pages_PGW, table_BM = cache.pages_PGW, cache.table_BM
     rope_start, rows = rank + rank // SCALE_GROUP * 4 if cache.packed else rank, num_tokens * num_heads
     out_THC = torch.empty_like(q_latent_THC, memory_format=torch.contiguous_format)
@@ -63,6 +77,63 @@ def mla_sparse(
         constants = JOIN_CHOSEN.constants
         launch(_join, (rows,), sums, totals, highest, out_THC, rows, rank, parts, RANK=padded(rank), **constants)
     return out_THC
+
+
+def _attend_to_copies(
+    q_latent_THC: Tensor, q_rope_THR: Tensor, cache: TokenCache, selected_TS: Tensor, scale: float
+) -> Tensor:
+    num_tokens, _, rank = q_latent_THC.shape
+    rope, dtype = q_rope_THR.shape[-1], q_latent_THC.dtype
+    # a kernel is compiled for a size of pages, and prompts choose any number of positions below the largest
+    room = max(SMALLEST_ROOM, triton.next_power_of_2(selected_TS.shape[1]))
+    at_once = max(1, COPIED_BYTES // (room * (rank + rope) * dtype.itemsize))
+    parts = []
+    for first in range(0, max(1, num_tokens), at_once):
+        part = slice(first, first + at_once)
+        copies_TSW = q_latent_THC.new_empty(len(selected_TS[part]), room, rank + rope)
+        _copy(cache, cache.sequence_T[part], selected_TS[part], copies_TSW, rank, rope)
+        page_T1 = torch.arange(len(copies_TSW), device=copies_TSW.device, dtype=torch.int32)[:, None]
+        copied = DecodeCache(copies_TSW, page_T1, (selected_TS[part] >= 0).sum(1))
+        parts.append(mla_decode(q_latent_THC[part, None], q_rope_THR[part, None], copied, scale=scale)[:, 0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _copy(cache: TokenCache, sequence_T: Tensor, selected_TS: Tensor, copies_TSW: Tensor, rank: int, rope: int) -> None:
+    """Copy what tokens chose, unpacked, to the first rows of their copies."""
+    (num_tokens, size), pages_PGW, config = selected_TS.shape, cache.pages_PGW, of_copy(copies_TSW.dtype)
+    launch(
+        _copy_chosen,
+        (num_tokens, triton.cdiv(size, config.tiles["ROWS"])),
+        pages_PGW,
+        cache.table_BM,
+        sequence_T,
+        selected_TS,
+        copies_TSW,
+        *(rank, rope, rank + rank // SCALE_GROUP * 4 if cache.packed else rank, size, copies_TSW.shape[1]),
+        *(cache.page_size, pages_PGW.stride(0), pages_PGW.stride(1), cache.table_BM.stride(0), selected_TS.stride(0)),
+        CHUNK=min(SCALE_GROUP, triton.next_power_of_2(rank)),
+        ROPE=padded(rope),
+        IS_PACKED=cache.packed,
+        **config.constants,
+    )
+
+
+@triton.jit
+def _copy_chosen(
+    pages_ptr, table_ptr, sequence_ptr, selected_ptr, copies_ptr, rank, rope, rope_start, size, room, page_size,
+    page_pitch, slot_pitch, table_pitch, selected_pitch, CHUNK: tl.constexpr, ROPE: tl.constexpr,
+    IS_PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copy some of the rows that one token chose."""
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    position = tl.load(selected_ptr + token * selected_pitch + at, at < size, -1).to(tl.int32)
+    there = position >= 0
+    table_ptr += tl.load(sequence_ptr + token).to(tl.int64) * table_pitch
+    source = cached_row(table_ptr, position, there, page_size, page_pitch, slot_pitch)
+    copy_at = copies_ptr + (token * room + at) * (rank + rope)
+    copy_row(
+        pages_ptr, source, there, copy_at, copy_at + rank, rank, rope_start, rope, rank, rope, CHUNK, ROPE, IS_PACKED
+    )  # fmt: skip
 
 
 @triton.jit

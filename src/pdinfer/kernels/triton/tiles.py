@@ -213,8 +213,21 @@ def _copy_rows(
     `rope` more from `rope_start` on. Rows behind the context become zeros."""
     row, sequence, position, there = _part(blocks_ptr, BLOCK, ROWS)
     source = cached_row(table_ptr + sequence * table_pitch, position, there, page_size, page_pitch, slot_pitch)
-    dtype = out_ptr.dtype.element_ty
-    for first in range(0, out_pitch, CHUNK):
+    copy_row(
+        pages_ptr, source, there, out_ptr + row * out_pitch, rope_ptr + row * ROPE, width, rope_start, rope, out_pitch,
+        ROPE, CHUNK, ROPE, IS_PACKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_row(
+    pages_ptr, source, there, out_at, rope_at, width, rope_start, rope, out_width, rope_width, CHUNK: tl.constexpr,
+    ROPE: tl.constexpr, IS_PACKED: tl.constexpr,
+):  # fmt: skip
+    """Copy the latents and the rotated keys that start at `source`, and zeros where they are not there, to the
+    addresses `out_at` and `rope_at`. The copies are as wide or wider, filled up with zeros."""
+    dtype = out_at.dtype.element_ty
+    for first in range(0, out_width, CHUNK):
         column = first + tl.arange(0, CHUNK)
         mask = there[:, None] & (column < width)[None, :]
         at = source[:, None] + column[None, :]
@@ -224,7 +237,7 @@ def _copy_rows(
             x = x * tl.load(scale_at, there, 0.0)[:, None]
         else:
             x = tl.load(pages_ptr + at, mask, 0.0)
-        tl.store(out_ptr + row[:, None] * out_pitch + column[None, :], x.to(dtype), (column < out_pitch)[None, :])
+        tl.store(out_at[:, None] + column[None, :], x.to(dtype), (column < out_width)[None, :])
     column = tl.arange(0, ROPE)
     mask = there[:, None] & (column < rope)[None, :]
     if IS_PACKED:
@@ -232,4 +245,4 @@ def _copy_rows(
     else:
         k_rope_at = pages_ptr + source + rope_start
     k_rope = tl.load(k_rope_at[:, None] + column[None, :], mask, 0.0)
-    tl.store(rope_ptr + row[:, None] * ROPE + column[None, :], k_rope.to(dtype))
+    tl.store(rope_at[:, None] + column[None, :], k_rope.to(dtype), (column < rope_width)[None, :])

@@ -22,7 +22,8 @@ from pdinfer.values import Value
 
 @attrs.frozen(kw_only=True)
 class Contiguous(Value):
-    """Rows for the experts of this rank, one per token and expert, sorted by expert.
+    """Rows for the experts of this rank, one per token and expert, sorted by expert. Others may be among them, whose
+    results nobody reads.
 
     Expert e has `counts_E[e]` rows (integers, on the device of the rows). Rows behind the last may hold anything.
     Results are multiplied by `weights_S` (float32) where the experts run, unless it is None: then the dispatcher does
@@ -114,8 +115,7 @@ class LocalDispatcher(Value):
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
         x_SD: Tensor | FP8Rows
         if isinstance(x_TD, Rounded):
-            counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
-            x_SD = x_TD.rows.index_select(0, token_of_row_S)
+            x_SD, counts_E, row_TK = self.ops.sort_rows_fp8(x_TD.rows, ids_TK, self.num_experts, ids_TK.numel())
         else:
             x_SD, counts_E, row_TK = self.ops.sort_rows(x_TD, ids_TK, self.num_experts)
         return _Sorted(x_SD=x_SD, counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK)

@@ -145,14 +145,14 @@ class DeepEPNormal:
     def dispatch_end(self, pending: Sent) -> _Received:
         x_ND, ids_NK, weights_NK, counts, handle = pending.wait()
         # an expert of another rank is -1
-        counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK.to(torch.int64), self.sizes.experts_per_rank)
-        return _Received(
-            x_SD=x_ND.index_select(0, token_of_row_S[: sum(counts)]),
-            counts_E=counts_E,
-            row_NK=row_NK,
-            weights_NK=weights_NK,
-            handle=handle,
-        )
+        ids_NK, experts, num_rows = ids_NK.to(torch.int64), self.sizes.experts_per_rank, sum(counts)
+        x_SD: Tensor | FP8Rows
+        if isinstance(x_ND, FP8Rows):
+            x_SD, counts_E, row_NK = self.ops.sort_rows_fp8(x_ND, ids_NK, experts, num_rows)
+        else:
+            counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK, experts)
+            x_SD = x_ND.index_select(0, token_of_row_S[:num_rows])
+        return _Received(x_SD=x_SD, counts_E=counts_E, row_NK=row_NK, weights_NK=weights_NK, handle=handle)
 
     def combine_begin(self, y: Tensor, dispatched: _Received) -> Returning:
         sum_ND = self.ops.combine_rows(y, dispatched.row_NK, dispatched.weights_NK).to(y.dtype)
