@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,7 @@ import attention_cases
 import card
 import case
 import engine_steps
+import floors
 import mega_moe
 import product_cases
 import pushes
@@ -221,9 +223,12 @@ def test_the_kit_says_what_it_takes() -> None:
 def test_steps_of_a_small_slice_are_measured(kv_format: str) -> None:
     output = output_of(steps, "--tiny", "--batches", "2", "--contexts", "70", "--kv-format", kv_format)
     (line,) = [line for line in lines_of(output) if "step_us" in line]
-    assert line["case"] == "decode B 2, context 70"
+    assert line["case"] == "decode B 2, context 70" + ", packed" * (kv_format == "fp8")
     assert line["step_us"] > 0
-    assert line["captured"] is False
+    assert (line["captured"], line["steps"]) == (0, steps.STEPS)
+    assert line["over_floor"] == pytest.approx(line["step_us"] / line["floor_us"], rel=0.01)
+    (told,) = [text for text in output.splitlines() if text.startswith("step decode B 2, context 70")]
+    assert told.endswith("; goals missed: captured")
     assert "B 2, context 70" in output.splitlines()[-1]
 
 
@@ -283,18 +288,154 @@ def test_steps_of_small_engines_are_measured(drafts: str) -> None:
     output = output_of(engine_steps, "--tiny", "--transport", "tcp", "--kv-format", "fp8", "--drafts", drafts)
     lines = [line for line in lines_of(output) if "steps" in line]
     assert [line["case"].split(",")[0] for line in lines] == ["B 1", "B 2"]
-    assert [line["num_tokens"] for line in lines] == [6, 12]
+    assert [line["num_tokens"] for line in lines] == [12, 24]
     assert all(line["value"] > 0 < line["prefill_tok_s"] for line in lines)
+    assert all(line["step_us"] > 0 < line["floor_us"] and line["host_us"] is None for line in lines)
+    told = [text.split(",")[0] for text in output.splitlines() if text.startswith("step ")]
+    assert told == ["step B 1", "step B 2"]
+
+
+def served_steps(**changed: Any) -> engine_steps.Times:
+    return engine_steps.Times(steps=[0.004, 0.002, 0.003], first_s={"0": 0.5}, num_tokens=5, **changed)
+
+
+@attrs.frozen
+class At:
+    """An event of a device, at a number of milliseconds."""
+
+    ms: float
+
+    def elapsed_time(self, later: At) -> float:
+        return later.ms - self.ms
+
+
+def test_the_host_takes_what_a_step_takes_beside_its_replay() -> None:
+    """Of the three steps one was not replayed."""
+    replays: list[list[tuple[At, At]]] = [[(At(0.0), At(3.5))], [], [(At(9.0), At(11.9))]]
+    assert served_steps(replays=replays).host_us() == 300.0
+    assert served_steps(replays=[[], [], []]).host_us() is None
+
+
+def test_a_line_of_engines_tells_steps_floors_and_captures() -> None:
+    options = engine_steps.argparse.Namespace(
+        prompt=100, new=6, transport="loopback", kv_format="auto", drafts=0, without=[], tiny=True
+    )
+    model = steps.drawn_model(steps.v3_config(tiny=True), CPU, fp8=False)
+    ceilings = case.Ceilings(copy=1e9, read=1e9, bf16=1e12)
+    times = served_steps(replays=[[], [], []], num_captured=2)
+    line = engine_steps.line_of(model, times, 2, options, ceilings)
+    floor_us = 1e6 * floors.Step(model.config, 2, 103, fp8=False).floor_s(ceilings)
+    assert (line["step_us"], line["floor_us"]) == (3000.0, round(floor_us, 1))
+    assert (line["captured"], line["steps"], line["over_floor"]) == (2, 3, round(3000 / floor_us, 2))
+    assert "missing" in engine_steps.line_of(model, engine_steps.Times(), 2, options, ceilings)
+
+
+def test_the_floor_of_a_step_is_the_sum_of_its_kernels() -> None:
+    """Of the slice of DeepSeek-V3, whose sizes stand here once more: what is read, by kind."""
+    one = floors.Step(steps.v3_config(), 1, 4096, fp8=True)
+    found = {kernel.name: kernel for kernel in one.kernels()}
+    assert {kernel.name.partition(":")[0]: kernel.count for kernel in one.kernels()} == {
+        "dense": 1,
+        "MoE": 3,
+        "head": 1,
+    }
+    assert found["MoE: o"].work.flops == 2 * 7168 * 16384
+    assert found["dense: q_a, kv_a"].work == product_cases.Dense(rows=1, outputs=2112, channels=7168).work
+    assert found["MoE: attention"].work.num_bytes == 4096 * 1152 + 2 * 128 * (512 + 64 + 512)
+    assert found["head"].work.num_bytes == 2 * (129280 * 7168 + 129280 + 7168)
+    experts = product_cases.MaskedExperts(experts=8, rows=1).work
+    assert found["MoE: experts"].work == experts
+    ceilings = case.Ceilings(copy=1e12, read=1e12, bf16=1e30)
+    assert one.floor_s(ceilings) == pytest.approx(
+        sum(kernel.count * kernel.work.num_bytes for kernel in one.kernels()) / 1e12
+    )
+    packed = {kernel.name: kernel.work for kernel in attrs.evolve(one, packed=True).kernels()}
+    assert packed["MoE: attention"].num_bytes == 4096 * 656 + 2 * 128 * (512 + 64 + 512)
+    many = {kernel.name: kernel.work for kernel in attrs.evolve(one, batch=1000).kernels()}
+    assert many["MoE: experts"].flops == 8000 * experts.flops // 8
+    read = product_cases.MaskedExperts(experts=32, rows=250).work.num_bytes
+    assert many["MoE: experts"].num_bytes == pytest.approx(read, rel=1e-3)  # of 1000 tokens, each expert has some
+
+
+def test_a_step_that_drafts_costs_the_passes_of_its_layer() -> None:
+    config = steps.v3_config(num_nextn_predict_layers=1)
+    plain, drafting = (
+        {kernel.name: kernel for kernel in floors.Step(config, 32, 100, fp8=True, num_drafts=count).kernels()}
+        for count in (0, 3)
+    )
+    assert drafting["head"].work.flops == 4 * plain["head"].work.flops
+    assert drafting["first draft: MoE: o"].work.flops == 4 * plain["MoE: o"].work.flops
+    assert (drafting["first draft: head"].count, drafting["next draft: head"].count) == (1, 2)
+    assert drafting["next draft: head"].work == plain["head"].work
+    assert not any("draft" in name for name in plain)
+
+
+def test_the_floors_of_engines_are_told_on_any_machine() -> None:
+    told = output_of(engine_steps, "--dry-run", "--card", "H800", "--batches", "32,128").splitlines()
+    sums = [float(line.split()[-1]) for line in told if line.startswith("sum ")]
+    wanted = [
+        floors.Step(steps.v3_config(), batch, 2048 + 24, fp8=True).floor_s(card.NOMINAL["H800"]) for batch in (32, 128)
+    ]
+    assert sums == [round(1e6 * floor, 1) for floor in wanted]
+
+
+def test_a_sentence_on_a_step_names_the_goals_that_it_misses() -> None:
+    line: dict[str, Any] = {"case": "B 1", "step_us": 9.5, "over_floor": 1.9, "captured": 4, "steps": 4}
+    assert floors.told(line) == (
+        "step B 1: 9.5 us, 1.9 of its floor, host_us not measured, captured 4 of 4; goals missed: none"
+    )
+    assert floors.told({**line, "host_us": 300.0, "over_kernels": 1.15}).endswith("goals missed: none")
+    worst = {**line, "host_us": 300.1, "over_kernels": 1.16, "captured": 3}
+    assert floors.told(worst).endswith("goals missed: the sum of its kernels, host_us, captured")
 
 
 def test_the_kernel_of_a_whole_layer_of_experts_says_why_it_is_missing() -> None:
-    (line,) = lines_of(output_of(mega_moe))
-    assert line["missing"] == "torch sees no card here" or torch.cuda.is_available()
+    lines = [line for line in lines_of(output_of(mega_moe, "--tiny")) if "baseline" in line]
+    assert [line["case"] for line in lines] == ["32 experts, top 8, 1 tokens", "32 experts, top 8, 3 tokens"]
+    assert all(line["baseline_value"] > 0 for line in lines)
+    assert all("deep_gemm" in line["missing"] for line in lines) or torch.cuda.is_available()
 
 
 def test_the_run_on_a_card_is_a_script_whose_parts_are_there() -> None:
     script = (GPU / "card_run.sh").read_text()
     subprocess.run(["bash", "-n", str(GPU / "card_run.sh")], check=True, timeout=60)
     named = set(re.findall(r"benchmarks/gpu/(\w+\.(?:py|sh))", script))
+    named |= set(re.findall(r"measure \S+ \S+ (\w+\.py)", script))
     assert named >= {"engine_steps.py", "slice.py", "pushes.py", "run.py", "mega_moe.py", "kit.sh"}
     assert all((GPU / name).exists() for name in named)
+
+
+@pytest.mark.full
+def test_the_run_on_a_card_runs_whole_at_small_sizes(tmp_path: Path) -> None:
+    """Each part prints lines, each step has its sentence, and kernels are those that the script is for."""
+    done = subprocess.run(
+        ["bash", str(GPU / "card_run.sh"), "--tiny"],
+        env=child_environment(OUT=str(tmp_path), PYTHON=sys.executable),
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    *told, last = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert last.endswith("s: end; failed: none; not begun: none")
+    parts = {line.partition(" s: ")[2] for line in told if line.startswith("== ")}
+    assert parts == {path.stem for path in tmp_path.glob("*.txt")}
+    assert parts >= {f"engines{kind}" for kind in ("", "-drafts", "-fp8", "-own", "-tcp")}
+    assert "passed" in (tmp_path / "captured.txt").read_text()
+    for name in parts - {"captured"}:
+        lines = lines_of((tmp_path / f"{name}.txt").read_text())
+        assert any("value" in line for line in lines), name
+        assert not any("wrong" in line for line in lines), name
+    measured = {line["case"].split()[0] for line in lines_of((tmp_path / "kernels.txt").read_text()) if "goal" in line}
+    assert measured == {"MLA", "masked", "index", "dense"}
+    sentences = [line for line in told if line.startswith("step ")]
+    assert {line.split(":")[0] for line in sentences} >= {
+        "step B 1, 100+12, loopback, KV auto",
+        "step B 2, 100+12, loopback, KV auto, 2 drafts",
+        "step B 2, 100+12, loopback, KV auto, without deep_gemm+flash_mla",
+        "step B 2, 100+12, tcp, KV auto",
+        "step B 2, 100+12, loopback, KV fp8",
+        "step decode B 3, context 200",
+        "step decode B 3, context 200, packed",
+    }

@@ -87,6 +87,20 @@ def test_files_of_others_are_found_and_read(tmp_path: Path) -> None:
     assert tuning.values_of(down) == {**tuning.values_of(PRODUCT), "num_stages": 5}
 
 
+def test_files_for_other_sizes_or_cards_are_named(tmp_path: Path) -> None:
+    """The first is the file of the H800 study, whose ranks have a slice of every expert."""
+    study = "E=257,N=256,device_name=NVIDIA_H800,block_shape=[128,128].json"
+    for name in (study, EXPERTS, MATRIX, "notes.json"):
+        (tmp_path / name).write_text("{}")
+    cases = [product_cases.MaskedExperts(experts=32, rows=rows) for rows in (1, 4)]
+    told = {line["file"]: line["missing"] for line in tune.left_out(cases, H200, tmp_path)}
+    assert told == {
+        study: f"is for E=257,N=256 on NVIDIA_H800; this family reads {EXPERTS}",
+        MATRIX: f"is for N=2112,K=7168 on NVIDIA_H100_80GB_HBM3; this family reads {EXPERTS}",
+        "notes.json": f"is for notes on a card that it does not name; this family reads {EXPERTS}",
+    }
+
+
 @pytest.mark.parametrize("text", ["[]", '{"x": {}}', '{"8": {"num_warps": "4"}}', '{"8": 3}', '{"0": {}}'])
 def test_what_is_no_file_of_configs_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / EXPERTS

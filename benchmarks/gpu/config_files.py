@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ class Target:
         """Yield the files for this in a folder and those below it, whoever wrote them."""
         wanted = self.file_name.replace(" ", "")
         yield from sorted(path for path in folder.rglob("*.json") if path.name.replace(" ", "") == wanted)
+
+
+def unread(folder: Path, targets: Collection[Target]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file in a folder, and below it, that is for none of these, and for what it is."""
+    found = {path for target in targets for path in target.find(folder)}
+    for path in sorted({*folder.rglob("*.json")} - found):
+        sizes, _, card = path.stem.partition(",device_name=")
+        yield path.name, f"is for {sizes} on {card.partition(',')[0] or 'a card that it does not name'}"
 
 
 def plain(device_name: str) -> str:

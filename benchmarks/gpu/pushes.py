@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cpu" and not options.tiny:
         raise SystemExit("torch sees no card here; --tiny runs on a CPU")
     if options.tiny:
-        options.chunk = min(options.chunk, 128)
+        options.chunk, options.chunks, options.rounds = min(options.chunk, 64), min(options.chunks, 2), 1
     lines = []
     for line in run(options, device):
         print(json.dumps(line), flush=True)

@@ -6,7 +6,8 @@
 The slice has one dense layer, three layers with 32 experts each, the embedding and the head; weights are FP8 blocks
 drawn on the card, and pages hold random latents. Steps run as engines run them, captured, each with its wait for the
 tokens. `step_us` is the time from step to step, `device_us` that of the replay by events, and `host_us` the rest.
-`kernels_us` is the sum of the kernels of a step, as torch's profiler tells them: the gaps are the difference.
+`kernels_us` is the sum of the kernels of a step, as torch's profiler tells them: the gaps are the difference. A
+sentence behind each line says what the step must cost (`floors`), and which goals it misses.
 
 Two more slices, of the dense layer once and twice, tell what a layer of each kind and the rest take. From these follows
 `whole_us`, the step of all 61 layers on a rank of eight, without the time that rows travel between ranks.
@@ -16,18 +17,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 import card
+import floors
 import torch
+from case import Ceilings
 from drawn_model import NUM_DENSE, NUM_LAYERS, drawn_model, fill, v3_config
-from timing import numbers, sentence
+from timing import numbers, sentence, watch
 
 import pdinfer as pd
 from pdinfer.execution.drafting import Draft
@@ -40,6 +43,7 @@ PAGE_SIZE = 64
 WARM_STEPS, STEPS, PROFILED_STEPS = 3, 15, 3
 GREEDY = pd.SamplingParams(temperature=0.0, max_new_tokens=STEPS, ignore_eos=True)
 POOL_FRACTION = 0.9
+TINY_BATCH, TINY_CONTEXT = 3, 200
 Line = dict[str, Any]
 
 
@@ -51,7 +55,8 @@ class Steps:
     rows: list[Row]
     drafts: list[Draft]
     outputs: list[list[int]]
-    replays: list[tuple[Any, ...]] = attrs.field(factory=list)
+    draws: list[Draw]
+    replays: list[tuple[Any, Any]] = attrs.field(factory=list)
     """The events around each replay of a captured step."""
 
     @classmethod
@@ -59,7 +64,11 @@ class Steps:
         pages_each = -(-(context + WARM_STEPS + STEPS + PROFILED_STEPS) // PAGE_SIZE)
         tables = [range(index * pages_each, (index + 1) * pages_each) for index in range(batch)]
         rows = [Row((index % model.config.vocab_size,), context - 1, table) for index, table in enumerate(tables)]
-        steps = cls(ModelRunner(model, pool.memory), rows, [Draft() for _ in rows], [[] for _ in rows])
+        outputs: list[list[int]] = [[] for _ in rows]
+        draws = [
+            Draw(sampling=GREEDY, prompt=row.tokens, output=output) for row, output in zip(rows, outputs, strict=True)
+        ]
+        steps = cls(ModelRunner(model, pool.memory), rows, [Draft() for _ in rows], outputs, draws)
         for _ in steps.runner.resident.capture([batch], batch):
             pass
         if model.device.type == "cuda":
@@ -68,26 +77,11 @@ class Steps:
 
     def watch(self) -> None:
         """Put events around every replay from now on."""
-        graphs = self.runner.resident.graphs
-        replay = graphs.step
-
-        def step(*arguments: Any) -> Any:
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
-            if (output := replay(*arguments)) is not None:
-                events[1].record()
-                self.replays.append(events)
-            return output
-
-        graphs.step = step  # type: ignore[method-assign]
+        self.replays = watch(self.runner.resident.graphs)
 
     def run(self) -> None:
         """Run one step and let every sequence grow by its token."""
-        draws = [
-            Draw(sampling=GREEDY, prompt=row.tokens, output=out)
-            for row, out in zip(self.rows, self.outputs, strict=True)
-        ]
-        drawn = self.runner.decode(self.rows, draws, self.drafts)
+        drawn = self.runner.decode(self.rows, self.draws, self.drafts)
         for (token,), output in zip(drawn, self.outputs, strict=True):
             output.append(token.token)
         self.rows = [
@@ -138,24 +132,25 @@ def whole_us(step_us: dict[str, float], num_moe: int) -> dict[str, float]:
 
 
 def measure(parts: dict[str, Model], pool: pd.PagePool, batch: int, context: int) -> Line:
-    """Return the line of a batch of sequences of one length."""
+    """Return what a line says of a batch of sequences of one length."""
     found: dict[str, float] = {}
-    line: Line = {"bench": "gpu-slice", "case": f"decode B {batch}, context {context}", "unit": "us"}
+    line: Line = {}
     for name, model in parts.items():
         steps = Steps.of(model, pool, batch, context)
         times = steps.seconds()
         found[name] = statistics.median(times) * 1e6
         if name == "slice":
             line |= {"step_us": found[name], "step_us_low": min(times) * 1e6, "step_us_high": max(times) * 1e6}
+            line |= {"steps": len(times), "captured": len(steps.replays)}
             if steps.replays:
                 device_us = statistics.median(a.elapsed_time(b) for a, b in steps.replays) * 1e3
                 kernels_us = steps.kernels_us() or 0.0
                 line |= {"device_us": device_us, "host_us": found[name] - device_us, "kernels_us": kernels_us}
-                line["over_kernels"] = round(device_us / kernels_us, 3) if kernels_us else None
-            line["captured"] = bool(steps.replays)
         del steps
     num_moe = len(parts["slice"].blocks) - 1
     rounded = {name: round(value, 1) if isinstance(value, float) else value for name, value in line.items()}
+    if line.get("kernels_us"):
+        rounded["over_kernels"] = round(line["device_us"] / line["kernels_us"], 3)
     return {
         **rounded,
         **whole_us(found, num_moe),
@@ -165,6 +160,7 @@ def measure(parts: dict[str, Model], pool: pd.PagePool, batch: int, context: int
 
 def run(options: argparse.Namespace, device: torch.device, deadline: float) -> Iterator[Line]:
     yield {"bench": "gpu-slice", "case": "card", "value": card.facts(device)}
+    ceilings = card.measure(device, tiny=options.tiny)
     config = v3_config(tiny=options.tiny)
     model = drawn_model(config, device, fp8=not options.floats, providers=options.providers, without=options.without)
     cache = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages(model, options), kv_format=options.kv_format)
@@ -173,14 +169,21 @@ def run(options: argparse.Namespace, device: torch.device, deadline: float) -> I
     yield {"bench": "gpu-slice", "case": "ops", "value": {one.op: one.provider for one in model.resolved.choices}}
     for context in options.contexts:
         for batch in options.batches:
-            head = {"bench": "gpu-slice", "case": f"decode B {batch}, context {context}"}
+            step = floors.Step(config, batch, context, fp8=not options.floats, packed=options.kv_format == "fp8")
+            name = f"decode B {batch}, context {context}{', packed' * step.packed}"
+            head = {"bench": "gpu-slice", "case": name, "unit": "us"}
             if time.monotonic() > deadline:
                 yield {**head, "missing": "no time left"}
             elif pages_of(batch, context) > pool.num_pages:
                 yield {**head, "missing": f"{pages_of(batch, context)} pages are needed, {pool.num_pages} fit"}
             else:
-                yield tried(head, lambda batch=batch, context=context: measure(parts_of(model), pool, batch, context))
+                yield tried(head, partial(measured, head, parts_of(model), pool, step, ceilings))
                 gc.collect()
+
+
+def measured(head: Line, parts: dict[str, Model], pool: pd.PagePool, step: floors.Step, ceilings: Ceilings) -> Line:
+    line = measure(parts, pool, step.batch, step.context)
+    return {**head, **line, **floors.floor_of(line["step_us"], step, ceilings)}
 
 
 def tried(head: Line, run_it: Callable[[], Line]) -> Line:
@@ -209,6 +212,7 @@ COLUMNS = (
     "device_us",
     "kernels_us",
     "over_kernels",
+    "over_floor",
     "host_us",
     "moe_us",
     "dense_us",
@@ -242,9 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.tiny:
         raise SystemExit("torch sees no card here; --tiny runs on a CPU")
+    if options.tiny:
+        options.batches = sorted({min(batch, TINY_BATCH) for batch in options.batches})
+        options.contexts = sorted({min(context, TINY_CONTEXT) for context in options.contexts})
     lines = []
     for line in run(options, device, deadline):
-        print(json.dumps(line), flush=True)
+        floors.tell(line)
         lines.append(line)
     print(table(lines))
     return 0

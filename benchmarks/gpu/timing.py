@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 
+from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.process.streams import Graph, capture, new_stream
 
 CACHE_BYTES = 60 << 20
@@ -63,6 +65,22 @@ def race(
         for name, stretch in ready.items():
             seconds[name].append(stretch.seconds())
     return found | {name: Times(tuple(seconds[name]), stretch.graph is not None) for name, stretch in ready.items()}
+
+
+def watch(graphs: DecodeGraphs) -> list[tuple[Any, Any]]:
+    """Return a list that gets the events around each replay of a captured step, from now on."""
+    replay, replays = graphs.step, list[tuple[Any, Any]]()
+
+    def step(*arguments: Any) -> Any:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        if (output := replay(*arguments)) is not None:
+            after.record()
+            replays.append((before, after))
+        return output
+
+    graphs.step = step  # type: ignore[method-assign]
+    return replays
 
 
 def numbers(text: str) -> list[int]:

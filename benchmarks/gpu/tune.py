@@ -7,7 +7,8 @@ Families are those of run.py. A config here is what a function of pdinfer.kernel
 differ from the one in use in at most two of their values: tiles, warps, stages; or they come from files in `--read`.
 All are compiled for sm_90 before anything runs, and those that spill, lack wgmma or take too much shared memory are
 dropped, as tests/unit/kernels/aot.py judges. The others must give the result of the one in use, and take turns with it.
-What the best one gains is printed, and for products it is written under the names and keys of `config_files`.
+What the best one gains is printed, and for products it is written under the names and keys of `config_files`. A file in
+`--read` that is for other sizes, or another card, is named.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import card
 import run
 import torch
 from case import Case, complaint
-from config_files import Target, nearest, of_entry, read, to_entry, write
+from config_files import Target, nearest, of_entry, read, to_entry, unread, write
 from product_cases import Dense, Experts
 from timing import Call, Missing, Times, num_input_sets, race, sentence
 from tuning import Choices, Key, asked_by, candidates, chosen, judged, op_of, values_of, with_values
@@ -59,6 +60,15 @@ def from_files(place: tuple[Target, int] | None, folder: Path | None, like: Conf
     target, num_tokens = place
     entries = [nearest(read(path), num_tokens) for path in target.find(folder)]
     return [with_values(like, of_entry(entry)) for entry in entries]
+
+
+def left_out(cases: Sequence[Case], device_name: str, folder: Path) -> Iterator[Line]:
+    """Yield a line for each file of others that no case is for."""
+    places = [file_of(case, device_name, down=down) for case in cases for down in (False, True)]
+    targets = [place[0] for place in places if place is not None]
+    wanted = ", ".join(dict.fromkeys(target.file_name for target in targets if not target.down)) or "none"
+    for name, what in unread(folder, targets):
+        yield {"bench": "gpu-tune", "file": name, "missing": f"{what}; this family reads {wanted}"}
 
 
 @attrs.frozen(kw_only=True)
@@ -160,6 +170,9 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[Case] = run.CAS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mine = [case.tiny() if options.tiny else case for case in cases if case.family == options.family]
     deadline, judge = time.monotonic() + 60 * options.minutes, Judge()
+    if options.read is not None:
+        for line in left_out(mine, card.facts(device)["device"], options.read):
+            print(json.dumps(line), flush=True)
     for at, case in enumerate(mine):
         share_s = (deadline - time.monotonic()) / (len(mine) - at)  # each case gets as much as the others
         try:

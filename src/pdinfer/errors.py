@@ -86,7 +86,8 @@ class BackendUnavailable(PDInferError):
 
 class RankLost(PDInferError):
     """A collective did not end, because another rank of this engine died, hangs, or left the common sequence of calls.
-    The ranks cannot go on. Restart all of them."""
+    The ranks cannot go on. Restart all of them. Inside a step on GPUs a process that waits for a lost rank is ended
+    instead (docs/howto/cluster.md)."""
 
     code = "RANK_LOST"
 

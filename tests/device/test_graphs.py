@@ -115,6 +115,22 @@ def test_steps_larger_than_any_captured_one_run_all_the_same_and_it_is_told() ->
     assert "the largest captured number of sequences is 2" in told
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_captured_steps_keep_the_logits_that_a_plan_counts(num_drafts: int) -> None:
+    model, sizes = model_of(ModelKind(num_drafts=num_drafts), DEVICE), (4, 2)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    engine = pd.EngineConfig(max_running_requests=4, graph_batch_sizes=sizes, num_draft_tokens=num_drafts)
+    with join(model, "shared", decode_pools=[pool], engine=engine) as setup:
+        (decode,) = setup.decodes
+        decode.warm_up()
+        kept = sum(each.output.logits_TV.nbytes for each in decode.graphs._captured.values())
+    planned = pd.planning.EnginePlan(
+        name="D", config=model.config, topology=pd.Topology(), engine=engine, mtp=num_drafts > 0
+    )
+    largest = 4 * (1 + num_drafts) * model.config.vocab_size
+    assert planned.graph_bytes == kept + largest * (2 if model.config.dtype == "bfloat16" else 4)
+
+
 def test_nothing_is_captured_where_nothing_is_asked_for() -> None:
     assert "captured numbers of sequences: none" in eager(ModelKind())[1]
 

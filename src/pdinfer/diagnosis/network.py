@@ -100,7 +100,9 @@ def _ibgda(machine: Machine) -> Found:
     peers = "PeerMappingOverride=1" in (params or "")
     helped = machine.at(GDRDRV).exists()
     how = "by the driver's options" if streams and peers else "through gdrdrv, a little slower" if helped else None
-    yield Fact(name="IBGDA", value=how or ("none" if params else "not known: the driver shows no options"))
+    remark = f"gdrdrv is {'' if helped else 'not '}loaded"
+    unknown = "none" if params else "not known: the driver shows no options"
+    yield Fact(name="IBGDA", value=how or unknown, remarks=(remark,))
     if how is None and params and machine.version("deep_ep") is not None:
         lacking = " and ".join(["EnableStreamMemOPs=1"] * (not streams) + ["PeerMappingOverride=1"] * (not peers))
         yield failure(

@@ -353,7 +353,10 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.num_newest or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
-        if all(self._append(sequence, new) for new in drawn) and sequence.draft.num_tokens:
+        for new in drawn:
+            if not self._append(sequence, new):
+                return
+        if sequence.draft.num_tokens:
             self._tables.trim(sequence)
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:

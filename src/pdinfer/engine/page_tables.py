@@ -123,7 +123,7 @@ class PageTables(_Tables):
         self._pool.forget(sequence.pages)
 
     def extend(self, sequence: Sequence, num_drafts: int = 0, /) -> bool:
-        if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
+        if sequence.num_tokens + num_drafts <= len(sequence.pages) * self._pool.layout.page_size:
             return True
         if sequence.spare:
             sequence.pages.append(sequence.spare.pop())

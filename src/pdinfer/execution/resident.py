@@ -80,11 +80,11 @@ class ResidentDecode:
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)
-        in_order = [index for _, index in sorted(zip(slots, range(len(rows)), strict=True))]
+        in_order = sorted(range(len(rows)), key=slots.__getitem__)
         draws = [draws[index] for index in in_order]
         drafts = [drafts[index] for index in in_order]
         host = sampler
-        if host is None and any(draw.changes_logits for draw in draws):
+        if host is None and any(draw.changes_logits for draw in draws if not draw.is_plain):
             host = partial(sample, draw=self._draw)
         if self._drafter is None:
             drawn = self._decode(draws, host)

@@ -63,6 +63,24 @@ class Draw:
     output: Sequence[int]
     eos_token_ids: Sequence[int] = ()
     processor: LogitsProcessor | None = None
+    # what follows once, not in every step
+    kind: DrawKind = attrs.field(init=False)
+    """What the op has to compute for it."""
+    is_plain: bool = attrs.field(init=False)
+    """Whether nothing but temperature and filters ever stands between the raw logits and the token."""
+
+    @kind.default
+    def _kind(self) -> DrawKind:
+        sampling = self.sampling
+        if sampling.temperature <= 0:
+            return DrawKind.GREEDY
+        return DrawKind.FILTERED if sampling.top_k or sampling.top_p < 1 else DrawKind.RANDOM
+
+    @is_plain.default
+    def _is_plain(self) -> bool:
+        sampling = self.sampling
+        has_none = self.processor is None and not sampling.logit_bias and not sampling.min_new_tokens
+        return has_none and not self.penalizes
 
     @classmethod
     def of(
@@ -101,14 +119,17 @@ class Draw:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and filters stands between the raw logits and the token."""
+        """Whether anything but temperature and filters stands between the raw logits and the next token."""
+        if self.is_plain:
+            return False
         return self.processor is not None or self.penalizes or bool(self.sampling.logit_bias or self.forbidden)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Drawn:
     """A token, and the log-softmax of the raw logits at this token and at the best ones; None for a token that another
-    engine drew and sent without it. With an `error` the token is meaningless."""
+    engine drew and sent without it. With an `error` the token is meaningless. Nobody changes it; one is made for each
+    token, and to make a frozen one takes more than twice as long."""
 
     token: int
     logprob: float | None
@@ -123,13 +144,7 @@ def signed(word: int) -> int:
 
 def kind_of(draws: Sequence[Draw]) -> DrawKind:
     """Return what a batch of these draws needs."""
-    return max((_kind_of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
-
-
-def _kind_of(sampling: SamplingParams) -> DrawKind:
-    if sampling.temperature <= 0:
-        return DrawKind.GREEDY
-    return DrawKind.FILTERED if sampling.top_k or sampling.top_p < 1 else DrawKind.RANDOM
+    return max([draw.kind for draw in draws], default=DrawKind.GREEDY)
 
 
 CONTROLS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -185,10 +200,13 @@ def read_drawn(
 ) -> list[Drawn]:
     """Return what the op `draw` drew, from its result [3, B] on the host. `errors` are those of rows whose logits could
     not be changed. Syncs the device only where a row asks for the best tokens too."""
-    normalizers = words[2].view(np.float32)
+    logprobs, normalizers = words[1:].view(np.float32)
     tops = _top_logprobs(logits_BV, normalizers, draws)
+    if not tops and not errors and np.isfinite(logprobs).all() and np.isfinite(normalizers).all():
+        pairs = zip(words[0].tolist(), logprobs.tolist(), strict=True)
+        return [Drawn(token=token, logprob=logprob) for token, logprob in pairs]
     drawn = []
-    numbers = zip(words[0].tolist(), words[1].view(np.float32).tolist(), normalizers.tolist(), strict=True)
+    numbers = zip(words[0].tolist(), logprobs.tolist(), normalizers.tolist(), strict=True)
     for row, (token, logprob, normalizer) in enumerate(numbers):
         error = errors.get(row)
         if not math.isfinite(normalizer):  # one logit that is NaN or +inf makes it so

@@ -135,13 +135,18 @@ class DecodeRows:
 
     def seat(self, rows: Sequence[Row]) -> list[int]:
         """Give every row of one token a slot below their number, and return the slots. Sends nothing."""
-        last = MAX_NEWEST - 1  # drafts that are not live have positions, too
-        num_pages = [max(len(row.pages), (row.start + last) // self._page_size + 1) for row in rows]
-        self.reserve(_grown(len(rows), self._capacity), _grown(max(num_pages, default=1), self._width))
-        keys = [id(row.pages) for row in rows]
-        if len(self._seats) != len(rows) or not all(key in self._seats for key in keys):
+        return [slot for slot, _ in self._seated(rows)]
+
+    def _seated(self, rows: Sequence[Row]) -> list[tuple[int, _Seat]]:
+        """Seat the rows, and return what is known of each."""
+        tables = [row.pages for row in rows]
+        last = max((row.start for row in rows), default=0) + MAX_NEWEST - 1  # drafts that are not live have positions
+        num_pages = max(last // self._page_size + 1, *map(len, tables), 1)
+        self.reserve(_grown(len(rows), self._capacity), _grown(num_pages, self._width))
+        keys = [*map(id, tables)]
+        if len(self._seats) != len(rows) or not all(map(self._seats.__contains__, keys)):
             self._seat(keys, rows)
-        return [self._seats[key][0] for key in keys]
+        return [self._seats[key] for key in keys]
 
     @property
     def is_broken_off(self) -> bool:
@@ -153,17 +158,19 @@ class DecodeRows:
     ) -> list[int]:
         """Seat the rows, and send what the device does not know yet. Return the slots. A step that begins here ends
         with `advanced`; what one changed that was broken off is sent anew."""
-        slots = self.seat(rows)
+        seated = self._seated(rows)
         if self._is_running:
             self._forget()
         if self._values[_NUM_ROWS][0] != len(rows):
             self._set(_NUM_ROWS, 0, len(rows))
-        told = drafting or [_NOTHING] * len(rows)
-        for slot, row, owner, draft in zip(slots, rows, owners, told, strict=True):
-            self._send(slot, self._seats[id(row.pages)][1], row, owner, draft)
+        if drafting is None:
+            self._send_news(seated, rows, owners)
+        else:
+            for (slot, seat), row, owner, draft in zip(seated, rows, owners, drafting, strict=True):
+                self._send(slot, seat, row, owner, draft)
         self._flush()
         self._is_running = True
-        return slots
+        return [slot for slot, _ in seated]
 
     def advanced(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note that `advance` made these the newest tokens of the slots."""
@@ -192,6 +199,16 @@ class DecodeRows:
             if key not in kept:
                 kept[key] = next(free), _Seat(row.pages)
         self._seats = kept
+
+    def _send_news(self, seated: Sequence[tuple[int, _Seat]], rows: Sequence[Row], owners: Sequence[object]) -> None:
+        """Send what the device does not know of rows that draft nothing: of most of them nothing. Between two tokens of
+        one page, no page changes that the second one reads."""
+        page_size = self._page_size
+        for (slot, seat), row, owner in zip(seated, rows, owners, strict=True):
+            start = row.start
+            is_known = seat.position == start and seat.token == row.tokens[0] and seat.owner is owner
+            if not is_known or start % page_size == 0:
+                self._send(slot, seat, row, owner, _NOTHING)
 
     def _send(self, slot: int, seat: _Seat, row: Row, owner: object, drafting: Drafting) -> None:
         (token,) = row.tokens

@@ -7,7 +7,7 @@
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
 
-May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.
+May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.
 """
 
 from __future__ import annotations

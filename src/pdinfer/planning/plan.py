@@ -19,13 +19,13 @@ from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
-from pdinfer.moe.dispatchers.choose import buffer_bytes
+from pdinfer.moe.dispatchers.choose import buffer_bytes, graph_safe
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.moe.parallel import check_step_fits, checked_placement, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.host_memory import HostMemory
-from pdinfer.planning.rank_memory import DRIVER_BYTES, room_bytes
+from pdinfer.planning.rank_memory import DRIVER_BYTES, graph_bytes, room_bytes
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
@@ -56,9 +56,9 @@ class EnginePlan(Value):
     holds decides, not what lies in the files. A plan that exists can be loaded, as far as sizes say. Raises
     ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks, where the dispatcher or the
     cache cannot have such sizes, and where memory does not suffice: for weights, drivers and a page of KV, within
-    `mem_fraction_static` if it is given, and beside these for DeepEP's buffer and the rows at experts. What a step of
-    prefill takes beside is not counted. Without `device_bytes` memory is not checked. `prompt_tokens` is the longest
-    prompt that it is for: text says where a pool is smaller.
+    `mem_fraction_static` if it is given, and beside these for DeepEP's buffer, the rows at experts and captured steps.
+    What a step of prefill takes beside is not counted. Without `device_bytes` memory is not checked. `prompt_tokens` is
+    the longest prompt that it is for: text says where a pool is smaller.
     """
 
     name: str
@@ -126,6 +126,21 @@ class EnginePlan(Value):
         is_fp8 = self.stored == "fp8" and self.rank_weights.quantized > 0
         return room_bytes(self.config, self._sizes, self.experts, is_fp8=is_fp8)
 
+    @cached_property
+    def graph_bytes(self) -> int:
+        """How many bytes captured steps of `graph_batch_sizes` keep where they can be captured: an estimate.
+        `mem_fraction_static` does not count them."""
+        at = self.topology
+        is_shared = at.apart().attention.size > 1 or (at.world_size > 1 and self.mtp)
+        if self.device.type != "cuda" or is_shared or not graph_safe(at.ep_size, self.experts):
+            return 0
+        return graph_bytes(self.config, self.engine.graph_batch_sizes or (), 1 + self.engine.num_draft_tokens)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What a rank has beside weights, drivers and pages."""
+        return self.buffer_bytes + self.room_bytes + self.graph_bytes
+
     @property
     def _sizes(self) -> ExpertSizes | None:
         if self.placement is None:
@@ -168,7 +183,7 @@ class EnginePlan(Value):
         needed = self._fixed_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
         if self.device_bytes is None:
             return
-        fraction, beside = self.cache.mem_fraction_static, self.buffer_bytes + self.room_bytes
+        fraction, beside = self.cache.mem_fraction_static, self._beside_bytes
         if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - beside):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
             of = "" if fraction is None else f"mem_fraction_static {fraction} of "
@@ -191,7 +206,8 @@ class EnginePlan(Value):
 
     def _told_beside(self) -> list[str]:
         buffer = [f"{_gib(self.buffer_bytes)} of DeepEP's buffer"] * bool(self.buffer_bytes)
-        return buffer + [f"{_gib(self.room_bytes)} of rows at experts"] * bool(self.room_bytes)
+        room = [f"{_gib(self.room_bytes)} of rows at experts"] * bool(self.room_bytes)
+        return buffer + room + [f"{_gib(self.graph_bytes)} of captured steps (an estimate)"] * bool(self.graph_bytes)
 
     def _told_pages(self) -> str:
         """Return what a pool will have, and what is left then."""
@@ -203,7 +219,7 @@ class EnginePlan(Value):
         if room is not None:
             told = f"{_gib(room)} remain of mem_fraction_static {self.cache.mem_fraction_static} for {told}"
         if self.device_bytes is not None:
-            used = self._fixed_bytes + pages * layout.page_bytes + self.buffer_bytes + self.room_bytes
+            used = self._fixed_bytes + pages * layout.page_bytes + self._beside_bytes
             told += f"; {_gib(self.device_bytes - used)} of {_gib(self.device_bytes)} are left for steps"
         return told + self._told_prompt(pages)
 
@@ -216,7 +232,7 @@ class EnginePlan(Value):
             return told
         share = (self._fixed_bytes + wanted * self.layout.page_bytes) / self.device_bytes
         share = math.ceil(100 * share) / 100
-        fits = share * self.device_bytes + self.buffer_bytes + self.room_bytes <= self.device_bytes
+        fits = share * self.device_bytes + self._beside_bytes <= self.device_bytes
         return f"{told}, " + (f"which mem_fraction_static {share} holds" if fits else "more than the device has")
 
     def _told(self) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.execution.graphs import KINDS
+from pdinfer.kv.view import DTYPES
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 
 DRIVER_BYTES = 1 << 30
@@ -26,3 +30,16 @@ def room_bytes(config: ModelConfig, sizes: ExpertSizes, options: ExpertConfig, *
     read = hidden + inner
     row = (read + 4 * read // 128 if is_fp8 else 2 * read) + 2 * (2 * inner + hidden)
     return rows * row * (1 + options.two_batch_overlap)
+
+
+def graph_bytes(config: ModelConfig, sizes: Collection[int], num_queries: int) -> int:
+    """Return what captured decode steps of `sizes` sequences keep, of `num_queries` tokens each.
+
+    A step of each size and kind of draw has logits of its own, in float32 for the whole vocabulary. All of them work in
+    the memory of the largest, where most is what the head gives before it becomes float32. It is an estimate: what
+    layers take in turn, and what the driver keeps of each launch, is not counted.
+    """
+    if not sizes:
+        return 0
+    kept = len(KINDS) * sum({*sizes}) * 4
+    return num_queries * config.vocab_size * (kept + max(sizes) * DTYPES[config.dtype].itemsize)

@@ -440,13 +440,15 @@ def test_a_machine_of_one_node_does_not_know_what_is_near(tmp_path: Path) -> Non
 
 
 def test_gpus_may_drive_cards_in_two_ways(tmp_path: Path) -> None:
-    assert facts(doctor(server(tmp_path / "options")), "network")["IBGDA"].value == "by the driver's options"
+    by_options = facts(doctor(server(tmp_path / "options")), "network")["IBGDA"]
+    assert (by_options.value, by_options.remarks) == ("by the driver's options", ("gdrdrv is not loaded",))
     machine = server(tmp_path / "module", **DEEP_EP)
     write(tmp_path / "module", "proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
     write(tmp_path / "module", "sys/module/gdrdrv/version")
     diagnosis = doctor(machine)
     assert problems(diagnosis) == []
-    assert facts(diagnosis, "network")["IBGDA"].value == "through gdrdrv, a little slower"
+    by_module = facts(diagnosis, "network")["IBGDA"]
+    assert (by_module.value, by_module.remarks) == ("through gdrdrv, a little slower", ("gdrdrv is loaded",))
     hidden = server(tmp_path / "hidden", **DEEP_EP)
     (tmp_path / "hidden/proc/driver/nvidia/params").unlink()
     assert facts(doctor(hidden), "network")["IBGDA"].value == "not known: the driver shows no options"

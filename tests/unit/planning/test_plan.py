@@ -359,10 +359,10 @@ def test_kimi_k2_in_four_bits_takes_what_the_published_files_do() -> None:
 def test_a_plan_counts_what_its_dispatcher_takes() -> None:
     """`mem_fraction_static` is for weights and pages, and all of it has to fit the device."""
     (decode,) = h800("P2D2", V3).decode
-    beside = decode.buffer_bytes + decode.room_bytes
+    beside = decode.buffer_bytes + decode.room_bytes + decode.graph_bytes
     least = decode.weight_bytes + decode.driver_bytes + beside + decode.layout.page_bytes
     one = CacheConfig(page_size=32)
     attrs.evolve(decode, cache=one, device_bytes=least)
-    told = r"1\.00 GiB of drivers .* do not fit into .* beside 4\.03 GiB of .* and 2\.20 GiB of rows at experts; use"
+    told = r"1\.00 GiB of drivers .* do not fit into .* beside 4\.03 GiB of .* and 0\.55 GiB of captured steps .*; use"
     with pytest.raises(ConfigError, match=told):
         attrs.evolve(decode, cache=one, device_bytes=least - 1)

@@ -48,7 +48,7 @@ SETTINGS = {
         SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK SGLANG_HACK_DEEPEP_NEW_MODE SGLANG_HACK_DEEPEP_NUM_SMS
         SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_SOCKET_IFNAME NCCL_IB_TC NCCL_IB_SL
         NCCL_IB_QPS_PER_CONNECTION NCCL_IB_SPLIT_DATA_ON_QPS NCCL_MIN_NCHANNELS NVSHMEM_ENABLE_NIC_PE_MAPPING
-        NVSHMEM_HCA_LIST NVSHMEM_IB_GID_INDEX EXPERT_DISTRIBUTION_PT_LOCATION DEEP_EP_CFG""",
+        NVSHMEM_HCA_LIST NVSHMEM_IB_GID_INDEX EXPERT_DISTRIBUTION_PT_LOCATION DEEP_EP_CFG fused_moe_config""",
     A3: """--nnodes --node-rank --tp --dp --ep --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size
         --enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode --attn-cp-size --mem-fraction-static
         --chunked-prefill-size --max-prefill-tokens --max-running-requests --disable-cuda-graph --cuda-graph-max-bs
@@ -92,6 +92,16 @@ def test_a_profile_plans(name: str) -> None:
         assert planned.weight_bytes < engine.device_bytes
         assert planned.num_pages is not None
         assert planned.num_pages > 0
+
+
+def test_the_tiles_of_the_study_fit_no_rank_of_its_clusters() -> None:
+    """Its file is for 257 experts of 256 channels on a rank."""
+    setting = next(each for each in profile(V3).settings if each.name == "fused_moe_config")
+    plans = [profile(name).plan(CONFIGS["deepseek-v3-h800"]) for name in NAMES if name.startswith("deepseek-v3-h800")]
+    slots = {engine.placement.slots_per_rank for plan in plans for engine in plan.engines if engine.placement}
+    channels = CONFIGS["deepseek-v3-h800"].moe_intermediate_size
+    assert re.match(r"E=(\d+),N=(\d+),", setting.value).groups() == ("257", "256")  # type: ignore[union-attr]
+    assert f"has {min(slots)} to {max(slots)} experts of {channels} channels" in setting.why
 
 
 def test_the_h800_study_in_our_values() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from pdinfer.config import ExpertConfig
@@ -14,6 +17,14 @@ from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
+
+_Kind = (
+    type[LocalDispatcher] | type[AllToAllDispatcher] | type[DeepEPNormal] | type[DeepEPLowLatency] | type[DeepEPElastic]
+)
+DEEP_EP: Mapping[str, _Kind] = MappingProxyType(
+    {"normal": DeepEPNormal, "low_latency": DeepEPLowLatency, "elastic": DeepEPElastic}
+)
+"""The dispatchers of DeepEP by `deepep_mode`."""
 
 
 def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:
@@ -52,6 +63,18 @@ def buffer_bytes(sizes: ExpertSizes, options: ExpertConfig) -> int:
     return config.buffer_bytes(sizes.hidden_size, sizes.num_ranks)
 
 
+def graph_safe(num_ranks: int, options: ExpertConfig) -> bool:
+    """Return whether decode steps with the dispatcher of so many ranks can be captured."""
+    return _kind(num_ranks, options).graph_safe
+
+
+def _kind(num_ranks: int, options: ExpertConfig) -> _Kind:
+    backend = options.moe_a2a_backend
+    if backend == "deep_ep":
+        return DEEP_EP[options.deepep_mode]
+    return LocalDispatcher if backend == "local" or (backend == "auto" and num_ranks == 1) else AllToAllDispatcher
+
+
 def choose_dispatcher(
     group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
 ) -> TokenDispatcher:
@@ -60,21 +83,14 @@ def choose_dispatcher(
     Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve.
     """
     check_dispatcher(sizes, options, device)
-    backend = options.moe_a2a_backend
-    if backend == "deep_ep":
-        return _deep_ep(group, sizes, options, ops, device)
-    if backend == "local" or (backend == "auto" and group.size == 1):
+    kind, room = _kind(group.size, options), options.num_max_dispatch_tokens_per_rank
+    if kind is LocalDispatcher:
         return LocalDispatcher(sizes.num_experts, ops)
-    return AllToAllDispatcher(group, sizes.experts_per_rank, ops)
-
-
-def _deep_ep(
-    group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
-) -> TokenDispatcher:
-    room = options.num_max_dispatch_tokens_per_rank
-    if options.deepep_mode == "elastic":
+    if kind is AllToAllDispatcher:
+        return AllToAllDispatcher(group, sizes.experts_per_rank, ops)
+    if kind is DeepEPElastic:
         return DeepEPElastic.connect(group, sizes, room, device=device)
-    if options.deepep_mode == "low_latency":
+    if kind is DeepEPLowLatency:
         return DeepEPLowLatency.connect(group, sizes, room, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)
     return DeepEPNormal.connect(group, sizes, ops, config, device=device)
