@@ -1,8 +1,11 @@
 """From a deployment to numbers, computed without a device: whether it fits, and what a load would see of it.
 
+    roofline.py       how long steps take by a model's config and a part's numbers
+    traffic.py        how long tokens take to experts and back
     simulation/       a load through a cluster of simulated engines
     plan.py           a checked plan of engines over ranks
     host_memory.py    what links between engines take of their hosts
+    parts/            hardware: what makers say, and what of it was seen to be reached
     profiles/         published deployments: each setting, and what it is here
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
@@ -12,19 +15,24 @@ May import: bench, checkpoint, config, kernels, kv, model, moe, pairing, paralle
 
 from __future__ import annotations
 
+from pdinfer.planning.parts import Hardware, hardware
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
 from pdinfer.planning.profiles import Profile, profile
+from pdinfer.planning.roofline import roofline
 from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
     "Change",
     "ClusterPlan",
     "EnginePlan",
+    "Hardware",
     "Profile",
     "Simulator",
     "Stall",
     "StepRows",
     "cluster",
+    "hardware",
     "profile",
+    "roofline",
     "simulate",
 ]
