@@ -65,10 +65,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "metrics": (("recorder", "spans"), ("series",), ("names",)),
     "diagnosis": (("doctor",), ("software", "limits", "variables", "ranks"), ("network",), ("machine",), ("report",)),
     "planning": (
-        ("profiles", "roofline"),
+        ("profiles", "search", "advice"),
+        ("calibration", "roofline"),
         ("traffic",),
         ("plan", "simulation"),
-        ("host_memory", "rank_memory", "rank_weights", "parts"),
+        ("host_memory", "rank_memory", "rank_weights", "parts", "queues"),
     ),
     "planning.parts": (("part",),),
     "planning.profiles": (("profile",),),

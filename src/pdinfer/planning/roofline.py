@@ -8,12 +8,13 @@ Formulas and published points that it was compared with: docs/decisions/0071.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from pdinfer.checks import clip, is_number
 from pdinfer.errors import ConfigError
@@ -34,8 +35,8 @@ ALL_TO_ALL = "all-to-all"
 
 @attrs.frozen
 class Work:
-    """A part of a step: `flops` that run at `flops_per_s` times `reached`, and `num_bytes` of device memory. `names` say
-    which of both it waits for."""
+    """A part of a step: `flops` that run at `flops_per_s` times `reached`, and `num_bytes` of device memory. It waits
+    for one of both, and has a name for each."""
 
     names: tuple[str, str]
     flops: Any = 0.0
@@ -75,10 +76,11 @@ class Roofline(Value):
     plan: EnginePlan
     hardware: Hardware
     imbalance: float
+    fp8_attention: bool
 
     def __call__(self, rows: StepRows) -> Any:
         """Return the seconds of a step."""
-        compute, traffic = sum(self._compute_s(rows).values()), self._traffic.seconds(rows.num_tokens)
+        compute, traffic = sum(self._compute_s(rows).values()), self._traffic_s(rows)
         if not self.plan.experts.two_batch_overlap:
             return compute + traffic
         factors = self.hardware.factors
@@ -87,7 +89,7 @@ class Roofline(Value):
 
     def bound(self, rows: StepRows) -> str:
         """Return what takes the longest: "all-to-all", "experts' FLOPs", "KV bytes", "launches" or alike."""
-        compute, traffic = self._compute_s(rows), self._traffic.seconds(rows.num_tokens)
+        compute, traffic = self._compute_s(rows), self._traffic_s(rows)
         hides = self.plan.experts.two_batch_overlap
         longest = max(compute, key=lambda name: float(np.max(compute[name])))
         rival = sum(compute.values()) if hides else compute[longest]
@@ -103,8 +105,8 @@ class Roofline(Value):
         )
 
     def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> float:
-        """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with the
-        chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them."""
+        """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with
+        the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them."""
         num_tokens = float(rows.num_tokens)
         if self._is_decode(rows):
             num_drafts = rows.num_tokens // rows.num_rows - 1
@@ -122,6 +124,10 @@ class Roofline(Value):
     def _traffic(self) -> Traffic:
         return Traffic(self.plan, self.hardware)
 
+    def _traffic_s(self, rows: StepRows) -> Any:
+        """Return the seconds of all ways to experts and back, which end when the fullest rank has its rows."""
+        return self._traffic.seconds(rows.num_tokens, imbalance=self.imbalance)
+
     def _is_decode(self, rows: StepRows) -> bool:
         return rows.num_tokens <= rows.num_rows * (1 + self.plan.engine.num_draft_tokens)
 
@@ -135,7 +141,7 @@ class Roofline(Value):
             found[name] = found.get(name, 0.0) + np.maximum(products, memory)
         launches = factors.decode_launches if self._is_decode(rows) else factors.prefill_launches
         num_layers = sum(run.num_layers for run in self._passes(rows))
-        return found | {"launches": launches * factors.launch_s * num_layers}
+        return found | {"launches": launches * factors.launch_s * num_layers * self._num_batches}
 
     def _passes(self, rows: StepRows) -> Iterator[_Pass]:
         """Yield the model over all rows, then its MTP layer: once per draft at decode, or once to fill its pages."""
@@ -174,8 +180,13 @@ class Roofline(Value):
     def _float_bytes(self) -> int:
         return int(DTYPES[self.plan.config.dtype].itemsize)
 
+    @property
+    def _num_batches(self) -> int:
+        """Two batches read all weights and launch all kernels twice."""
+        return 1 + self.plan.experts.two_batch_overlap
+
     def _products(self, what: str, flops: Any, parameters: float, num_reads: float) -> Work:
-        """Return products with so many weights, which are read `num_reads` times: two batches read them twice."""
+        """Return products with so many weights, which each batch reads `num_reads` times."""
         wide = self._format in _EIGHT_BITS
         return Work(
             (f"{what} FLOPs", f"{what} bytes"),
@@ -184,10 +195,6 @@ class Roofline(Value):
             self.hardware.factors.product,
             parameters * _BYTES.get(self._format, self._float_bytes) * num_reads * self._num_batches,
         )
-
-    @property
-    def _num_batches(self) -> int:
-        return 1 + self.plan.experts.two_batch_overlap
 
     def _projections(self, run: _Pass) -> Iterator[Work]:
         """The projections of attention, whose heads tensor-parallel ranks share, and dense MLPs. Attention that is not
@@ -220,12 +227,12 @@ class Roofline(Value):
             index_bytes = context * self._token_bytes("index_k") * share
             pairs = np.minimum(pairs, run.num_tokens * config.index_topk)
             context = np.minimum(context, run.num_tokens * config.index_topk)
-        scores = 2 * pairs * heads * width + indexing * part.bf16_flops / part.fp8_flops
-        factors = part.factors
+        peak = part.fp8_flops if self.fp8_attention else part.bf16_flops
+        scores, factors = 2 * pairs * heads * width + indexing * peak / part.fp8_flops, part.factors
         return Work(
             ("attention FLOPs", "KV bytes"),
             scores * run.num_layers / at.cp_size,
-            part.bf16_flops,
+            peak,
             factors.decode_attention if run.absorbed else factors.prefill_attention,
             (context * self._token_bytes("latent") + index_bytes) * run.num_layers / at.cp_size,
         )
@@ -239,8 +246,8 @@ class Roofline(Value):
         )
 
     def _experts(self, run: _Pass) -> Iterator[Work]:
-        """Routed experts, the fullest rank's rows, and the shared ones. A rank reads those of its experts that some token
-        of its group chose: all but (1 - top_k / experts) ^ tokens of them."""
+        """Routed experts, the fullest rank's rows, and the shared ones. A rank reads those of its experts that some
+        token of its group chose: all but (1 - top_k / experts) ^ tokens of them."""
         config, placement = self.plan.config, self.plan.placement
         if placement is None or not run.num_moe:
             return
@@ -254,7 +261,7 @@ class Roofline(Value):
 
     def _activations(self, run: _Pass) -> Work:
         """What is read and written between products: two norms with their sums, and for each row at an expert its way
-        there in the format of products, the activation, and its way back in floats. Each tensor counts once each way."""
+        there in the format of products, the activation, and its way back in floats. A tensor counts once each way."""
         config, floats = self.plan.config, self._float_bytes
         small = 1 if self._format in _EIGHT_BITS else floats
         hidden, inner, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
@@ -276,24 +283,28 @@ class Roofline(Value):
 
 
 def roofline(
-    plan: EnginePlan, hardware: Hardware, *, imbalance: float | Sequence[Any] | np.ndarray | None = None
+    plan: EnginePlan,
+    hardware: Hardware,
+    *,
+    imbalance: float | npt.ArrayLike | None = None,
+    fp8_attention: bool = False,
 ) -> Roofline:
     """Return how long steps of an engine take on ranks of a part, as a function of `StepRows`.
 
     `imbalance` is the rows of the fullest rank of experts over the mean: a number of at least 1, or recorded counts
-    [moe layers, logical experts] that the plan's placement spreads over ranks; None is the part's factor. Raises
-    ConfigError for another value, and as the plan's placement does.
+    [moe layers, logical experts] that the plan's placement spreads over ranks; None is the part's factor. Attention
+    multiplies in BF16 whatever the cache's format, unless `fp8_attention` says that its kernels quantize queries too.
+    Raises ConfigError for another value.
     """
     for name, value, kind in (("plan", plan, EnginePlan), ("hardware", hardware, Hardware)):
         if not isinstance(value, kind):
             raise ConfigError(f"roofline: {name} must be a {kind.__name__}, got {clip(value)}")
-    if imbalance is None:
-        imbalance = hardware.factors.imbalance
-    elif not is_number(imbalance):
-        imbalance = _imbalance(np.asarray(imbalance, dtype=float), plan.placement)
-    if not 1.0 <= float(imbalance) < np.inf:
-        raise ConfigError(f"imbalance must be at least 1, the fullest rank's rows over the mean, got {clip(imbalance)}")
-    return Roofline(plan=plan, hardware=hardware, imbalance=float(imbalance))
+    told: Any = hardware.factors.imbalance if imbalance is None else imbalance
+    if np.ndim(told):
+        told = _imbalance(np.asarray(told, dtype=float), plan.placement)
+    if not is_number(told) or not 1.0 <= told < np.inf:
+        raise ConfigError(f"imbalance must be at least 1, the fullest rank's rows over the mean, got {clip(told)}")
+    return Roofline(plan=plan, hardware=hardware, imbalance=float(told), fp8_attention=fp8_attention)
 
 
 def _imbalance(counts: np.ndarray, placement: ExpertPlacement | None) -> float:

@@ -26,12 +26,13 @@ class Traffic:
     plan: EnginePlan
     hardware: Hardware
 
-    def seconds(self, num_tokens: Any) -> Any:
-        """Return the seconds that a step of so many tokens in each attention group sends, all layers together."""
+    def seconds(self, num_tokens: Any, *, imbalance: float) -> Any:
+        """Return the seconds that a step of so many tokens in each attention group sends, all layers together. The
+        fullest rank of experts has `imbalance` times the mean of rows."""
         config, at = self.plan.config, self.plan.topology
         group = at.tp_size * at.cp_size
         num_moe = (config.num_hidden_layers - config.first_k_dense_replace) * (self.plan.placement is not None)
-        return num_moe * self._all_to_all_s(num_tokens / group) + config.num_hidden_layers * self._sums_s(
+        return num_moe * self._all_to_all_s(num_tokens / group * imbalance) + config.num_hidden_layers * self._sums_s(
             num_tokens / at.cp_size
         )
 
@@ -52,7 +53,7 @@ class Traffic:
 
     @cached_property
     def _row_bytes(self) -> int:
-        """The bytes of a token on its way there, in FP8 with a scale for 128 numbers where experts take it, and back."""
+        """The bytes of a token there, in FP8 with a scale for 128 numbers where experts take that, and back."""
         hidden, floats = self.plan.config.hidden_size, int(DTYPES[self.plan.config.dtype].itemsize)
         is_fp8 = self.plan.stored == "fp8" and self.plan.rank_weights.quantized > 0
         return (hidden + 4 * hidden // 128 if is_fp8 else floats * hidden) + floats * hidden

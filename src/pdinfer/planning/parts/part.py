@@ -110,7 +110,7 @@ def hardware(name: str) -> Hardware:
     found = next((part for part in parts().parts if part.name == name), None)
     if found is None:
         known = ", ".join(part.name for part in parts().parts)
-        raise ConfigError(f"there is no part {clip(name)}; there are {known}, and Hardware(…) takes numbers of yours")
+        raise ConfigError(f"there is no part {clip(name)}; there are {known}; attrs.evolve changes the numbers of one")
     return Hardware(
         name=found.name,
         scale_up_ranks=found.scale_up_ranks,
