@@ -60,8 +60,8 @@ class SearchedPlan(Value):
 
     `name` is "P3x3D4" for three prefills of 3 nodes and a decode of 4. `capacity` is the most requests per second by
     closed forms, `binding` what limits it there. `attainment` and `goodput` (requests per second) are means over seeds,
-    None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, TTFT and
-    TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best.
+    None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
+    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best.
     """
 
     name: str
@@ -324,6 +324,7 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
 def _is_better(one: SearchedPlan, other: SearchedPlan) -> bool:
     """Return whether one is as good in all that counts, and better in something."""
     ours, theirs = (
-        (-(plan.attainment or 0.0), plan.mean_ttft_ms or 0.0, plan.mean_tpot_ms or 0.0) for plan in (one, other)
+        (-(plan.attainment or 0.0), -plan.capacity, plan.mean_ttft_ms or 0.0, plan.mean_tpot_ms or 0.0)
+        for plan in (one, other)
     )
     return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))

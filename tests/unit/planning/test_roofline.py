@@ -177,6 +177,8 @@ def test_imbalance_is_a_number_of_at_least_1() -> None:
     rows, engine = prompts(4, 4096), plans()[1]
     even, uneven = (float(planning.roofline(engine, H800, imbalance=value)(rows)) for value in (1, 2.0))
     assert uneven > 1.2 * even
+    products = [planning.roofline(engine, H800, imbalance=value)._compute_s(rows)["experts' FLOPs"] for value in (1, 2)]
+    assert products[1] / products[0] == pytest.approx((2 * 8 + 1) / (8 + 1))  # the shared expert is everybody's own
     for value in (0.9, 0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="imbalance must be at least 1, the fullest rank's rows over the mean"):
             planning.roofline(engine, H800, imbalance=value)
@@ -190,6 +192,8 @@ def test_imbalance_follows_from_counts_and_placement() -> None:
     assert planning.roofline(plans()[1], H800, imbalance=counts).imbalance == pytest.approx(256 / (504 / 32))
     twice = plan(32, redundant=256)  # each expert has two slots, on ranks 0 to 15 and 16 to 31
     assert planning.roofline(twice, H800, imbalance=counts).imbalance == pytest.approx(264 / 2 / (504 / 32))
+    some = plan(32, redundant=32)  # experts 0 to 31 have two slots, so ranks 0 to 2 have half of the rows of others
+    assert planning.roofline(some, H800, imbalance=np.ones((58, 256))).imbalance == pytest.approx(9 / (256 / 32))
     with pytest.raises(ConfigError, match=r"counts of experts must have the shape \[layers, 256\], got \[58, 255\]"):
         planning.roofline(plans()[1], H800, imbalance=counts[:, 1:])
 

@@ -10,7 +10,7 @@ import pytest
 from pdinfer import bench, planning
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost, StepCost
-from pdinfer.planning.search import SearchedPlan
+from pdinfer.planning.search import SearchedPlan, _is_better
 from tests.unit.planning.published import V3
 
 H800, SLO = planning.hardware("H800"), bench.SLO(ttft_s=2.0, tpot_s=0.1)
@@ -36,18 +36,33 @@ def test_plans_use_all_nodes_and_are_checked_clusters() -> None:
 
 
 def test_the_best_comes_first_and_the_others_say_why_they_lost() -> None:
-    plans = found()
-    seen, rest = [plan for plan in plans if plan.attainment is not None], [p for p in plans if p.attainment is None]
-    assert len(seen) == 2
-    assert plans[:2] == tuple(seen)
-    assert [plan.attainment for plan in seen] == sorted((plan.attainment or 0 for plan in seen), reverse=True)
-    assert not seen[0].why_not
-    for plan in seen[1:]:
-        assert f"where {seen[0].name} attains" in plan.why_not
-    for plan in rest:
-        assert plan.binding in plan.why_not
-        assert plan.capacity <= min(each.capacity for each in seen)
-    assert any(plan.is_pareto for plan in seen)
+    for plans in (found(6, 8000, 20), found()):  # attainment decides, and where it is equal, capacity
+        (best, second), rest = plans[:2], plans[2:]
+        assert best.attainment is not None
+        assert second.attainment is not None
+        assert (best.attainment, best.capacity) > (second.attainment, second.capacity)
+        assert best.is_pareto
+        assert not best.why_not
+        assert f"where {best.name} attains" in second.why_not
+        for plan in rest:
+            assert plan.attainment is None
+            assert f"({plan.binding})" in plan.why_not
+            assert plan.capacity <= second.capacity
+    assert found(6, 8000, 20)[0].attainment != found(6, 8000, 20)[1].attainment
+
+
+def test_a_plan_that_another_beats_in_everything_is_not_pareto() -> None:
+    plan = attrs.evolve(found()[0], attainment=0.9, capacity=2.0, mean_ttft_ms=5.0, mean_tpot_ms=5.0)
+    for name, better, worse in (
+        ("attainment", 0.95, 0.8),
+        ("capacity", 3.0, 1.0),
+        ("mean_ttft_ms", 4.0, 6.0),
+        ("mean_tpot_ms", 4.0, 6.0),
+    ):
+        assert _is_better(attrs.evolve(plan, **{name: better}), plan)
+        assert not _is_better(attrs.evolve(plan, **{name: worse}), plan)
+    assert not _is_better(plan, plan)
+    assert not _is_better(attrs.evolve(plan, capacity=3.0, mean_ttft_ms=6.0), plan)
 
 
 def test_equal_searches_give_equal_plans() -> None:
