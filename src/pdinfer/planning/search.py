@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from statistics import fmean
 
 import attrs
@@ -16,7 +17,6 @@ from pdinfer.bench.traces import Trace
 from pdinfer.checks import check_int
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.spec import CARDS
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.parts import Hardware
@@ -36,22 +36,6 @@ REDUNDANT = 32
 STEP_CV = 0.1
 """How simulated steps scatter, which only the seeds draw."""
 SEEDS = (0, 1, 2)
-
-
-@attrs.frozen(kw_only=True)
-class _Shape:
-    """`num_prefills` engines of `prefill_nodes` nodes, and `num_decodes` of `decode_nodes`."""
-
-    num_prefills: int
-    prefill_nodes: int
-    num_decodes: int
-    decode_nodes: int
-
-    def __str__(self) -> str:
-        """Return the name as `planning.profile` reads it."""
-        parts = ((self.num_prefills, self.prefill_nodes), (self.num_decodes, self.decode_nodes))
-        prefill, decode = (f"{count}x{nodes}" if count > 1 else f"{nodes}" for count, nodes in parts)
-        return f"P{prefill}D{decode}"
 
 
 @attrs.frozen(kw_only=True)
@@ -104,9 +88,10 @@ def search(
     Every way to divide the nodes into equal prefills and equal decodes is tried, experts spread over all ranks of an
     engine. Sizes that memory does not hold are dropped. Closed forms rank the others: prefill steps of PREFILL_TOKENS,
     the largest batch that keeps the SLO's TPOT, has slots, and fits the pages. The `keep` best are simulated, with the
-    groups of an engine in one step, which takes as long as its fullest rank. `cost` has factors that were calibrated;
-    without it steps are those of the roofline. `progress` is called with simulated runs. Raises ConfigError where no
-    division fits, with the reason of the largest engines.
+    groups of an engine in one step, which takes as long as its fullest rank. `stored` is how the checkpoint is, unless
+    the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of the
+    roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is called
+    with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did not.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
@@ -178,8 +163,8 @@ class _Sides:
                 chunked_prefill_size=PREFILL_TOKENS, max_prefill_tokens=PREFILL_TOKENS, max_running_requests=SLOTS
             ),
             experts=spread,
-            stored=self.stored,
-            device=self.hardware.name if self.hardware.name in CARDS else "cuda",
+            stored=self.stored if self.config.packed is None else self.config.packed.format,
+            device=self.hardware.device,
             device_bytes=int(self.hardware.memory_bytes),
         )
 
@@ -225,52 +210,47 @@ class _Sides:
 def _plans(sides: _Sides, nodes: int) -> Iterator[tuple[SearchedPlan, Cluster]]:
     """Yield every division of the nodes that fits, with the cluster to simulate."""
     for of_prefill in range(1, nodes):
-        for prefill_nodes in _divisors(of_prefill):
-            for decode_nodes in _divisors(nodes - of_prefill):
-                prefill, decode = sides.side("prefill", prefill_nodes), sides.side("decode", decode_nodes)
-                if prefill is None or decode is None:
-                    continue
-                shape = _Shape(
-                    num_prefills=of_prefill // prefill_nodes,
-                    prefill_nodes=prefill_nodes,
-                    num_decodes=(nodes - of_prefill) // decode_nodes,
-                    decode_nodes=decode_nodes,
-                )
-                rates = shape.num_prefills * prefill.rate, shape.num_decodes * decode.rate
-                plan = SearchedPlan(
-                    name=str(shape),
-                    cluster=ClusterPlan(
-                        prefill=(prefill.plan,) * shape.num_prefills, decode=(decode.plan,) * shape.num_decodes
-                    ),
-                    capacity=min(rates),
-                    binding=prefill.binding if rates[0] < rates[1] else decode.binding,
-                )
-                yield plan, _cluster(shape, prefill, decode, sides.hardware)
+        of_decode = nodes - of_prefill
+        for sizes in product(_divisors(of_prefill), _divisors(of_decode)):
+            prefill, decode = sides.side("prefill", sizes[0]), sides.side("decode", sizes[1])
+            if prefill is None or decode is None:
+                continue
+            counts = of_prefill // sizes[0], of_decode // sizes[1]
+            rates = counts[0] * prefill.rate, counts[1] * decode.rate
+            told = [f"{count}x{size}" if count > 1 else f"{size}" for count, size in zip(counts, sizes, strict=True)]
+            plan = SearchedPlan(
+                name=f"P{told[0]}D{told[1]}",
+                cluster=ClusterPlan(prefill=(prefill.plan,) * counts[0], decode=(decode.plan,) * counts[1]),
+                capacity=min(rates),
+                binding=prefill.binding if rates[0] < rates[1] else decode.binding,
+            )
+            yield plan, _cluster(counts, prefill, decode, sides.hardware)
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _cluster(shape: _Shape, prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
+def _cluster(counts: tuple[int, int], prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
     """Return what to simulate: an engine's groups step together, so they are one engine with the slots of all."""
-    limits = []
-    for plan in (prefill.plan, decode.plan):
-        groups = plan.topology.dp_size
-        pages = None if plan.num_pages is None else plan.num_pages * groups
-        limits.append({"num_pages": pages, "max_running_requests": SLOTS * groups})
-    limits[0] |= {"chunked_prefill_size": -1, "max_prefill_tokens": PREFILL_TOKENS * prefill.plan.topology.dp_size}
-    smaller = min(prefill.plan.topology.world_size, decode.plan.topology.world_size)
+    groups = [side.plan.topology.dp_size for side in (prefill, decode)]
+    pages = [side.plan.num_pages and side.plan.num_pages * side.plan.topology.dp_size for side in (prefill, decode)]
+    layout = prefill.plan.layout
     return cluster(
-        f"P{shape.num_prefills}D{shape.num_decodes}",
+        f"P{counts[0]}D{counts[1]}",
         prefill_s=_of_fullest(prefill),
         decode_s=_of_fullest(decode),
-        prefill=limits[0],
-        decode=limits[1],
-        page_size=prefill.plan.layout.page_size,
-        bytes_per_s=hardware.nic_bytes_per_s * smaller,
-        token_bytes=prefill.plan.layout.token_bytes,
-        num_pushes=prefill.plan.config.num_hidden_layers,
+        prefill={
+            "num_pages": pages[0],
+            "chunked_prefill_size": -1,
+            "max_prefill_tokens": PREFILL_TOKENS * groups[0],
+            "max_running_requests": SLOTS * groups[0],
+        },
+        decode={"num_pages": pages[1], "max_running_requests": SLOTS * groups[1]},
+        page_size=layout.page_size,
+        bytes_per_s=hardware.nic_bytes_per_s * min(side.plan.topology.world_size for side in (prefill, decode)),
+        token_bytes=layout.token_bytes,
+        num_pushes=len(layout.layers),
         pairing=PairingConfig(max_queued_requests=1 << 20),
         step_cv=STEP_CV,
     )
@@ -297,15 +277,17 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
         for seed in SEEDS:
             runs.append(simulate(made, load, slo=slo, seed=seed))
             tell(at * len(SEEDS) + seed + 1, len(ranked) * len(SEEDS))
-        seen.append(
-            attrs.evolve(
-                plan,
-                attainment=fmean(run.attainment or 0.0 for run in runs),
-                goodput=fmean(run.request_goodput or 0.0 for run in runs),
-                mean_ttft_ms=fmean(run.mean_ttft_ms or 0.0 for run in runs),
-                mean_tpot_ms=fmean(run.mean_tpot_ms or 0.0 for run in runs),
+        attained, good, ttft_ms, tpot_ms = (
+            fmean(missing if (value := getattr(run, name)) is None else value for run in runs)
+            for name, missing in (
+                ("attainment", 0.0),
+                ("request_goodput", 0.0),
+                ("mean_ttft_ms", math.inf),
+                ("mean_tpot_ms", math.inf),
             )
         )
+        found = attrs.evolve(plan, attainment=attained, goodput=good, mean_ttft_ms=ttft_ms, mean_tpot_ms=tpot_ms)
+        seen.append(found)
     seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))
     best = seen[0]
     return [

@@ -11,6 +11,7 @@ from pdinfer import bench, planning
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.search import SearchedPlan, _is_better
+from pdinfer.testing import tiny_config
 from tests.unit.planning.published import V3
 
 H800, SLO = planning.hardware("H800"), bench.SLO(ttft_s=2.0, tpot_s=0.1)
@@ -105,3 +106,16 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         planning.search(V3, H800, load(2000, 400), nodes=1, slo=SLO)
     with pytest.raises(ConfigError, match="the load has no request"):
         planning.search(V3, H800, bench.Load(mode="burst", arrivals=()), nodes=4, slo=SLO)
+
+
+def test_other_parts_and_models_are_searched_too() -> None:
+    """An H20 keeps FP8 weights, so that a node of 8 holds the model; and a model without experts has no all-to-all."""
+    plans = planning.search(V3, planning.hardware("H20-141G"), load(500, 50), nodes=2, slo=SLO, keep=1)
+    assert [plan.name for plan in plans] == ["P1D1"]
+    assert plans[0].cluster.prefill[0].rank_weights.quantized > 50e9
+    dense = tiny_config(
+        first_k_dense_replace=3, num_hidden_layers=3, num_nextn_predict_layers=0, torch_dtype="bfloat16"
+    )
+    plans = planning.search(dense, H800, load(500, 50), nodes=2, slo=SLO, keep=1, stored="float")
+    assert plans[0].attainment == 1.0
+    assert "all-to-all" not in plans[0].binding

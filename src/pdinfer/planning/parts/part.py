@@ -42,6 +42,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part; `scale_up_ranks` of them reach each other over the scale-up network."""
 
     name: str
+    device: str
     scale_up_ranks: int
     numbers: dict[str, Number]
 
@@ -83,11 +84,13 @@ class Factors(Value):
 class Hardware(Value):
     """One part in its usual machine: dense peak rates in FLOP/s, bytes, and bytes per second, one way for networks.
 
-    `fp8_flops` are those of INT8 where a part has no FP8. The NIC is the machine's: give yours with
-    `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors of your own with `factors`.
+    `device` is its name for `EnginePlan`, which knows what it multiplies. `fp8_flops` are those of INT8 where a part
+    has no FP8. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors of your own
+    with `factors`.
     """
 
     name: str
+    device: str
     bf16_flops: float = attrs.field(validator=_RATE)
     fp8_flops: float = attrs.field(validator=_RATE)
     memory_bytes: float = attrs.field(validator=_RATE)
@@ -113,6 +116,7 @@ def hardware(name: str) -> Hardware:
         raise ConfigError(f"there is no part {clip(name)}; there are {known}; attrs.evolve changes the numbers of one")
     return Hardware(
         name=found.name,
+        device=found.device,
         scale_up_ranks=found.scale_up_ranks,
         factors=Factors(**{name: number.value for name, number in parts().factors.items()}),
         **{name: number.value for name, number in found.numbers.items()},
