@@ -20,7 +20,7 @@ May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairi
 from __future__ import annotations
 
 from pdinfer.planning.advice import advise
-from pdinfer.planning.calibration import MeasuredStep, calibrate
+from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
 from pdinfer.planning.parts import hardware
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
 from pdinfer.planning.profiles import Profile, profile
@@ -30,6 +30,7 @@ from pdinfer.planning.search import search
 from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
+    "Burst",
     "Change",
     "ClusterPlan",
     "EnginePlan",

@@ -18,8 +18,7 @@ SLO = bench.SLO(ttft_s=1.0, tpot_s=0.05)
 COST = Cost(
     prefill=StepCost(prior=lambda rows: 1e-4 * rows.num_tokens),
     decode=StepCost(prior=lambda rows: 1e-3 * rows.num_rows),
-    prefill_error=None,
-    decode_error=None,
+    errors={},
     flat=(),
     at_bounds=(),
 )

@@ -91,9 +91,7 @@ def test_the_side_that_limits_is_named() -> None:
 
 def test_a_calibrated_cost_counts() -> None:
     slow = StepCost(prior=lambda rows: 0.0, fixed_s=0.0, scale=4.0)
-    cost = Cost(
-        prefill=slow, decode=attrs.evolve(slow, scale=1.0), prefill_error=None, decode_error=None, flat=(), at_bounds=()
-    )
+    cost = Cost(prefill=slow, decode=attrs.evolve(slow, scale=1.0), errors={}, flat=(), at_bounds=())
     before = {plan.name: plan.capacity for plan in found(6, 8000, 20)}
     plans = planning.search(V3, H800, load(8000, 20), nodes=6, slo=SLO, keep=1, cost=cost)
     assert {plan.name: plan.capacity for plan in plans}["P2D4"] == pytest.approx(before["P2D4"] / 4)
