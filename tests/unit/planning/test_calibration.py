@@ -12,7 +12,7 @@ from pdinfer import bench, planning
 from pdinfer.errors import ConfigError
 from pdinfer.execution.warm_up import WarmUp, WarmUpStep
 from pdinfer.planning import MeasuredStep, StepRows
-from pdinfer.planning.calibration import _of_burst
+from pdinfer.planning.calibration import StepCost, _of_burst
 from tests.unit.planning.published import V3, plan, prompts, running
 
 
@@ -57,13 +57,13 @@ def test_the_factors_are_found_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_sixth_of_the_steps_may_be_far_off(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    noise, late = rng.lognormal(0.0, 0.02, len(SIZES) * 3), rng.permutation(len(SIZES) * 3)[:6]
-    noise[late] *= 30.0
-    cost = planning.calibrate(steps(sizes=SIZES * 3, factor=lambda at: noise[at]), prior=PRIOR)
-    assert cost.prefill.scale == pytest.approx(3.0, rel=0.05)
-    assert cost.prefill.fixed_s == pytest.approx(0.05, rel=0.2)
+def test_a_quarter_of_the_steps_may_be_late(seed: int) -> None:
+    rng, count = np.random.default_rng(seed), 3 * len(SIZES)
+    took = rng.lognormal(0.0, 0.01, count)
+    took[rng.permutation(count)[: count // 4]] *= rng.choice([1.5, 2.0, 30.0], count // 4)
+    cost = planning.calibrate(steps(sizes=SIZES * 3, factor=lambda at: took[at]), prior=PRIOR)
+    for size in SIZES:
+        assert cost.prefill(prompts(1, size)) == pytest.approx(0.05 + 3e-4 * size, rel=0.04)
     assert cost.errors["prefill"] < 0.05
 
 
@@ -109,6 +109,7 @@ def test_nothing_is_faster_than_a_roofline() -> None:
     fast = [MeasuredStep(kind="prefill", rows=each, seconds=0.11 * float(roofline(each))) for each in rows]
     with pytest.raises(ConfigError, match="held-out prefill rows are"):  # they are below the peak rates: a wrong part
         planning.calibrate(fast, prior=(roofline, decode_s))
+    assert StepCost(prior=roofline, scale=0.01)(rows[0]) == roofline.floor_s(rows[0])
     slow = [MeasuredStep(kind="prefill", rows=each, seconds=1.5 * float(roofline(each))) for each in rows]
     cost = planning.calibrate(slow, prior=(roofline, decode_s))
     assert cost.prefill.scale == pytest.approx(1.5)
