@@ -185,15 +185,19 @@ class Roofline(Value):
         """Two batches read all weights and launch all kernels twice."""
         return 1 + self.plan.experts.two_batch_overlap
 
-    def _products(self, what: str, flops: Any, parameters: float, num_reads: float) -> Work:
-        """Return products with so many weights, which each batch reads `num_reads` times."""
+    def _weight_bytes(self, *, routed: bool = False) -> float:
+        """The bytes of a weight. In four bits are those of routed experts alone."""
+        return _BYTES[self._format] if self._format in (_BYTES if routed else _EIGHT_BITS) else self._float_bytes
+
+    def _products(self, what: str, flops: Any, num_bytes: float) -> Work:
+        """Return products with weights of so many bytes, which each batch reads."""
         wide = self._format in _EIGHT_BITS
         return Work(
             (f"{what} FLOPs", f"{what} bytes"),
             flops,
             self.hardware.fp8_flops if wide else self.hardware.bf16_flops,
             self.hardware.factors.product,
-            parameters * _BYTES.get(self._format, self._float_bytes) * num_reads * self._num_batches,
+            num_bytes * self._num_batches,
         )
 
     def _projections(self, run: _Pass) -> Iterator[Work]:
@@ -209,10 +213,12 @@ class Roofline(Value):
         tokens = run.num_tokens / at.cp_size
         again = 0.0 if run.absorbed else (run.num_context - run.num_tokens) / at.cp_size
         flops = 2 * (parameters * tokens + expanded * again)
-        yield self._products("projections'", flops * run.num_layers, parameters, run.num_layers)
+        width = self._weight_bytes()
+        yield self._products("projections'", flops * run.num_layers, parameters * width * run.num_layers)
         dense = 3 * hidden * config.intermediate_size
         flops = 2 * dense * run.num_tokens / self._group_size
-        yield self._products("dense MLPs'", flops * run.num_dense, dense / at.moe_dense_tp_size, run.num_dense)
+        read = dense * width / at.moe_dense_tp_size
+        yield self._products("dense MLPs'", flops * run.num_dense, read * run.num_dense)
 
     def _attention(self, run: _Pass) -> Work:
         """Scores and values over pairs of tokens, and the cached tokens that are read for them. The indexer of sparse
@@ -256,8 +262,8 @@ class Roofline(Value):
         rows = tokens * (config.num_experts_per_tok * self.imbalance + config.n_shared_experts)
         all_tokens = tokens * self.plan.topology.ep_size / self._num_batches
         touched = placement.slots_per_rank * (1.0 - (1.0 - chosen) ** all_tokens)
-        read = expert * (touched + config.n_shared_experts)
-        yield self._products("experts'", 2 * expert * rows * run.num_moe, read, run.num_moe)
+        read = expert * (touched * self._weight_bytes(routed=True) + config.n_shared_experts * self._weight_bytes())
+        yield self._products("experts'", 2 * expert * rows * run.num_moe, read * run.num_moe)
 
     def _activations(self, run: _Pass) -> Work:
         """What is read and written between products: two norms with their sums, and for each row at an expert its way
