@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.bench.slo import SLO
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost
 from pdinfer.planning.simulation import StepRows
@@ -39,6 +39,7 @@ class Advice(Value):
         )
 
 
+@typed
 def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
     """Return which port of a Pairing should change its role now, or None.
 

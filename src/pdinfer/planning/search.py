@@ -14,7 +14,7 @@ from pdinfer.bench.load import Load, replay
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import Summary
 from pdinfer.bench.traces import Trace
-from pdinfer.checks import check_int
+from pdinfer.checks import check_int, typed
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
@@ -70,6 +70,7 @@ class _Side:
     binding: str
 
 
+@typed
 def search(
     config: ModelConfig,
     hardware: Hardware,
@@ -257,7 +258,8 @@ def _cluster(counts: tuple[int, int], prefill: _Side, decode: _Side, hardware: H
 
 
 def _of_fullest(side: _Side) -> Callable[[StepRows], float]:
-    """Return the seconds of an engine's step by the rows of all its groups: those of the group that has the most."""
+    """Return the seconds of an engine's step by the rows of all its groups: those of the group that has the most of
+    them, with rows that are all alike."""
     groups, step_s = side.plan.topology.dp_size, side.step_s
 
     def engine_s(rows: StepRows) -> float:

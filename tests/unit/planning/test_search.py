@@ -102,6 +102,8 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         planning.search(V3, H800, load(2000, 400), nodes=2, slo=SLO)
     with pytest.raises(ConfigError, match="nodes must be an int from 2 to 128, got 1"):
         planning.search(V3, H800, load(2000, 400), nodes=1, slo=SLO)
+    with pytest.raises(ConfigError, match="slo"):
+        planning.search(V3, H800, load(2000, 400), nodes=4, slo=2.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the load has no request"):
         planning.search(V3, H800, bench.Load(mode="burst", arrivals=()), nodes=4, slo=SLO)
 
