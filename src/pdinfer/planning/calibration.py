@@ -123,15 +123,15 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
     found = sorted((seen for row in rows for seen in _seen(row, prior)), key=lambda row: (row.kind, sum(row.terms)))
     if not found:
         raise ConfigError("calibrate got no step and no burst")
-    kept, held = list[_Row](), list[_Row]()
-    for kind in {row.kind: None for row in found}:
+    kept, held, kinds = list[_Row](), list[_Row](), sorted({row.kind for row in found})
+    for kind in kinds:
         of_kind = [row for row in found if row.kind == kind]
         if len(of_kind) < LEAST_ROWS:
             raise ConfigError(f"calibrate needs at least {LEAST_ROWS} rows of the kind {kind}, got {len(of_kind)}")
         for at, row in enumerate(of_kind):
             (held if int((at + 1) * holdout) > int(at * holdout) else kept).append(row)
     ours, theirs = _fitted(kept), _fitted(held)
-    errors = {row.kind: _error(row.kind, found, held, ours, theirs) for row in found}
+    errors = {kind: _error(kind, found, held, ours, theirs) for kind in kinds}
     known = _used(found)
     flat = [name for at, name in enumerate(FACTORS) if not known[at] or (ours[at] and _is_flat(at, found, ours))]
     sides = [
