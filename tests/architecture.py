@@ -64,7 +64,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "bench.plots": (("requests", "runs"), ("plot",)),
     "metrics": (("recorder", "spans"), ("series",), ("names",)),
     "diagnosis": (("doctor",), ("software", "limits", "variables", "ranks"), ("network",), ("machine",), ("report",)),
-    "planning": (("profiles",), ("plan", "simulation"), ("host_memory", "rank_memory", "rank_weights")),
+    "planning": (
+        ("profiles", "search", "advice"),
+        ("calibration", "roofline"),
+        ("traffic",),
+        ("plan", "simulation"),
+        ("host_memory", "rank_memory", "rank_weights", "parts", "queues"),
+    ),
+    "planning.parts": (("part",),),
     "planning.profiles": (("profile",),),
     "planning.simulation": (
         ("simulator",),

@@ -316,6 +316,7 @@ class PairingStats(Value):
     at its decode, `num_reroutes` requests that got another prefill, and `num_moved` requests that got another decode.
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
+    `loads` are those of all ports in use, as policies see them.
     """
 
     _repr_html_ = as_table
@@ -330,3 +331,4 @@ class PairingStats(Value):
     links_down: tuple[tuple[PeerAddress, PeerAddress], ...]
     ports_lost: tuple[LostPort, ...] = ()
     ports_away: tuple[PeerAddress, ...] = ()
+    loads: tuple[PrefillLoad | DecodeLoad, ...] = ()

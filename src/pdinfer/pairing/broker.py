@@ -105,7 +105,7 @@ class Broker:
 
     @property
     def stats(self) -> PairingStats:
-        now = self._clock()
+        now, (prefills, decodes) = self._clock(), self._ports.brief_loads()
         return PairingStats(
             num_queued_requests=len(self.queue),
             num_unfinished_requests=len(self.requests),
@@ -117,6 +117,7 @@ class Broker:
             links_down=tuple(sorted(self._ports.links_down, key=str)),
             ports_lost=self.lost_ports.told(now),
             ports_away=tuple(self.lost_ports.away),
+            loads=(*prefills.values(), *decodes.values()),
         )
 
     def recover(self, unread: Sequence[TokenEvent]) -> None:

@@ -137,10 +137,10 @@ class Ports:
         self._version += 1
 
     def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
-        """Return what policies are shown of all ports, leaving or not."""
+        """Return what policies are shown of all ports, leaving or not. Any thread may ask."""
         prefills: dict[PeerAddress, PrefillLoad] = {}
         decodes: dict[PeerAddress, DecodeLoad] = {}
-        for address, member in self._members.items():
+        for address, member in list(self._members.items()):
             load = member.brief_load()
             if isinstance(load, PrefillLoad):
                 prefills[address] = load

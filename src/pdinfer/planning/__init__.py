@@ -1,8 +1,15 @@
 """From a deployment to numbers, computed without a device: whether it fits, and what a load would see of it.
 
+    search.py         which engines of how many nodes serve a load best
+    advice.py         when an engine should change its role
+    calibration.py    a few factors over a prior, from measured steps
+    queues.py         sizes in closed form: nodes, waiting, the limits of a decode
+    roofline.py       how long steps take by a model's config and a part's numbers
+    traffic.py        how long tokens take to experts and back
     simulation/       a load through a cluster of simulated engines
     plan.py           a checked plan of engines over ranks
     host_memory.py    what links between engines take of their hosts
+    parts/            hardware: what makers say, and what of it was seen to be reached
     profiles/         published deployments: each setting, and what it is here
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
@@ -12,19 +19,36 @@ May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairi
 
 from __future__ import annotations
 
+from pdinfer.planning.advice import advise
+from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
+from pdinfer.planning.parts import hardware
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
 from pdinfer.planning.profiles import Profile, profile
+from pdinfer.planning.queues import decodes, nodes, queue_s, utilization
+from pdinfer.planning.roofline import roofline
+from pdinfer.planning.search import search
 from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
+    "Burst",
     "Change",
     "ClusterPlan",
     "EnginePlan",
+    "MeasuredStep",
     "Profile",
     "Simulator",
     "Stall",
     "StepRows",
+    "advise",
+    "calibrate",
     "cluster",
+    "decodes",
+    "hardware",
+    "nodes",
     "profile",
+    "queue_s",
+    "roofline",
+    "search",
     "simulate",
+    "utilization",
 ]

@@ -1,0 +1,100 @@
+"""When an engine should change its role: which side is late, and whether the other one can spare an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from pdinfer.bench.slo import SLO
+from pdinfer.checks import clip, typed
+from pdinfer.errors import ConfigError
+from pdinfer.planning.calibration import Cost
+from pdinfer.planning.simulation import StepRows
+from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
+from pdinfer.types import PeerAddress
+from pdinfer.values import Value
+
+LATE = 1.0
+"""The pressure of a side that is about to miss its limits."""
+SPARE = 0.6
+"""A side gives an engine away if its pressure is still below this without it. What lies between both keeps an advice
+from being taken back: a side that gave an engine is not late, and one that got one has none to spare."""
+
+
+@attrs.frozen(kw_only=True)
+class Advice(Value):
+    """The port to move, its new role, and the pressures that say so: 1 is at the limit."""
+
+    port: PeerAddress
+    role: str
+    prefill_pressure: float
+    decode_pressure: float
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        return (
+            f"move {self.port} to {self.role}: pressure is {self.prefill_pressure:.2f} at prefill and "
+            f"{self.decode_pressure:.2f} at decode, 1 is at the limit"
+        )
+
+
+@typed
+def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
+    """Return which port of a Pairing should change its role now, or None.
+
+    Prefill's pressure is the time in which its queues empty over the limit of TTFT, decode's the greatest of the
+    step's seconds over the limit of TPOT and the shares of pages and of slots in use, waiting requests included. Both
+    are means over a side's ports, so that one more port divides them. A side at LATE or more gets the least loaded port
+    of the other if that stays below SPARE without it; no side gives its last one. Raises ConfigError for stats without
+    loads, and for an SLO without limits of TTFT and TPOT.
+    """
+    prefills = [load for load in stats.loads if isinstance(load, PrefillLoad)]
+    decodes = [load for load in stats.loads if isinstance(load, DecodeLoad)]
+    if not prefills or not decodes:
+        raise ConfigError(f"advise needs loads of both sides, got {len(prefills)} prefill and {len(decodes)} decode")
+    ttft_s = slo.ttft_s
+    if ttft_s is None or slo.tpot_s is None:
+        raise ConfigError(f"advise needs an SLO with ttft_s and tpot_s, got {clip(slo)}")
+    at_prefill = [_prefill_pressure(load, cost, ttft_s) for load in prefills]
+    at_decode = [_decode_pressure(load, cost, slo.tpot_s) for load in decodes]
+    pressures = {"prefill": _mean(at_prefill), "decode": _mean(at_decode)}
+    for role, giver, loads, of_ports in (
+        ("decode", "prefill", prefills, at_prefill),
+        ("prefill", "decode", decodes, at_decode),
+    ):
+        count = len(of_ports)
+        if pressures[role] >= LATE and count > 1 and pressures[giver] * count / (count - 1) < SPARE:
+            idlest = min(range(count), key=of_ports.__getitem__)
+            return Advice(
+                port=loads[idlest].address,
+                role=role,
+                prefill_pressure=pressures["prefill"],
+                decode_pressure=pressures["decode"],
+            )
+    return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _prefill_pressure(load: PrefillLoad, cost: Cost, ttft_s: float) -> float:
+    """Return the share of the limit that the queue takes, prompt by prompt of its mean size."""
+    if not load.num_queued_requests or not load.num_queued_tokens:
+        return 0.0
+    size = max(1, load.num_queued_tokens // load.num_queued_requests)
+    step_s = float(cost.prefill(StepRows(1, size, size, size * (size + 1) // 2)))
+    return load.num_queued_requests * step_s / ttft_s
+
+
+def _decode_pressure(load: DecodeLoad, cost: Cost, tpot_s: float) -> float:
+    """Return the greatest of the step's share of its limit, and of what would be in use if nobody had to wait."""
+    holding = load.num_granted_requests + load.num_running_requests
+    waiting = load.num_waiting_requests
+    context = max(holding, load.num_running_tokens)
+    step_s = float(cost.decode(StepRows(holding, holding, context, context))) if holding else 0.0
+    used = 1.0 - load.num_available_pages / load.num_total_pages
+    pages = used + load.num_waiting_tokens / (load.page_size * load.num_total_pages)
+    slots = (holding + waiting) / load.max_running_requests if load.max_running_requests else 0.0
+    return max(step_s / tpot_s, pages, slots)

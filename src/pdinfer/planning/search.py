@@ -1,0 +1,314 @@
+"""Which engines of how many nodes serve a load best: what does not fit is dropped, closed forms rank the rest, and the
+best of these are simulated with the same seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from statistics import fmean
+
+import attrs
+
+from pdinfer.bench.load import Load, replay
+from pdinfer.bench.slo import SLO
+from pdinfer.bench.summary import Summary
+from pdinfer.bench.traces import Trace
+from pdinfer.checks import check_int, typed
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
+from pdinfer.errors import ConfigError
+from pdinfer.parallel.topology import Topology
+from pdinfer.planning.calibration import Cost, StepCost
+from pdinfer.planning.parts import Hardware
+from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.roofline import Roofline, roofline
+from pdinfer.planning.simulation import Cluster, StepRows, cluster, simulate
+from pdinfer.progress import Progress, Tell, telling
+from pdinfer.values import Value
+
+PREFILL_TOKENS = 16_384
+"""A prefill step of a rank."""
+SLOTS = 128
+"""Sequences that a rank decodes at once, as in the published deployments."""
+MEM_FRACTION = 0.85
+REDUNDANT = 32
+"""At least so many copies of experts beside one of each."""
+STEP_CV = 0.1
+"""How simulated steps scatter, which only the seeds draw."""
+SEEDS = (0, 1, 2)
+
+
+@attrs.frozen(kw_only=True)
+class SearchedPlan(Value):
+    """A cluster and what is expected of it.
+
+    `name` is "P3x3D4" for three prefills of 3 nodes and a decode of 4. `capacity` is the most requests per second by
+    closed forms, `binding` what limits it there. `attainment` and `goodput` (requests per second) are means over seeds,
+    None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
+    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best.
+    """
+
+    name: str
+    cluster: ClusterPlan
+    capacity: float
+    binding: str
+    attainment: float | None = None
+    goodput: float | None = None
+    mean_ttft_ms: float | None = None
+    mean_tpot_ms: float | None = None
+    is_pareto: bool = False
+    why_not: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class _Side:
+    """Engines of one size: its plan, the seconds of its steps by rows of a rank, and requests per second."""
+
+    plan: EnginePlan
+    step_s: Callable[[StepRows], float]
+    rate: float
+    binding: str
+
+
+@typed
+def search(
+    config: ModelConfig,
+    hardware: Hardware,
+    load: Trace | Load,
+    *,
+    nodes: int,
+    slo: SLO,
+    ranks_per_node: int = 8,
+    stored: str = "fp8",
+    cost: Cost | None = None,
+    keep: int = 6,
+    progress: Progress = None,
+) -> tuple[SearchedPlan, ...]:
+    """Return plans that use all `nodes` for a load, best first: by attainment, then by capacity.
+
+    Every way to divide the nodes into equal prefills and equal decodes is tried, experts spread over all ranks of an
+    engine. Sizes that memory does not hold are dropped. Closed forms rank the others: prefill steps of PREFILL_TOKENS,
+    the largest batch that keeps the SLO's TPOT, has slots, and fits the pages. The `keep` best are simulated, with the
+    groups of an engine in one step, which takes as long as its fullest rank. `stored` is how the checkpoint is, unless
+    the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of the
+    roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is called
+    with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did not.
+    """
+    check_int("nodes", nodes, 2, 128)
+    check_int("keep", keep, 1, 1000)
+    wanted = load if isinstance(load, Load) else replay(load)
+    if not wanted.arrivals:
+        raise ConfigError("search: the load has no request")
+    sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, cost)
+    ranked = sorted(_plans(sides, nodes), key=lambda found: -found[0].capacity)
+    if not ranked:
+        raise ConfigError(f"no prefill and decode share {nodes} nodes of {hardware.name}: {sides.refusal}")
+    with telling(progress, "searching", "runs") as tell:
+        simulated = _simulated(ranked[:keep], wanted, slo, tell)
+    best, least = simulated[0], ranked[min(keep, len(ranked)) - 1][0].capacity
+    allowed = (
+        f"closed forms allow {least:.3g} req/s or more those that were simulated, and {best.capacity:.3g} the best"
+    )
+    rest = [
+        attrs.evolve(plan, why_not=f"{allowed}; this one {plan.capacity:.3g} ({plan.binding})")
+        for plan, _ in ranked[keep:]
+    ]
+    return (*simulated, *rest)
+
+
+@attrs.define
+class _Sides:
+    """Engines by role and number of nodes, each made once; None where memory does not hold one. `refusal` is the reason
+    of the last one that did not fit."""
+
+    config: ModelConfig
+    hardware: Hardware
+    load: Load
+    slo: SLO
+    ranks_per_node: int
+    stored: str
+    cost: Cost | None
+    refusal: str = "no size was tried"
+    _made: dict[tuple[str, int], _Side | None] = attrs.field(factory=dict)
+
+    def side(self, role: str, num_nodes: int) -> _Side | None:
+        """Return an engine of so many nodes."""
+        key = role, num_nodes
+        if key not in self._made:
+            try:
+                plan = self._plan(role, num_nodes)
+                self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(plan)
+            except ConfigError as error:
+                self._made[key], self.refusal = None, str(error)
+        return self._made[key]
+
+    def _plan(self, role: str, num_nodes: int) -> EnginePlan:
+        """Return an engine with attention data parallel and experts spread over all ranks, as in the published
+        deployments."""
+        ranks, experts, is_prefill = num_nodes * self.ranks_per_node, self.config.n_routed_experts, role == "prefill"
+        redundant = (-(-(experts + REDUNDANT) // ranks) * ranks - experts) if experts else 0
+        spread = ExpertConfig(
+            num_redundant_experts=redundant,
+            ranks_per_node=self.ranks_per_node,
+            moe_a2a_backend="deep_ep" if experts else "auto",
+            deepep_mode="normal" if is_prefill else "low_latency",
+            num_max_dispatch_tokens_per_rank=SLOTS,
+            two_batch_overlap=bool(experts),
+        )
+        return EnginePlan(
+            name=f"{role} of {num_nodes} node{'s' * (num_nodes > 1)}",
+            config=self.config,
+            topology=Topology(world_size=ranks, dp_size=ranks, ep_size=ranks if experts else 1),
+            cache=CacheConfig(mem_fraction_static=MEM_FRACTION),
+            engine=EngineConfig(
+                chunked_prefill_size=PREFILL_TOKENS, max_prefill_tokens=PREFILL_TOKENS, max_running_requests=SLOTS
+            ),
+            experts=spread,
+            stored=self.stored if self.config.packed is None else self.config.packed.format,
+            device=self.hardware.device,
+            device_bytes=int(self.hardware.memory_bytes),
+        )
+
+    def _step_s(self, plan: EnginePlan, factors: StepCost | None) -> tuple[Roofline, Callable[[StepRows], float]]:
+        prior = roofline(plan, self.hardware)
+        return prior, prior if factors is None else factors.over(prior)
+
+    @property
+    def _means(self) -> tuple[float, float]:
+        """The mean tokens of prompts and answers."""
+        arrivals = self.load.arrivals
+        return fmean(each.prompt_tokens for each in arrivals), fmean(each.output_tokens for each in arrivals)
+
+    def _prefill(self, plan: EnginePlan) -> _Side:
+        prior, step_s = self._step_s(plan, self.cost.prefill if self.cost else None)
+        prompt, _ = self._means
+        tokens = max(1, round(prompt))
+        count = max(1, PREFILL_TOKENS // tokens)
+        rows = StepRows(count, count * tokens, count * tokens, count * tokens * (tokens + 1) // 2)
+        rate = plan.topology.dp_size * count / float(step_s(rows))
+        return _Side(plan=plan, step_s=step_s, rate=rate, binding=f"prefill: {prior.bound(rows)}")
+
+    def _decode(self, plan: EnginePlan) -> _Side:
+        """The largest batch that keeps TPOT, has slots and fits pages decides."""
+        prior, step_s = self._step_s(plan, self.cost.decode if self.cost else None)
+        prompt, output = self._means
+        context, room = prompt + output / 2, (plan.num_pages or 0) * plan.layout.page_size
+
+        def rows(count: int) -> StepRows:
+            return StepRows(count, count, count * context, count * context)
+
+        fits = min(SLOTS, int(room / (prompt + output)))
+        if fits < 1:
+            raise ConfigError(f"{plan.name}: {room} tokens of KV per rank hold no request of {prompt + output:.0f}")
+        limit_s = self.slo.tpot_s or math.inf
+        keeps = next((count for count in range(fits, 0, -1) if float(step_s(rows(count))) <= limit_s), 0)
+        most = max(1, keeps)
+        limit = "TPOT, " + prior.bound(rows(most)) if keeps < fits else "slots" if fits == SLOTS else "KV pages"
+        rate = plan.topology.dp_size * keeps / float(step_s(rows(most))) / output
+        return _Side(plan=plan, step_s=step_s, rate=rate, binding=f"decode: {limit}")
+
+
+def _plans(sides: _Sides, nodes: int) -> Iterator[tuple[SearchedPlan, Cluster]]:
+    """Yield every division of the nodes that fits, with the cluster to simulate."""
+    for of_prefill in range(1, nodes):
+        of_decode = nodes - of_prefill
+        for sizes in product(_divisors(of_prefill), _divisors(of_decode)):
+            prefill, decode = sides.side("prefill", sizes[0]), sides.side("decode", sizes[1])
+            if prefill is None or decode is None:
+                continue
+            counts = of_prefill // sizes[0], of_decode // sizes[1]
+            rates = counts[0] * prefill.rate, counts[1] * decode.rate
+            told = [f"{count}x{size}" if count > 1 else f"{size}" for count, size in zip(counts, sizes, strict=True)]
+            plan = SearchedPlan(
+                name=f"P{told[0]}D{told[1]}",
+                cluster=ClusterPlan(prefill=(prefill.plan,) * counts[0], decode=(decode.plan,) * counts[1]),
+                capacity=min(rates),
+                binding=prefill.binding if rates[0] < rates[1] else decode.binding,
+            )
+            yield plan, _cluster(counts, prefill, decode, sides.hardware)
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _cluster(counts: tuple[int, int], prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
+    """Return what to simulate: an engine's groups step together, so they are one engine with the slots of all."""
+    groups = [side.plan.topology.dp_size for side in (prefill, decode)]
+    pages = [side.plan.num_pages and side.plan.num_pages * side.plan.topology.dp_size for side in (prefill, decode)]
+    layout = prefill.plan.layout
+    return cluster(
+        f"P{counts[0]}D{counts[1]}",
+        prefill_s=_of_fullest(prefill),
+        decode_s=_of_fullest(decode),
+        prefill={
+            "num_pages": pages[0],
+            "chunked_prefill_size": -1,
+            "max_prefill_tokens": PREFILL_TOKENS * groups[0],
+            "max_running_requests": SLOTS * groups[0],
+        },
+        decode={"num_pages": pages[1], "max_running_requests": SLOTS * groups[1]},
+        page_size=layout.page_size,
+        bytes_per_s=hardware.nic_bytes_per_s * min(side.plan.topology.world_size for side in (prefill, decode)),
+        token_bytes=layout.token_bytes,
+        num_pushes=len(layout.layers),
+        pairing=PairingConfig(max_queued_requests=1 << 20),
+        step_cv=STEP_CV,
+    )
+
+
+def _of_fullest(side: _Side) -> Callable[[StepRows], float]:
+    """Return the seconds of an engine's step by the rows of all its groups: those of the group that has the most of
+    them, with rows that are all alike."""
+    groups, step_s = side.plan.topology.dp_size, side.step_s
+
+    def engine_s(rows: StepRows) -> float:
+        count = -(-rows.num_rows // groups)
+        share = count / rows.num_rows
+        tokens = round(rows.num_tokens * share)
+        return step_s(StepRows(count, tokens, rows.num_context_tokens * share, rows.num_pairs * share))
+
+    return engine_s
+
+
+def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: SLO, tell: Tell) -> list[SearchedPlan]:
+    """Return the plans with what simulations saw, best first, and why the others are not."""
+    seen = []
+    for at, (plan, made) in enumerate(ranked):
+        runs = list[Summary]()
+        for seed in SEEDS:
+            runs.append(simulate(made, load, slo=slo, seed=seed))
+            tell(at * len(SEEDS) + seed + 1, len(ranked) * len(SEEDS))
+        attained, good, ttft_ms, tpot_ms = (
+            fmean(missing if (value := getattr(run, name)) is None else value for run in runs)
+            for name, missing in (
+                ("attainment", 0.0),
+                ("request_goodput", 0.0),
+                ("mean_ttft_ms", math.inf),
+                ("mean_tpot_ms", math.inf),
+            )
+        )
+        found = attrs.evolve(plan, attainment=attained, goodput=good, mean_ttft_ms=ttft_ms, mean_tpot_ms=tpot_ms)
+        seen.append(found)
+    seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))
+    best = seen[0]
+    return [
+        attrs.evolve(
+            plan,
+            is_pareto=not any(_is_better(other, plan) for other in seen),
+            why_not=""
+            if plan is best
+            else f"attains {plan.attainment:.3f} where {best.name} attains {best.attainment:.3f}; closed forms allow "
+            f"{plan.capacity:.3g} req/s ({plan.binding}) and {best.capacity:.3g}",
+        )
+        for plan in seen
+    ]
+
+
+def _is_better(one: SearchedPlan, other: SearchedPlan) -> bool:
+    """Return whether one is as good in all that counts, and better in something."""
+    ours, theirs = (
+        (-(plan.attainment or 0.0), -plan.capacity, plan.mean_ttft_ms or 0.0, plan.mean_tpot_ms or 0.0)
+        for plan in (one, other)
+    )
+    return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))

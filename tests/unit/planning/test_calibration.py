@@ -1,0 +1,216 @@
+"""Factors that are found again, outliers that do not count, what rows do not tell, halves that disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdinfer import bench, planning
+from pdinfer.errors import ConfigError
+from pdinfer.execution.warm_up import WarmUp, WarmUpStep
+from pdinfer.planning import MeasuredStep, StepRows
+from pdinfer.planning.calibration import StepCost, _of_burst
+from tests.unit.planning.published import V3, plan, prompts, running
+
+
+def prefill_s(rows: StepRows) -> float:
+    return 1e-4 * rows.num_tokens
+
+
+def decode_s(rows: StepRows) -> Any:
+    return 1e-3 + 1e-5 * rows.num_context_tokens
+
+
+PRIOR = prefill_s, decode_s
+SIZES = [50, 100, 200, 400, 800, 1200, 1600, 2400, 3200, 4800, 6400, 8000]
+
+
+def steps(
+    fixed_s: float = 0.05,
+    scale: float = 3.0,
+    *,
+    sizes: Sequence[int] = SIZES,
+    factor: Callable[[int], float] = lambda _: 1.0,
+) -> list[MeasuredStep]:
+    """Return prefill steps of prompts of these sizes."""
+    return [
+        MeasuredStep(kind="prefill", rows=prompts(1, size), seconds=(fixed_s + scale * 1e-4 * size) * factor(at))
+        for at, size in enumerate(sizes)
+    ]
+
+
+def test_the_factors_are_found_again() -> None:
+    contexts = [1000, 2000, 5000, 10_000, 20_000, 50_000]
+    decode = [
+        MeasuredStep(kind="decode", rows=running(1, context), seconds=0.01 + 0.5 * (1e-3 + 1e-5 * context))
+        for context in contexts
+    ]
+    cost = planning.calibrate([*steps(), *decode], prior=PRIOR)
+    assert (cost.prefill.fixed_s, cost.prefill.scale) == pytest.approx((0.05, 3.0))
+    assert (cost.decode.fixed_s, cost.decode.scale) == pytest.approx((0.01, 0.5))
+    assert cost.errors == pytest.approx({"prefill": 0.0, "decode": 0.0}, abs=1e-6)
+    assert (cost.flat, cost.at_bounds) == ((), ())
+    assert cost.decode(running(1, 3000)) == pytest.approx(0.01 + 0.5 * 0.031)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quarter_of_the_steps_may_be_late(seed: int) -> None:
+    rng, count = np.random.default_rng(seed), 3 * len(SIZES)
+    took = rng.lognormal(0.0, 0.01, count)
+    took[rng.permutation(count)[: count // 4]] *= rng.choice([1.5, 2.0, 30.0], count // 4)
+    cost = planning.calibrate(steps(sizes=SIZES * 3, factor=lambda at: took[at]), prior=PRIOR)
+    for size in SIZES:
+        assert cost.prefill(prompts(1, size)) == pytest.approx(0.05 + 3e-4 * size, rel=0.04)
+    assert cost.errors["prefill"] < 0.05
+
+
+def test_the_error_is_that_of_steps_that_were_not_seen() -> None:
+    """Every second step by size is 10 % slower: one half fits itself, and is 9 to 10 % off the other."""
+    cost = planning.calibrate(steps(factor=lambda at: 1.1 if at % 2 else 1.0), prior=PRIOR)
+    assert cost.errors["prefill"] == pytest.approx(1 - 1 / 1.1, abs=1e-3)
+    assert cost.prefill.scale == pytest.approx(3.0)
+
+
+def test_halves_that_disagree_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the halves of the prefill rows disagree: .* 100% off the other"):
+        planning.calibrate(steps(factor=lambda at: 2.0 if at % 2 else 1.0), prior=PRIOR)
+
+
+def test_a_prior_of_another_shape_is_refused() -> None:
+    """Steps take alternately, in pairs, a third and three times as long: both halves find the same wrong line."""
+    with pytest.raises(
+        ConfigError, match=r"held-out prefill rows are .* off what is predicted in the median, more than 25%"
+    ):
+        planning.calibrate(steps(factor=lambda at: 3.0 if at // 2 % 2 else 1 / 3), prior=PRIOR)
+
+
+def test_what_steps_do_not_tell_is_named() -> None:
+    alike = planning.calibrate(steps(sizes=[1000] * 8), prior=PRIOR)
+    assert set(alike.flat) | set(alike.at_bounds) >= {
+        "prefill.scale",
+        "prefill.fixed_s",
+        "decode.scale",
+        "decode.fixed_s",
+    }
+    assert [*alike.errors] == ["prefill"]
+    free = planning.calibrate(steps(0.0), prior=PRIOR)
+    assert free.at_bounds == ("prefill.fixed_s",)
+    assert "prefill.scale" not in free.flat
+    flat = planning.calibrate(steps(1.0, 0.0), prior=PRIOR)
+    assert flat.at_bounds == ("prefill.scale",)
+
+
+def test_nothing_is_faster_than_a_roofline() -> None:
+    roofline = planning.roofline(plan(32), planning.hardware("H800"))
+    rows = [prompts(1, size) for size in SIZES]
+    fast = [MeasuredStep(kind="prefill", rows=each, seconds=0.11 * float(roofline(each))) for each in rows]
+    with pytest.raises(ConfigError, match="held-out prefill rows are"):  # they are below the peak rates: a wrong part
+        planning.calibrate(fast, prior=(roofline, decode_s))
+    assert StepCost(prior=roofline, scale=0.01)(rows[0]) == roofline.floor_s(rows[0])
+    slow = [MeasuredStep(kind="prefill", rows=each, seconds=1.5 * float(roofline(each))) for each in rows]
+    cost = planning.calibrate(slow, prior=(roofline, decode_s))
+    assert cost.prefill.scale == pytest.approx(1.5)
+    for each in rows:
+        assert cost.prefill(each) >= roofline.floor_s(each)
+
+
+def test_a_warm_up_has_steps_of_both_sides() -> None:
+    sizes = [1, 2, 4, 8, 16, 32]
+    told = [WarmUpStep(kind="prefill", size=size, seconds=2e-4 * size) for size in (16, 4096)] * 2
+    told += [WarmUpStep(kind="decode", size=size, seconds=2e-3 + 4e-5 * size) for size in sizes]
+    told.append(WarmUpStep(kind="capture", size=8, seconds=9.0))
+    cost = planning.calibrate([WarmUp(steps=tuple(told))], prior=PRIOR)
+    assert (cost.prefill.scale, cost.decode.scale) == pytest.approx((2.0, 2.0))
+
+
+def test_summaries_tell_decode_by_concurrency_and_prefill_when_alone() -> None:
+    def summary(concurrency: int, prompt: int) -> bench.Summary:
+        """Return a closed loop over two decodes, in which a request decodes for nine tenths of its time."""
+        running = max(1, round(concurrency * 0.9 / 2))
+        tpot_ms = 2 * (1 + 1e-2 * running * (prompt + 50))
+        ttft_ms = 0.3 * prompt if concurrency == 1 else tpot_ms * 11
+        return bench.Summary(
+            mean_input_tokens=prompt,
+            mean_output_tokens=100,
+            concurrency=concurrency,
+            median_tpot_ms=tpot_ms,
+            mean_ttft_ms=ttft_ms,
+            mean_e2el_ms=10 * ttft_ms,
+            engines=tuple(bench.summary.EngineUse(name=name, role="decode") for name in "ab"),
+        )
+
+    runs = [*(summary(1, prompt) for prompt in (100, 200, 400, 800)), *(summary(size, 500) for size in (4, 8, 16, 32))]
+    cost = planning.calibrate(runs, prior=PRIOR)
+    assert cost.decode.scale == pytest.approx(2.0, rel=1e-3)
+    assert cost.prefill.scale == pytest.approx(3.0, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"a summary to calibrate from needs mean_input_tokens, .*median_tpot_ms"):
+        planning.calibrate([bench.Summary()], prior=PRIOR)
+
+
+def test_too_few_rows_and_other_things_are_refused() -> None:
+    with pytest.raises(ConfigError, match="calibrate needs at least 4 rows of the kind prefill, got 3"):
+        planning.calibrate(steps()[:3], prior=PRIOR)
+    with pytest.raises(ConfigError, match="calibrate got no step and no burst"):
+        planning.calibrate([], prior=PRIOR)
+    with pytest.raises(ConfigError, match="calibrate takes steps, bursts, warm-ups and summaries, got 7"):
+        planning.calibrate([7], prior=PRIOR)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"holdout must be from 0.1 to 0.9, got 1"):
+        planning.calibrate(steps(), prior=PRIOR, holdout=1)
+
+
+KNEE = """256 128 128 31.64, 512 128 128 89.99, 1024 128 128 205.42, 2048 128 128 433.67, 256 128 64 17.35,
+    256 128 32 10.94, 256 128 16 6.63, 256 128 8 4.82, 256 128 4 3.54, 256 128 2 2.92, 256 256 128 31.85,
+    256 512 128 35.09, 256 1024 128 37.99, 512 256 128 90.91, 512 512 128 94.27, 512 1024 128 101.68,
+    128 4096 128 49.17, 256 2048 128 48.80, 256 4096 128 132.22"""
+"""Requests, tokens of prompts and answers, and the last TTFT of bursts that need more than one wave, of a study of
+DeepSeek-V3 on 2 nodes of H800 that prefill and decode in turn with 128 slots."""
+
+
+def study() -> tuple[list[planning.Burst], tuple[Any, Any]]:
+    """Return its bursts, and the rooflines of its nodes, whose pages follow from the plan."""
+    cluster = planning.profile("deepseek-v3-h800-P2D2").plan(V3)
+    engine, pages = cluster.prefill[0], cluster.prefill[0].num_pages or 0
+    bursts = []
+    for text in KNEE.split(","):
+        count, prompt, output, ttft_s = text.split()
+        bursts.append(
+            planning.Burst(
+                num_requests=int(count),
+                prompt_tokens=int(prompt),
+                output_tokens=int(output),
+                last_ttft_s=float(ttft_s),
+                slots=128,
+                kv_tokens=pages * engine.cache.page_size * 16,
+                groups=16,
+            )
+        )
+    hardware = planning.hardware("H800")
+    return bursts, (planning.roofline(engine, hardware), planning.roofline(cluster.decode[0], hardware))
+
+
+def test_the_knee_of_a_study_follows_from_half_of_its_bursts() -> None:
+    """The median on the other half is at most 5 %, over orders of the bursts; a constant rate is 63 % off."""
+    bursts, prior = study()
+    errors = []
+    for holdout in (0.4, 0.5, 0.6):
+        cost = planning.calibrate(bursts, prior=prior, holdout=holdout)
+        errors.append(cost.errors["burst"])
+        assert cost.prefill.fixed_s == pytest.approx(0.9, abs=0.3)
+        assert cost.decode(running(8, 192)) == pytest.approx(0.22, abs=0.03)
+    assert np.median(errors) <= 0.05
+
+
+def test_a_burst_that_fits_into_one_wave_decodes_nothing_before_its_last_prefill() -> None:
+    prior = (lambda rows: 1.0 * rows.num_rows, lambda rows: 1000.0)
+    made = {"prompt_tokens": 10, "output_tokens": 5, "kv_tokens": 15 * 6, "groups": 2}
+    one, many = (
+        _of_burst(planning.Burst(num_requests=count, last_ttft_s=1.0, slots=slots, **made), prior)
+        for count, slots in ((4, 4), (15, 100))
+    )
+    assert one.terms.tolist() == [1, 2, 0, 0]
+    assert many.terms.tolist() == [3, 3 + 3 + 2, 2 * 4, 2 * 4 * 1000]  # waves of 6, 6 and 3
+    with pytest.raises(ConfigError, match=r"kv_tokens 14 hold no request of 10 \+ 5 tokens"):
+        _of_burst(planning.Burst(num_requests=1, last_ttft_s=1.0, slots=1, **made | {"kv_tokens": 14}), prior)

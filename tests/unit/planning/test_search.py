@@ -1,0 +1,121 @@
+"""Plans that use all nodes and fit, ranked by what simulations saw, and why the others lost."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import attrs
+import pytest
+
+from pdinfer import bench, planning
+from pdinfer.errors import ConfigError
+from pdinfer.planning.calibration import Cost, StepCost
+from pdinfer.planning.search import SearchedPlan, _is_better
+from pdinfer.testing import tiny_config
+from tests.unit.planning.published import V3
+
+H800, SLO = planning.hardware("H800"), bench.SLO(ttft_s=2.0, tpot_s=0.1)
+
+
+def load(prompt_tokens: int, output_tokens: int, rate: float = 20.0) -> bench.Load:
+    return bench.open_loop(rate, 40, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+@cache
+def found(nodes: int = 6, prompt_tokens: int = 2000, output_tokens: int = 400) -> tuple[SearchedPlan, ...]:
+    return planning.search(V3, H800, load(prompt_tokens, output_tokens), nodes=nodes, slo=SLO, keep=2)
+
+
+def test_plans_use_all_nodes_and_are_checked_clusters() -> None:
+    plans = found()
+    assert len({plan.name for plan in plans}) == len(plans) > 3
+    for plan in plans:
+        assert plan.cluster.num_ranks == 6 * 8
+        for engine in plan.cluster.engines:
+            assert engine.device_bytes == 80e9
+            assert engine.topology.ep_size == engine.topology.world_size >= 16  # a node does not hold the weights
+
+
+def test_the_best_comes_first_and_the_others_say_why_they_lost() -> None:
+    for plans in (found(6, 8000, 20), found()):  # attainment decides, and where it is equal, capacity
+        (best, second), rest = plans[:2], plans[2:]
+        assert best.attainment is not None
+        assert second.attainment is not None
+        assert (best.attainment, best.capacity) > (second.attainment, second.capacity)
+        assert best.is_pareto
+        assert not best.why_not
+        assert f"where {best.name} attains" in second.why_not
+        for plan in rest:
+            assert plan.attainment is None
+            assert f"({plan.binding})" in plan.why_not
+            assert plan.capacity <= second.capacity
+    assert found(6, 8000, 20)[0].attainment != found(6, 8000, 20)[1].attainment
+
+
+def test_a_plan_that_another_beats_in_everything_is_not_pareto() -> None:
+    plan = attrs.evolve(found()[0], attainment=0.9, capacity=2.0, mean_ttft_ms=5.0, mean_tpot_ms=5.0)
+    for name, better, worse in (
+        ("attainment", 0.95, 0.8),
+        ("capacity", 3.0, 1.0),
+        ("mean_ttft_ms", 4.0, 6.0),
+        ("mean_tpot_ms", 4.0, 6.0),
+    ):
+        assert _is_better(attrs.evolve(plan, **{name: better}), plan)
+        assert not _is_better(attrs.evolve(plan, **{name: worse}), plan)
+    assert not _is_better(plan, plan)
+    assert not _is_better(attrs.evolve(plan, capacity=3.0, mean_ttft_ms=6.0), plan)
+
+
+def test_equal_searches_give_equal_plans() -> None:
+    again = planning.search(V3, H800, load(2000, 400), nodes=6, slo=SLO, keep=2)
+    assert [attrs.evolve(plan, cluster=None) for plan in again] == [
+        attrs.evolve(plan, cluster=None) for plan in found()
+    ]  # type: ignore[arg-type]
+
+
+def test_what_the_traffic_needs_gets_the_nodes() -> None:
+    def decode_ranks(plans: tuple[SearchedPlan, ...]) -> int:
+        return sum(engine.topology.world_size for engine in plans[0].cluster.decode)
+
+    assert decode_ranks(found(6, 8000, 20)) < decode_ranks(found(6, 500, 2000))
+
+
+def test_the_side_that_limits_is_named() -> None:
+    plans = {plan.name: plan for plan in found(6, 8000, 20)}
+    assert plans["P2D4"].binding.startswith("prefill: ")
+    plans = {plan.name: plan for plan in found(6, 500, 2000)}
+    assert plans["P4D2"].binding.startswith("decode: ")
+    long = {plan.name: plan for plan in found(6, 20_000, 4000)}
+    assert long["P3D3"].binding == "decode: KV pages"
+
+
+def test_a_calibrated_cost_counts() -> None:
+    slow = StepCost(prior=lambda rows: 0.0, fixed_s=0.0, scale=4.0)
+    cost = Cost(prefill=slow, decode=attrs.evolve(slow, scale=1.0), errors={}, flat=(), at_bounds=())
+    before = {plan.name: plan.capacity for plan in found(6, 8000, 20)}
+    plans = planning.search(V3, H800, load(8000, 20), nodes=6, slo=SLO, keep=1, cost=cost)
+    assert {plan.name: plan.capacity for plan in plans}["P2D4"] == pytest.approx(before["P2D4"] / 4)
+
+
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"no prefill and decode share 2 nodes of H800: .*do not fit into"):
+        planning.search(V3, H800, load(2000, 400), nodes=2, slo=SLO)
+    with pytest.raises(ConfigError, match="nodes must be an int from 2 to 128, got 1"):
+        planning.search(V3, H800, load(2000, 400), nodes=1, slo=SLO)
+    with pytest.raises(ConfigError, match="slo"):
+        planning.search(V3, H800, load(2000, 400), nodes=4, slo=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the load has no request"):
+        planning.search(V3, H800, bench.Load(mode="burst", arrivals=()), nodes=4, slo=SLO)
+
+
+def test_other_parts_and_models_are_searched_too() -> None:
+    """An H20 keeps FP8 weights, so that a node of 8 holds the model; and a model without experts has no all-to-all."""
+    plans = planning.search(V3, planning.hardware("H20-141G"), load(500, 50), nodes=2, slo=SLO, keep=1)
+    assert [plan.name for plan in plans] == ["P1D1"]
+    assert plans[0].cluster.prefill[0].rank_weights.quantized > 50e9
+    dense = tiny_config(
+        first_k_dense_replace=3, num_hidden_layers=3, num_nextn_predict_layers=0, torch_dtype="bfloat16"
+    )
+    plans = planning.search(dense, H800, load(500, 50), nodes=2, slo=SLO, keep=1, stored="float")
+    assert plans[0].attainment == 1.0
+    assert "all-to-all" not in plans[0].binding
