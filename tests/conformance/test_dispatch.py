@@ -23,12 +23,12 @@ from tests.slices import one_in
 ONE_RANK = ("local", "local-fp8", "local-fp8-tiles", "all_to_all", "all_to_all-fp8")
 ONE_RANK += ("all_to_all_int8", "all_to_all_int8-bfloat16")
 SEVERAL_RANKS = [("all_to_all", 2), ("all_to_all", 4), ("all_to_all-bfloat16", 2)]
-SEVERAL_RANKS += [("all_to_all_int8", 2), ("all_to_all_int8", 4), ("all_to_all_int8-bfloat16", 2)]
 SEVERAL_RANKS += [("deep_ep-normal", 2), ("deep_ep-normal", 4), ("deep_ep-normal-tuned", 2)]
 SEVERAL_RANKS += [("deep_ep-low_latency", 2), ("deep_ep-low_latency", 4)]
 SEVERAL_RANKS += [("deep_ep-normal-fp8", 2), ("deep_ep-normal-fp8-tiles", 2)]
 SEVERAL_RANKS += [("deep_ep-normal-cut-blocks", 2), ("deep_ep-low_latency-fp8", 2)]
 SEVERAL_RANKS += [("deep_ep-elastic", 4), ("deep_ep-elastic-fp8", 2), ("deep_ep-elastic-cut-blocks", 2)]
+SEVERAL_RANKS += [("all_to_all_int8", 2), ("all_to_all_int8", 4), ("all_to_all_int8-bfloat16", 2)]
 SEEDS = 6
 
 

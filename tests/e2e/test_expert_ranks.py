@@ -89,12 +89,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "2, context parallel": (2, "float", {"cp_size": 2}, {"placement": scattered(2, 10)}),
     "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
     "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
-    "4, INT8 rows, two batches": (
-        4,
-        "w8a8_dynamic",
-        {},
-        {"weights": "stored", "experts": {"moe_a2a_backend": "all_to_all_int8", "two_batch_overlap": True}},
-    ),
     "4, INT4": (4, "v3-int4", {}, {"placement": scattered(4, 12), "weights": "stored"}),
     "4, twice on a rank, two batches, MTP, MXFP4": (
         4,
@@ -129,6 +123,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
             "experts": {"ep_dispatch_algorithm": "nearest", "ranks_per_node": 2, "two_batch_overlap": True},
             "next_token": NEXT_TOKEN,
         },
+    ),
+    "4, INT8 rows, two batches": (
+        4,
+        "w8a8_dynamic",
+        {},
+        {"weights": "stored", "experts": {"moe_a2a_backend": "all_to_all_int8", "two_batch_overlap": True}},
     ),
 }
 

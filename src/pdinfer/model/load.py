@@ -78,10 +78,9 @@ def load_model(
     that the model does not read is refused, unless `unread` expects it. Links in the folder may end inside it, among
     the blobs of the hub cache whose snapshot it is, and in `trusted_roots`.
 
-    `device` is "cpu", "cuda", or one of a vendor whose package has brought it to torch with what `streams.ASKED` names,
-    such as "npu" with torch_npu. One that is no CPU becomes the current one of the calling thread, and without a number
-    the one that is current is meant. On CUDA products are summed in float32 alone: torch's reduced-precision reductions
-    are turned off for the process (docs/decisions/0025-products-on-a-card.md).
+    `device` is "cpu", "cuda", or what a vendor's package has brought to torch ("npu" by torch_npu). One that is no CPU
+    becomes the current one of the calling thread, and without a number it is the one that is. On CUDA products are
+    summed in float32 alone, in the whole process (docs/decisions/0025-products-on-a-card.md).
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
