@@ -1,7 +1,8 @@
 """The signatures of torch_npu's ops, read from its wheel, and whether a call that is written as text fits one.
 
 torch_npu cannot be imported without CANN, so `tests/torch_npu.json` has the lines of its wheel for the ops that the
-profile of Ascend calls. `python -m tests.torch_npu WHEEL` writes them anew from a wheel of PyPI, without importing it.
+profile of Ascend calls, and the public names of its module `torch.npu`. `python -m tests.torch_npu WHEEL` writes them
+anew from a wheel of PyPI, without importing it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pdinfer.planning.profiles.profile import deployments
 SIGNATURES = Path(__file__).with_suffix(".json")
 DECLARED = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 """Where a wheel has the signatures of all its ops, one a line."""
+MODULE = "torch_npu/npu/__init__.py"
 LITERALS = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 """What may be written out for an argument of a type. Any name may stand for any value."""
 
@@ -51,6 +53,11 @@ def schemas_of(name: str) -> list[Any]:
 @cache
 def _stored() -> Any:
     return json.loads(SIGNATURES.read_text("utf-8"))
+
+
+def names_of_module() -> set[str]:
+    """Return the public names of `torch.npu`."""
+    return set(_stored()["module"])
 
 
 def why_not(call: str, schemas: Sequence[Any]) -> list[str]:
@@ -100,7 +107,12 @@ def _fits(value: ast.expr, kind: str) -> bool:
 def read(wheel: Path) -> dict[str, object]:
     """Return what a wheel declares of the ops in `calls`, and which wheel it is."""
     with zipfile.ZipFile(wheel) as files:
-        text = files.read(DECLARED).decode()
+        text, module = files.read(DECLARED).decode(), ast.parse(files.read(MODULE))
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
     declared = re.findall(r"func: ((\w+)(?:\.\w+)?\(.*\) -> .*)", text)
     wanted = sorted(
         {op for call in calls() for library, _, op in [name_of(call).rpartition(".")] if library == "torch_npu"}
@@ -108,6 +120,7 @@ def read(wheel: Path) -> dict[str, object]:
     return {
         "wheel": wheel.name,
         "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "module": public,
         "signatures": {op: sorted({line for line, name in declared if name == op}) for op in wanted},
     }
 

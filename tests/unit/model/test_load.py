@@ -390,6 +390,7 @@ def test_a_model_that_was_loaded_for_one_cache_refuses_others(folder: Path) -> N
     model = load_model(folder, dtype="float32", cache=cache)
     assert (model.resolved.spec.page_size, model.resolved.spec.kv_format) == (16, "float32")
     PagePool(model, cache)
+    torch.testing.assert_close(model.logits(TOKENS), load_model(folder, dtype="float32").logits(TOKENS))
     with pytest.raises(ConfigError, match=r"page_size 64 and float32 latents .* chosen for page_size 16 and float32"):
         PagePool(model)
     anyhow = load_model(folder, dtype="float32")

@@ -1,13 +1,15 @@
-"""Every call that the profile of Ascend plans fits the signature in torch_npu's wheel."""
+"""Every call that the profile of Ascend plans fits the wheel of torch_npu, whose module has what we ask of devices."""
 
 from __future__ import annotations
 
+import types
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.torch_npu import DECLARED, _stored, calls, name_of, read, schemas_of, why_not
+from pdinfer.process.streams import ASKED, _graph_class
+from tests.torch_npu import DECLARED, MODULE, _stored, calls, name_of, names_of_module, read, schemas_of, why_not
 
 NORM = "torch_npu.npu_rms_norm"
 
@@ -15,6 +17,12 @@ NORM = "torch_npu.npu_rms_norm"
 @pytest.mark.parametrize("call", calls())
 def test_a_planned_call_fits_the_signature_of_the_wheel(call: str) -> None:
     assert why_not(call, schemas_of(name_of(call))) == []
+
+
+def test_the_module_of_an_npu_has_what_is_asked_of_a_device() -> None:
+    there = types.SimpleNamespace(type="npu")
+    assert {*ASKED, _graph_class(there)} <= names_of_module()  # type: ignore[arg-type]
+    assert "CUDAGraph" not in names_of_module()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,8 @@ def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "torch_npu-9.whl"
     with zipfile.ZipFile(wheel, "w") as files:
         files.writestr(DECLARED, text)
+        files.writestr(MODULE, '__all__ = [\n    "Stream",\n    "NPUGraph",\n]\n')
     found = read(wheel)
     assert found["signatures"] == _stored()["signatures"]
-    assert found["wheel"] == "torch_npu-9.whl"
+    assert (found["wheel"], found["module"]) == ("torch_npu-9.whl", ["Stream", "NPUGraph"])
     assert all(_stored()["signatures"].values())
