@@ -30,7 +30,8 @@ def main(folder: str) -> None:
     with Watch(everywhere=True) as watch:
         streams = served(random_model_on(npu), "tcp")
     assert watch.totals()["pinned"] > 0
-    check_equal(random_model_on(CPU), requests(), streams, served_on_cpu())
+    model = random_model_on(CPU)
+    check_equal(model, requests(), streams, served_on_cpu(model))
     assert order.faults() == []
 
 

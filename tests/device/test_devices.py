@@ -183,8 +183,11 @@ def requests() -> list[pd.Request]:
     ]
 
 
-def served(model: pd.Model, transport: str) -> Streams:
-    cache = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format="fp8")
+PACKED_PAGES = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format="fp8")
+PARTS = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, rope_apart=True, index_format="int8")
+
+
+def served(model: pd.Model, transport: str, cache: pd.CacheConfig = PACKED_PAGES) -> Streams:
     pools = [pd.PagePool(model, cache) for _ in range(2)]
     engine = pd.EngineConfig(max_running_requests=4, num_draft_tokens=1)
     with join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
@@ -213,12 +216,17 @@ def test_engines_of_any_thread_launch_on_their_device(transport: str) -> None:
         streams = served(there, transport)
     names = {line.partition(" @ ")[0] for line in watch.counts["elsewhere"]}
     assert names <= {"zero_", "new_zeros"}, watch.counts["elsewhere"]  # pages and states, by torch
-    check_equal(random_model_on(CPU), requests(), streams, served_on_cpu())
+    check_equal(random_model_on(CPU), requests(), streams, served_on_cpu(random_model_on(CPU)))
 
 
-def served_on_cpu() -> Streams:
-    model = random_model_on(CPU)
-    cache = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format="fp8")
+def test_steps_over_pages_in_parts_are_captured(tmp_path: Path) -> None:
+    """So joining them waits for nothing."""
+    write_checkpoint(tmp_path, tiny_config_dict("v32", num_nextn_predict_layers=1), mtp=True)
+    here, there = (pd.load_model(tmp_path, device=device, mtp=True, cache=PARTS) for device in (CPU, DEVICE))
+    check_equal(here, requests(), served(there, "tcp", PARTS), served_on_cpu(here, PARTS))
+
+
+def served_on_cpu(model: pd.Model, cache: pd.CacheConfig = PACKED_PAGES) -> Streams:
     pool = pd.PagePool(model, cache)
     with join(model, "shared", decode_pools=[pool], engine=pd.EngineConfig(num_draft_tokens=1)) as setup:
         return by_request(submitted(setup))
