@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pdinfer as pd
+from pdinfer.bench.run import environment
 from pdinfer.errors import BackendUnavailable
 from pdinfer.parallel import topology
 from pdinfer.process import memory, streams
@@ -102,6 +103,11 @@ def test_the_memory_of_a_device_is_what_its_module_says(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(module), "get_device_properties", lambda _, device: Properties(300 + device.index))
     assert memory.device_memory(OTHER) == memory.DeviceMemory(total=300, in_use=199)
     assert memory.device_memory_bytes(OTHER) == 301
+
+
+def test_a_run_is_recorded_with_the_devices_that_torch_sees() -> None:
+    found = environment()
+    assert (found["gpu"], found["gpus"]) == ("gpusim", "2")
 
 
 def test_autocast_of_the_device_is_off_in_a_step() -> None:
