@@ -172,6 +172,17 @@ def test_pages_in_parts_travel(family: str, transport: str, folders: dict[str, s
     assert len(by_transport[0]) == 12
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_over_keys_beside_latents_are_those_over_whole_rows(family: str, folders: dict[str, str]) -> None:
+    tokens = []
+    for apart in (False, True):
+        cache = pd.CacheConfig(page_size=8, num_pages=64, rope_apart=apart)
+        with pd.Pairing.local(folders[family], dtype="float32", cache=cache) as pairing:
+            requests = [pd.Request(prompt=prompt_of(n), sampling=greedy(12, ignore_eos=True)) for n in (50, 9)]
+            tokens.append([(event.index, event.token) for event in pairing.generate(requests)])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_whole_rows_and_parts_refuse_each_other(transport: str, folders: dict[str, str]) -> None:
     model = model_in_parts("v32", folders["v32"])
