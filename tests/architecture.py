@@ -139,8 +139,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "moe.dispatchers": (
         ("choose",),
-        ("all_to_all", "deep_ep_elastic"),
-        ("deep_ep",),
+        ("all_to_all_int8", "deep_ep_elastic"),
+        ("all_to_all", "deep_ep"),
         ("base", "deep_ep_config"),
         ("deep_ep_limits",),
     ),
@@ -183,7 +183,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
-        ("native", "triton", "deep_gemm", "flash_mla"),
+        ("native", "triton", "deep_gemm", "flash_mla", "page_parts"),
         ("torch", "compositions", "hopper"),
         ("reference",),
         ("ops", "crossovers"),

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import compositions, deep_gemm
-from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows
+from pdinfer.kernels.formats.int8 import int8_activation
 from pdinfer.kernels.ops import Composed, Ops
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
@@ -59,6 +61,14 @@ def local(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
 
 def all_to_all(group: Group, experts_per_rank: int, top_k: int) -> AllToAllDispatcher:
     return AllToAllDispatcher(group, experts_per_rank, OPS)
+
+
+def all_to_all_int8(group: Group, experts_per_rank: int, top_k: int) -> Int8AllToAllDispatcher:
+    return Int8AllToAllDispatcher(all_to_all(group, experts_per_rank, top_k))
+
+
+def in_int8(x_TD: Tensor) -> Tensor:
+    return INT8Rows(*int8_activation(x_TD), dtype=x_TD.dtype).floats()
 
 
 def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> ExpertSizes:
@@ -111,6 +121,8 @@ KINDS = {
     "all_to_all": Kind(all_to_all),
     "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=gamma(3, torch.bfloat16)),
     "all_to_all-fp8": Kind(all_to_all, width=130, fp8=True),
+    "all_to_all_int8": Kind(all_to_all_int8, arrives=in_int8),
+    "all_to_all_int8-bfloat16": Kind(all_to_all_int8, 130, torch.bfloat16, gamma(3, torch.bfloat16), arrives=in_int8),
     "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-normal-fp8": Kind(normal_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded, ScaledRows
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe.dispatchers.base import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
@@ -29,7 +29,7 @@ GARBAGE = float("nan")
 @attrs.frozen
 class Kind:
     """A kind of dispatcher: how to make one, for which sizes, and how exact its sums are. With `fp8` rows come in both
-    forms, and `carries_fp8` is the one that arrives."""
+    forms, and `carries_fp8` is the one that arrives. `arrives` says what becomes of floats on the way."""
 
     make: Callable[[Group, int, int], TokenDispatcher]  # (group, experts per rank, top_k)
     width: int = 3
@@ -37,6 +37,7 @@ class Kind:
     tolerance: float = gamma(8)
     fp8: bool = False
     carries_fp8: bool = False
+    arrives: Callable[[Tensor], Tensor] = lambda rows: rows
 
 
 @attrs.frozen
@@ -116,7 +117,8 @@ class World:
         assert returned.y_SD.dtype == self.kind.dtype
         assert got.shape == routed.x_TD.shape
         # terms of one sign, at most five: their sum is as exact as they are
-        torch.testing.assert_close(got, routed.expected(), rtol=self.kind.tolerance, atol=0)
+        arrived = attrs.evolve(routed, x_TD=self.kind.arrives(routed.x_TD))
+        torch.testing.assert_close(got, arrived.expected(), rtol=self.kind.tolerance, atol=0)
 
 
 def summed(returned: Returned) -> Tensor:
@@ -139,8 +141,8 @@ def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
     return [part[mine >= 0] for part, mine in zip(rows, expert_S[: sum(counts)].split(counts), strict=True)]
 
 
-def floats_of(rows: Tensor | FP8Rows) -> Tensor:
-    return rows.floats() if isinstance(rows, FP8Rows) else rows
+def floats_of(rows: Tensor | ScaledRows) -> Tensor:
+    return rows.floats() if isinstance(rows, ScaledRows) else rows
 
 
 def name_of(token_T: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ def experts_get_their_tokens(kind: Kind, group: Group, seed: int) -> None:
     assert len(by_expert) == world.experts_per_rank
     for expert, rows in enumerate(by_expert, start=group.rank * world.experts_per_rank):
         assert rows.dtype == kind.dtype
-        expected = torch.cat([routed.x_TD[(routed.ids_TK == expert).any(-1)] for routed in batches])
+        expected = torch.cat([kind.arrives(routed.x_TD)[(routed.ids_TK == expert).any(-1)] for routed in batches])
         assert sorted(rows.tolist()) == sorted(expected.tolist())
     world.dispatcher.combine_end(world.dispatcher.combine_begin(world.run_experts(dispatched), dispatched))
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
+from pdinfer.kernels.formats.activations import INT8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
-from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.int8 import Int8Dynamic, int8_activation
 from pdinfer.kernels.formats.weights import expert, map_tensors
 from pdinfer.kernels.torch import products as torch_products
 from tests.conformance.op_suite import (
@@ -275,6 +276,26 @@ def check_experts(
         once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
         grouped = op_of(provider, "grouped_mlp[fp8]", device, dtype)
         check_alike(grouped(once, torch.tensor(counts, device=device), gate_up, down), got, device)
+
+
+@for_every_provider("grouped_mlp_int8_rows", "grouped_mlp[w8a8_dynamic]")
+@for_each("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)])
+@for_each("sizes", [(1, 1), (24, 16), (130, 168)])
+def test_rows_that_were_rounded_before_give_the_same(
+    provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int]
+) -> None:
+    """And rows that are not finite are not lost."""
+    hidden, width = sizes
+    gate_up = int8_weight(len(counts), 2 * width, hidden, device=device)
+    down = int8_weight(len(counts), hidden, width, device=device)
+    x, counts_E = draw(sum(counts), hidden).to(dtype).to(device), torch.tensor(counts, device=device)
+    x[1:2, 0] = math.inf
+    rows = INT8Rows(*int8_activation(x), dtype=dtype)
+    got = op_of(provider, "grouped_mlp_int8_rows", device, dtype)(rows, counts_E, gate_up, down)
+    expected = op_of(provider, "grouped_mlp[w8a8_dynamic]", device, dtype)(x, counts_E, gate_up, down)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert not got[1:2].isfinite().any()
 
 
 @for_every_provider("round_fp8", "linear[fp8]", "round_int8", "linear[w8a8_dynamic]")

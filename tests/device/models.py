@@ -6,7 +6,6 @@ import functools
 import tempfile
 
 import attrs
-import pytest
 import torch
 
 import pdinfer as pd
@@ -14,7 +13,6 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.kernels.ops import OP_NAMES, function_of
 from pdinfer.kernels.torch import provider as torch_provider
 from pdinfer.kv.view import DTYPES
-from pdinfer.model import load
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 
 PACKED = (("kv_lora_rank", 128),)
@@ -51,10 +49,9 @@ def model_of(kind: ModelKind, device: torch.device) -> pd.Model:
     sizes = {**dict(kind.sizes), "num_nextn_predict_layers": int(mtp)}
     if kind.scheme is None:
         return random_model(tiny_config(kind.family, **sizes), device=device, dtype=DTYPES[kind.dtype], mtp=mtp)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(f"{folder}/floats", tiny_config_dict(kind.family, **sizes), mtp=mtp)
         quantize_checkpoint(f"{folder}/floats", f"{folder}/quantized", scheme=kind.scheme)
-        patch.setattr(load, "_checked_device", torch.device)  # it knows of CPUs and CUDA
         return pd.load_model(
             f"{folder}/quantized",
             device=device,

@@ -28,7 +28,7 @@ from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
 from tests.e2e.drafts import Streams, check_equal
 from tests.e2e.setups import arrive, by_request, join, prompt_of, step_until
 from tests.each_time import others_in_full
-from tests.simulated.capture import CUDAGraph
+from tests.simulated.capture import Graph
 from tests.simulated.device import DEVICE
 from tests.simulated.watch import Watch
 
@@ -271,7 +271,7 @@ def test_the_garbage_of_an_engine_that_is_gone_breaks_no_capture() -> None:
     gc.set_threshold(50, 2, 2)
     try:
         Circle()
-        assert isinstance(capture(collectable, stream), CUDAGraph)
+        assert isinstance(capture(collectable, stream), Graph)
     finally:
         gc.set_threshold(*limits)
     assert gc.isenabled()

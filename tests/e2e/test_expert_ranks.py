@@ -124,6 +124,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
             "next_token": NEXT_TOKEN,
         },
     ),
+    "4, INT8 rows, two batches": (
+        4,
+        "w8a8_dynamic",
+        {},
+        {"weights": "stored", "experts": {"moe_a2a_backend": "all_to_all_int8", "two_batch_overlap": True}},
+    ),
 }
 
 

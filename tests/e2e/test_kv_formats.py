@@ -18,7 +18,7 @@ from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.parallel.topology import Topology
-from pdinfer.testing import tiny_config
+from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.testing.models import RandomWeights
 from tests.e2e.setups import greedy, join, prompt_of, tokens_of
 
@@ -124,3 +124,70 @@ def test_sides_with_different_formats_refuse_each_other(transport: str) -> None:
         join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:])
     for part in ("components.latent.format", "mla.float32.128", "mla.e4m3.128", "components.index_k.format"):
         assert part in str(caught.value)
+
+
+# In parts: latents beside rotated keys, INT8 index keys beside scales
+
+PARTS: dict[str, Any] = {"rope_apart": True, "index_format": "int8"}
+
+
+@functools.cache
+def model_in_parts(family: str, folder: str) -> Model:
+    return pd.load_model(folder, dtype="float32", cache=pd.CacheConfig(page_size=8, **PARTS))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("parts")
+    for family in FAMILIES:
+        write_checkpoint(root / family, tiny_config_dict(family))
+    return {family: str(root / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_over_parts_computes_what_it_does_over_whole_rows(family: str, folders: dict[str, str]) -> None:
+    """But for the rounding of index keys, which may choose another token."""
+    cache = pd.CacheConfig(page_size=8, rope_apart=True)
+    tokens = prompt_of(41)
+    parts, whole = (pd.load_model(folders[family], cache=each) for each in (cache, pd.CacheConfig(page_size=8)))
+    assert torch.equal(parts.logits(tokens), whole.logits(tokens))
+    keys = model_in_parts(family, folders[family]).logits(tokens)
+    assert keys.isfinite().all()
+    assert torch.equal(keys, whole.logits(tokens)) == (family == "v3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("transport", ["loopback", "tcp", "unix"])
+def test_pages_in_parts_travel(family: str, transport: str, folders: dict[str, str]) -> None:
+    model = model_in_parts(family, folders[family])
+    pools = [pd.PagePool(model, pd.CacheConfig(page_size=8, num_pages=64, **PARTS)) for _ in range(2)]
+    request = pd.Request(prompt=prompt_of(50), sampling=greedy(12, ignore_eos=True))
+    engine = pd.EngineConfig(chunked_prefill_size=16)
+    by_transport = []
+    for how, prefill in ((transport, pools[:1]), ("shared", [])):
+        with join(model, how, prefill_pools=prefill or pools[1:], decode_pools=pools[1:], engine=engine) as setup:
+            by_transport.append(tokens_of(setup.pairing.generate([request])))
+            setup.check_idle()
+    assert by_transport[0] == by_transport[1]
+    assert len(by_transport[0]) == 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_over_keys_beside_latents_are_those_over_whole_rows(family: str, folders: dict[str, str]) -> None:
+    tokens = []
+    for apart in (False, True):
+        cache = pd.CacheConfig(page_size=8, num_pages=64, rope_apart=apart)
+        with pd.Pairing.local(folders[family], dtype="float32", cache=cache) as pairing:
+            requests = [pd.Request(prompt=prompt_of(n), sampling=greedy(12, ignore_eos=True)) for n in (50, 9)]
+            tokens.append([(event.index, event.token) for event in pairing.generate(requests)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_whole_rows_and_parts_refuse_each_other(transport: str, folders: dict[str, str]) -> None:
+    model = model_in_parts("v32", folders["v32"])
+    whole = pd.load_model(folders["v32"], dtype="float32")
+    pools = [pd.PagePool(whole, pd.CacheConfig(page_size=8, num_pages=64))]
+    pools += [pd.PagePool(model, pd.CacheConfig(page_size=8, num_pages=64, **PARTS))]
+    with pytest.raises(pd.LayoutMismatch, match=r"components.*latent_rope"):
+        join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:])

@@ -60,7 +60,7 @@ def _again(call: Call, results: list[SimTensor]) -> None:
             before.inner.copy_(now)
 
 
-class CUDAGraph:
+class Graph:
     """A captured step, as `torch.cuda.CUDAGraph`."""
 
     captured: Capture
@@ -88,7 +88,7 @@ def _default_stream() -> order.Stream:
 
 @contextlib.contextmanager
 def graph(
-    made: CUDAGraph, pool: object = None, stream: order.Stream | None = None, *, capture_error_mode: str = "global"
+    made: Graph, pool: object = None, stream: order.Stream | None = None, *, capture_error_mode: str = "global"
 ) -> Iterator[None]:
     """Capture what this thread runs on `stream` until the context ends, as `torch.cuda.graph`: what runs on another
     stream is not in the graph. Raises RuntimeError for what a CUDA graph cannot hold, also in another thread if the

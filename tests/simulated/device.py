@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 
+from pdinfer.process.memory import main_memory
 from tests.simulated import order
 from tests.simulated.order import Access, Memory
 from tests.simulated.watch import LOCK, note, tell, where
@@ -289,6 +290,13 @@ def copied(call: Call) -> Any:
 # ---- torch's side ---------------------------------------------------------------------------------------------------
 
 
+@attrs.frozen
+class Properties:
+    """What the driver says of a device."""
+
+    total_memory: int
+
+
 class _Backend:
     """The module `torch.gpusim`, as `torch.cuda` is one."""
 
@@ -299,7 +307,6 @@ class _Backend:
     synchronize = staticmethod(order.synchronize)
     set_device = staticmethod(order.set_device)
     device = staticmethod(order.on_device)
-    CUDAGraph: Any
     graph: Any
     is_current_stream_capturing: Any
 
@@ -321,6 +328,20 @@ class _Backend:
     def current_device(self) -> int:
         return order.number_of(None)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def empty_cache(self) -> None:
+        pass
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        """Return what is free and what there is: the host's memory is the device's."""
+        host = main_memory()
+        return host.total - host.in_use, host.total
+
+    def get_device_properties(self, device: torch.device) -> Properties:
+        return Properties(main_memory().total)
+
 
 def why_not() -> str | None:
     """Return why there can be no simulated device here, or None where there can."""
@@ -332,14 +353,15 @@ def why_not() -> str | None:
 
 
 @functools.cache
-def set_up() -> torch.library.Library:
-    """Make torch know the device, for the rest of this process. Return what keeps its ops registered."""
+def set_up(name: str = "gpusim") -> torch.library.Library:
+    """Make torch know the device by that name, for the rest of this process. Return what keeps its ops registered."""
     from tests.simulated import capture  # it records calls of this module
 
     backend = _Backend()
-    backend.CUDAGraph, backend.graph = capture.CUDAGraph, capture.graph
+    backend.graph = capture.graph
+    setattr(backend, f"{name.upper()}Graph", capture.Graph)
     backend.is_current_stream_capturing = capture.is_current_stream_capturing
-    backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=backend)
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=backend)
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten
     for op in (

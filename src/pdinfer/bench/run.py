@@ -237,7 +237,9 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-        found["gpus"] = str(torch.cuda.device_count())
+    if torch is not None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        found["gpu"] = device.type if named is None else named(0)
+        found["gpus"] = str(torch.accelerator.device_count())
     return found

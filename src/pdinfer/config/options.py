@@ -69,6 +69,11 @@ class CacheConfig(Value):
     memory, take equal parts. `memory` is about pools in main memory: "shared" can be mapped by other processes of the
     host, and "pinned" is page-locked. The pool of a model on a GPU is there, and takes only "auto".
 
+    Ops of Ascend want pages in parts: with `rope_apart` the rotated keys lie beside the latents and not in one row with
+    them, and `index_format` "int8" keeps index keys as INT8 with a float16 scale per token ("auto" is the `kv_format`).
+    Ops of other devices join the parts in every call. Both sides of a Pairing need the same, and a model is loaded with
+    the `cache` of such pools.
+
     With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
     begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill
     wrote, and what was computed from it, only to requests that the same prefill serves. "all" says that all prefills
@@ -77,6 +82,8 @@ class CacheConfig(Value):
 
     page_size: int = int_field(1, 256, default=64)
     kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
+    rope_apart: bool = attrs.field(default=False, validator=a_bool)
+    index_format: str = attrs.field(default="auto", validator=one_of("auto", "int8"))
     num_pages: int | None = int_field(1, 2**31 - 1, default=None)
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
@@ -88,6 +95,11 @@ class CacheConfig(Value):
             raise ConfigError(
                 f"num_pages = {self.num_pages} and mem_fraction_static = {self.mem_fraction_static} both size the "
                 f"cache: give one of them"
+            )
+        if self.rope_apart and self.kv_format == "fp8":
+            raise ConfigError(
+                'rope_apart is for pages of floats, and kv_format "fp8" packs latents and rotated keys into one row; '
+                "give one of them"
             )
 
 
@@ -141,6 +153,9 @@ class EngineConfig(Value):
     rebalance_bytes_per_step: int = int_field(0, 1 << 50, default=64 << 20)
 
 
+MOE_A2A_BACKENDS = ("auto", "local", "all_to_all", "all_to_all_int8", "deep_ep")
+
+
 @attrs.frozen(kw_only=True)
 class ExpertConfig(Value):
     """The spread of a model's experts over ranks, and the way of tokens to them.
@@ -148,7 +163,8 @@ class ExpertConfig(Value):
     `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
     itself. `ep_dispatch_algorithm` says which copy of an expert a token goes to (`DispatchRule`). A node has
     `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
-    torch.distributed) on several. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
+    torch.distributed) on several; "all_to_all_int8" does the same with rows in INT8, for experts that are held in INT8
+    with a scale per token. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
     `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last two
     have at most `num_max_dispatch_tokens_per_rank` tokens per rank. With `two_batch_overlap` half of a step's tokens
     travel while the other half computes. `expert_distribution_recorder_mode` counts the choices of routers, over
@@ -159,7 +175,7 @@ class ExpertConfig(Value):
     num_redundant_experts: int = int_field(0, 1 << 16, default=0)
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
     ranks_per_node: int | None = int_field(1, 1 << 16, default=None)
-    moe_a2a_backend: str = attrs.field(default="auto", validator=one_of("auto", "local", "all_to_all", "deep_ep"))
+    moe_a2a_backend: str = attrs.field(default="auto", validator=one_of(*MOE_A2A_BACKENDS))
     deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency", "elastic"))
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
     num_max_dispatch_tokens_per_rank: int = int_field(1, 1 << 16, default=128)

@@ -2,6 +2,7 @@
 
     ops.py              every op as a typed callable, in one frozen value
     compositions.py     ops that are sequences of others, of whatever ops were chosen
+    page_parts.py       ops over pages whose rows lie in two parts, by joining them
     arguments.py        what several ops take, as values
     reference.py        every other op in plain torch: slow, and the specification
     torch/              fast eager torch

@@ -16,6 +16,8 @@ from pdinfer.values import Value
 class PagedCache(Value):
     """Rows of sequences in the pages of a pool: latents and rotated keys, W = C + R, or index keys.
 
+    Where an `OpSpec` has rows in parts, `pages_PGW` is a pair of tensors, see `page_parts`.
+
     `table_BM`, int32 or int64, has the pages of each sequence in their order. It may be wider than any sequence:
     entries beyond the end of one are any valid page.
 

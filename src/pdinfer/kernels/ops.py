@@ -28,9 +28,10 @@ from torch import Tensor
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats import WEIGHT_FORMATS
-from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, Rounded
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import BY_FORMAT, Format, Rounding, Weight
+from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.values import Value
 
 F = TypeVar("F", bound=Callable[..., Tensor])
@@ -256,6 +257,12 @@ class Ops(FusedOps, Protocol):
         [E, 2I, D] in two parts, down [E, D, I]. x is [S, D] with rows sorted by expert, or [E, N, D] with room for N
         rows per expert, of which the first ones are present. Rows that no expert has may hold anything. So may their
         results, in the shape of x."""
+
+    def grouped_mlp_int8_rows(
+        self, x_SD: INT8Rows, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic
+    ) -> Tensor:
+        """Return what `grouped_mlp` of "w8a8_dynamic" makes of the floats that became these rows, sorted by expert ->
+        [S, D] in the dtype of the floats."""
 
     def draw(self, logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
         """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them,

@@ -18,7 +18,7 @@ from pdinfer.kernels import draws
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats import cache_rows
-from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, ScaledRows
 from pdinfer.kernels.formats.floats import Plain
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
@@ -92,10 +92,10 @@ def round_int8(x_TI: Tensor) -> Tensor:
     return (numbers * scale).to(x_TI.dtype)
 
 
-def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-    numbers, scale = int8_activation(x_TI)
-    y = int8_sums(numbers, weight.numbers).to(exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
-    return y.to(x_TI.dtype)
+def linear_w8a8_dynamic(x_TI: Tensor | INT8Rows, weight: Int8Dynamic) -> Tensor:
+    rows = x_TI if isinstance(x_TI, INT8Rows) else INT8Rows(*int8_activation(x_TI), dtype=x_TI.dtype)
+    y = int8_sums(rows.numbers_TI, weight.numbers).to(rows.scales_TN.dtype) * rows.scales_TN * weight.scale.squeeze(-1)
+    return y.to(rows.dtype)
 
 
 def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:
@@ -282,7 +282,7 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x_TJ.dtype)
 
 
-def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def grouped_mlp(x: Tensor | ScaledRows, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     multiply = _LINEARS[type(as_format(down))]
     out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
@@ -294,6 +294,7 @@ def grouped_mlp(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: We
 
 
 grouped_mlp_fp8 = grouped_mlp_w8a8_dynamic = grouped_mlp_int4 = grouped_mlp_mxfp4 = grouped_mlp
+grouped_mlp_int8_rows = grouped_mlp
 _LINEARS: MappingProxyType[type[Format], Any] = MappingProxyType(
     {Plain: linear, FP8Blocks: linear_fp8, Int8Dynamic: linear_w8a8_dynamic, Int4: linear_int4, MXFP4: linear_mxfp4}
 )

@@ -13,7 +13,7 @@ import torch
 
 from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import compositions, crossovers
+from pdinfer.kernels import compositions, crossovers, page_parts
 from pdinfer.kernels.ops import OP_NAMES, Composed, Declined, Ops, function_of, ops_of
 from pdinfer.kernels.spec import OPS_OF_FORMAT, DeviceSpec, OpSpec
 from pdinfer.values import Value
@@ -94,7 +94,16 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         function, choice = _choose(op, spec, _wanted(op, spec.device, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(spec, ops_of(functions), tuple(choices))
+    over_parts = page_parts.functions_of(spec, ops_of(functions))
+    choices = [_over_parts(each) if each.op in over_parts else each for each in choices]
+    return ResolvedOps(spec, ops_of(functions | over_parts), tuple(choices))
+
+
+def _over_parts(choice: OpChoice) -> OpChoice:
+    """Return what there is to say of an op over pages in two parts."""
+    if choice.op in page_parts.JOINING:
+        return attrs.evolve(choice, slow="joins the two parts of each page that a call reads")
+    return OpChoice(choice.op, COMPOSITION)
 
 
 def _wanted(op: str, device: DeviceSpec, forced: str | Mapping[str, str] | None) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from pdinfer.checks import clip, int_in, one_of
+from pdinfer.checks import a_bool, clip, int_in, one_of
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.values import Value
@@ -90,7 +90,7 @@ class OpSpec(Value):
     checkpoint's names. `weight_formats` are the quantized formats that the checkpoint holds, of `OPS_OF_FORMAT`.
     `page_size` (in tokens) and `kv_format` ("fp8", or the name of a dtype) are of the cache. None means that a value is
     not known when ops are chosen: a provider then takes only ops that can have any, or declines calls
-    (`resolve.PROVIDERS`).
+    (`resolve.PROVIDERS`). `rope_apart` and `index_format` are those of `CacheConfig`: what its pages have in two parts.
     """
 
     device: DeviceSpec = attrs.field(converter=_device_of)
@@ -101,3 +101,5 @@ class OpSpec(Value):
     weight_formats: frozenset[str] = attrs.field(default=frozenset(), converter=_as_set, validator=_known_formats)
     page_size: int | None = attrs.field(default=None, validator=_optional_size)
     kv_format: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of(*KV_FORMATS)))
+    rope_apart: bool = attrs.field(default=False, validator=a_bool)
+    index_format: str = attrs.field(default="auto", validator=one_of("auto", "int8"))

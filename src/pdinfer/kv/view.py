@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -19,7 +20,7 @@ from pdinfer.kv.memory import Landing, Memory, take
 from pdinfer.values import Value
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
+PAGE_DTYPES = DTYPES | {"uint8": torch.uint8, "int8": torch.int8}
 
 
 class PageMemory:
@@ -128,8 +129,8 @@ def _check_kind(memory: str, device: torch.device) -> None:
             f'memory="{memory}" is about pools in main memory, and the pool of a model on {device} lies there; '
             'use "auto"'
         )
-    if memory == "pinned" and not torch.cuda.is_available():
-        raise ConfigError('memory="pinned" needs a CUDA device; use "auto"')
+    if memory == "pinned" and not torch.accelerator.is_available():
+        raise ConfigError('memory="pinned" needs a device that torch sees, and there is none; use "auto"')
 
 
 def _paired(left: Spans, right: Spans) -> list[tuple[int, int, int]]:
@@ -145,18 +146,20 @@ def _paired(left: Spans, right: Spans) -> list[tuple[int, int, int]]:
 
 @attrs.frozen
 class KVView(Value):
-    """The cache as the attention of one step sees it: every region, addressed by the batch's page table and slots."""
+    """The cache as the attention of one step sees it: every region, addressed by the batch's page table and slots.
+    Where the layout has a value in two parts, a layer has a pair of tensors in place of one."""
 
-    latents: Mapping[int, Tensor]
+    latents: Mapping[int, Any]
     """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key. When packed
     in "fp8", uint8 with a last axis that counts bytes."""
 
-    index_keys: Mapping[int, Tensor]
+    index_keys: Mapping[int, Any]
     """Per layer with an indexer [num_pages, page_size, index_head_dim], or bytes when packed."""
 
     @classmethod
     def of(cls, memory: PageMemory) -> KVView:
-        """Return the components named "latent" and "index_k", whatever the dotted prefix of their names."""
+        """Return the components named "latent" and "index_k", with the second parts of them that the layout has. Their
+        names may have any dotted prefix."""
 
         def regions(kind: str) -> dict[int, Tensor]:
             return {
@@ -166,4 +169,8 @@ class KVView(Value):
                 for layer in component.layers
             }
 
-        return cls(regions("latent"), regions("index_k"))
+        def in_parts(kind: str, second: str) -> dict[int, Any]:
+            firsts, seconds = regions(kind), regions(second)
+            return {layer: (part, seconds[layer]) if layer in seconds else part for layer, part in firsts.items()}
+
+        return cls(in_parts("latent", "latent_rope"), in_parts("index_k", "index_k_scale"))

@@ -37,12 +37,19 @@ class Attention(Protocol):
 
     @classmethod
     def cache_components(
-        cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
+        cls,
+        config: ModelConfig,
+        kv_format: str,
+        layers: Sequence[int],
+        *,
+        prefix: str = "",
+        rope_apart: bool = False,
+        index_format: str = "auto",
     ) -> tuple[KVComponent, ...]:
         """Return what a token leaves in the cache of `layers`.
 
-        `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names. Raises ConfigError for sizes
-        that "fp8" cannot pack.
+        `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names; `rope_apart` and
+        `index_format` are those of `CacheConfig`. Raises ConfigError for sizes that "fp8" cannot pack.
         """
 
 

@@ -7,14 +7,14 @@ says.
 from __future__ import annotations
 
 from pdinfer.kv.layout import KVComponent
-from pdinfer.kv.view import DTYPES
+from pdinfer.kv.view import PAGE_DTYPES
 
 FP8 = "fp8"
 
 
 def plain_component(name: str, form: str, dtype: str, width: int, layers: tuple[int, ...]) -> KVComponent:
     """Return a component whose rows are `width` numbers of `dtype`."""
-    size = width * DTYPES[dtype].itemsize
+    size = width * PAGE_DTYPES[dtype].itemsize
     return KVComponent(name=name, format=form, dtype=dtype, width=width, token_bytes=size, layers=layers)
 
 

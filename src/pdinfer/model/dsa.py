@@ -7,6 +7,8 @@ arXiv 2512.02556, section 2.1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -66,20 +68,28 @@ class Indexer(Value):
         )
 
     @staticmethod
-    def cache_component(config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...]) -> KVComponent:
-        """Return what a token leaves in the cache of `layers`, each of which has an indexer."""
+    def cache_components(
+        config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...]
+    ) -> tuple[KVComponent, ...]:
+        """Return what a token leaves in the cache of `layers`, each of which has an indexer. `kv_format` is the name of
+        a dtype, "fp8" or "int8"."""
         width = config.index_head_dim or 0
         pairs = "interleaved" if config.indexer_rope_interleave else "half"
         turned = f"rope-{pairs}-first-{config.qk_rope_head_dim}"
+        if kv_format == "int8":
+            return (
+                plain_component(name, f"dsa.int8.{width}.{turned}.float16-scale", kv_format, width, layers),
+                plain_component(f"{name}_scale", "dsa.float16-scale", "float16", 1, layers),
+            )
         if kv_format != FP8:
-            return plain_component(name, f"dsa.{kv_format}.{width}.{turned}", kv_format, width, layers)
+            return (plain_component(name, f"dsa.{kv_format}.{width}.{turned}", kv_format, width, layers),)
         if width & (width - 1):
             raise ConfigError(
                 f'kv_format "fp8" turns index keys with a Hadamard transform, whose width is a power of two, and '
                 f'index_head_dim is {width}; leave kv_format "auto"'
             )
         form = f"dsa.e4m3.{width}.{turned}.hadamard.float32-scale-pow2"
-        return packed_component(name, form, width + 4, layers)
+        return (packed_component(name, form, width + 4, layers),)
 
     def __call__(
         self,
@@ -87,14 +97,14 @@ class Indexer(Value):
         query_TL: Tensor | Rounded,
         batch: Batch,
         angles: tuple[Tensor, Tensor],
-        pages_PGY: Tensor,
+        pages_PGY: Any,
     ) -> Tensor | None:
         """Store this step's keys in `pages_PGY` and choose: positions as `Ops.index_topk` returns them, or None
         when every position of every context is read. `query_TL` is the query latent of attention."""
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         # decode on a device always chooses, because what it launches may not depend on a length that the host reads;
         # on a CPU nothing is launched, and the dense way is faster while all contexts are short
-        if not batch.decode or pages_PGY.device.type == "cpu":
+        if not batch.decode or batch.slots_A.device.type == "cpu":
             lens = batch.context_lens or batch.context_lens_B.tolist()
             if max(lens, default=0) <= self.top_k:
                 return None

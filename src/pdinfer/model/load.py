@@ -31,7 +31,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.forked import begin_to_compute
 from pdinfer.process.modes import own_modes
-from pdinfer.process.streams import make_current
+from pdinfer.process.streams import make_current, present
 from pdinfer.progress import Progress, telling
 
 Device = str | torch.device
@@ -78,9 +78,9 @@ def load_model(
     that the model does not read is refused, unless `unread` expects it. Links in the folder may end inside it, among
     the blobs of the hub cache whose snapshot it is, and in `trusted_roots`.
 
-    On CUDA, `device` becomes the current one of the calling thread, and "cuda" means the one that is. Products are
-    summed in float32 alone: torch's reduced-precision reductions are turned off for the process
-    (docs/decisions/0025-products-on-a-card.md).
+    `device` is "cpu", "cuda", or what a vendor's package has brought to torch ("npu" by torch_npu). One that is no CPU
+    becomes the current one of the calling thread, and without a number it is the one that is. On CUDA products are
+    summed in float32 alone, in the whole process (docs/decisions/0025-products-on-a-card.md).
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
@@ -203,14 +203,12 @@ def named_device(device: Device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise BackendUnavailable(f"device {device!r} is not a torch device name such as 'cpu' or 'cuda:0'") from error
+        raise BackendUnavailable(
+            f"device {device!r} is not a torch device name such as 'cpu' or 'cuda:0'; a vendor's package, such as "
+            "torch_npu for 'npu', brings its own name when it is imported"
+        ) from error
 
 
 def _checked_device(device: Device) -> torch.device:
     target = named_device(device)
-    if target.type not in ("cpu", "cuda"):
-        raise BackendUnavailable(f"device {device} cannot hold a model here; use 'cpu' or 'cuda'")
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable(f"device {device} was asked for and torch sees no CUDA device; use device='cpu'")
-    # without its number another thread would understand another card
-    return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
+    return target if target.type == "cpu" else present(target)

@@ -121,18 +121,27 @@ class MLA(Value):
 
     @classmethod
     def cache_components(
-        cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
+        cls,
+        config: ModelConfig,
+        kv_format: str,
+        layers: Sequence[int],
+        *,
+        prefix: str = "",
+        rope_apart: bool = False,
+        index_format: str = "auto",
     ) -> tuple[KVComponent, ...]:
-        """Return the latents of `layers`, and the index keys of the layers among them that have an indexer.
+        """Return the latents of `layers`, and the index keys of the layers among them that have an indexer: one
+        component each, or two where `CacheConfig` has them in parts.
 
         `kv_format` is the name of a dtype or "fp8". `prefix` goes before the names of the components. Raises
         ConfigError for sizes that "fp8" cannot pack.
         """
-        latent = _latent_component(config, kv_format, f"{prefix}latent", tuple(layers))
+        latents = _latent_components(config, kv_format, f"{prefix}latent", tuple(layers), apart=rope_apart)
         indexed = tuple(layer for layer in layers if config.has_indexer(layer))
         if not indexed:
-            return (latent,)
-        return latent, Indexer.cache_component(config, kv_format, f"{prefix}index_k", indexed)
+            return latents
+        format_of_keys = kv_format if index_format == "auto" else index_format
+        return *latents, *Indexer.cache_components(config, format_of_keys, f"{prefix}index_k", indexed)
 
     def __call__(self, x_TD: Tensor | Rounded, step: Step, layer: int) -> Tensor:
         """Store this step's latents of `layer` and attend. Returns [T, D], the output of all heads, whole on each rank.
@@ -213,15 +222,22 @@ class MLA(Value):
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
 
 
-def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...]) -> KVComponent:
+def _latent_components(
+    config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...], *, apart: bool
+) -> tuple[KVComponent, ...]:
     rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    if apart:
+        return (
+            plain_component(name, f"mla.{kv_format}.{rank}", kv_format, rank, layers),
+            plain_component(f"{name}_rope", f"mla.{kv_format}.{rope}.rope-interleaved", kv_format, rope, layers),
+        )
     if kv_format != FP8:
         form = f"mla.{kv_format}.{rank}+{rope}.rope-interleaved"
-        return plain_component(name, form, kv_format, rank + rope, layers)
+        return (plain_component(name, form, kv_format, rank + rope, layers),)
     if rank % FP8_GROUP:
         raise ConfigError(
             f'kv_format "fp8" has a scale for every {FP8_GROUP} elements of a latent and cannot hold kv_lora_rank = '
             f'{rank}; leave kv_format "auto"'
         )
     form = f"mla.e4m3.{rank}+{rope}.float32-scale-pow2-per-{FP8_GROUP}.rope-bfloat16-interleaved"
-    return packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers)
+    return (packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from pdinfer.identity import TensorDigests, WeightsIdentity
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 from pdinfer.kv.layout import MTP_PREFIX, WEIGHTS_IDS, KVLayout
-from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.kv.view import PAGE_DTYPES, KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.model.activations import Activations, Observer
 from pdinfer.model.attention import attention_of
@@ -244,8 +245,18 @@ class Model:
         return self._batch(Row(tokens, 0, range(memory.num_pages), next_token), memory), KVView.of(memory)
 
     def _pages_for(self, tokens: Sequence[int]) -> PageMemory:
-        layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
+        layout = self.kv_layout(self._cache_for(len(tokens)))
         return self.allocate_pages(layout, layout.num_pages(len(tokens)))
+
+    def _cache_for(self, num_tokens: int) -> CacheConfig:
+        """Return a cache of the pages that the ops were chosen for. Where they take any size, one page may hold all."""
+        spec = self.resolved.spec
+        return CacheConfig(
+            page_size=spec.page_size or min(num_tokens, 256),
+            kv_format=spec.kv_format or "auto",
+            rope_apart=spec.rope_apart,
+            index_format=spec.index_format,
+        )
 
     def _batch(self, row: Row, memory: PageMemory) -> Batch:
         page_size = memory.layout.page_size
@@ -257,6 +268,12 @@ class Model:
         for another cache."""
         layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
         spec, asked = self.resolved.spec, (cache.page_size, kv_format_of(self.dtype, cache))
+        if (cache.rope_apart, cache.index_format) != (spec.rope_apart, spec.index_format):
+            raise ConfigError(
+                f'a pool with rope_apart = {cache.rope_apart} and index_format "{cache.index_format}" was asked for, '
+                f'and the model\'s ops were chosen for {spec.rope_apart} and "{spec.index_format}": load it with the '
+                "`cache` of its pools"
+            )
         if spec.page_size is not None and asked != (spec.page_size, spec.kv_format):
             raise ConfigError(
                 f"a pool with page_size {asked[0]} and {asked[1]} latents was asked for, and the model's ops were "
@@ -323,12 +340,19 @@ def kv_format_of(dtype: torch.dtype, cache: CacheConfig) -> str:
 def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
     """Return the layout of a page of a model in `dtype`, of weights without an id. Raises ConfigError as `kv_format_of`
     does, and for sizes that "fp8" cannot pack."""
-    kv_format = kv_format_of(dtype, cache)
     layers = config.num_hidden_layers
-    components_of = attention_of(config).cache_components
-    components = components_of(config, kv_format, range(layers))
+    components_of = partial(
+        attention_of(config).cache_components,
+        config,
+        kv_format_of(dtype, cache),
+        rope_apart=cache.rope_apart,
+        index_format=cache.index_format,
+    )
+    components = components_of(range(layers))
     if mtp:
-        components += components_of(config, kv_format, (layers,), prefix=MTP_PREFIX)
+        components += components_of((layers,), prefix=MTP_PREFIX)
+    # a region begins where the one before it ends, and has to be aligned for its own numbers
+    components = tuple(sorted(components, key=lambda part: -PAGE_DTYPES[part.dtype].itemsize))
     return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
 
 
@@ -350,6 +374,8 @@ def op_spec_of(
         weight_formats=weight_formats,
         page_size=None if cache is None else cache.page_size,
         kv_format=None if cache is None else kv_format_of(dtype, cache),
+        rope_apart=cache is not None and cache.rope_apart,
+        index_format="auto" if cache is None else cache.index_format,
     )
 
 

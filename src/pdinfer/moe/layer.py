@@ -15,7 +15,8 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.formats.format import Weight
-from pdinfer.kernels.formats.weights import expert, from_bytes, num_bytes, tensors_of, to_bytes
+from pdinfer.kernels.formats.int8 import Int8Dynamic
+from pdinfer.kernels.formats.weights import as_format, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, WeightSource, fp8_scales_of
 from pdinfer.moe.dispatchers.base import Dispatched, Masked, TokenDispatcher
@@ -74,8 +75,18 @@ class Experts(Value):
         return fp8_scales_of([self.gate_up]) is not None
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
-        """Build the experts of one layer. `experts` is the logical expert of each slot here, repeats included."""
+    def build(
+        cls,
+        source: WeightSource,
+        name: str,
+        config: ModelConfig,
+        ops: Ops,
+        experts: Sequence[int],
+        *,
+        int8_rows: bool = False,
+    ) -> Experts:
+        """Build the experts of one layer. `experts` is the logical expert of each slot here, repeats included. Raises
+        ConfigError for weights whose products do not read the INT8 rows that are dispatched."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
         of_expert = [f"{name}.{number}" for number in experts]
         into = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in of_expert]
@@ -86,7 +97,15 @@ class Experts(Value):
                 f"{name}: gate_proj and up_proj are stored in one format and down_proj in another; experts need "
                 'one for all three: load with weights="float"'
             )
-        return cls(gate_up, down, ops.grouped_mlp.of(gate_up))
+        if not int8_rows:
+            return cls(gate_up, down, ops.grouped_mlp.of(gate_up))
+        if not isinstance(gate_up, Int8Dynamic):
+            raise ConfigError(
+                f'moe_a2a_backend "all_to_all_int8" brings rows in INT8 to experts in {Int8Dynamic.name}, and {name} '
+                f'are held as {as_format(gate_up).name}: load such a checkpoint with weights="stored", or choose '
+                '"all_to_all"'
+            )
+        return cls(gate_up, down, ops.grouped_mlp_int8_rows)
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +170,9 @@ class MoE(Value):
             shared = GatedMLP.build(source, f"{name}.shared_experts", config.hidden_size, size, ops)
         return cls(
             Router.build(source, f"{name}.gate", config, ops),
-            Experts.build(source, f"{name}.experts", config, ops, parallel.experts_of(layer)),
+            Experts.build(
+                source, f"{name}.experts", config, ops, parallel.experts_of(layer), int8_rows=parallel.int8_rows
+            ),
             shared,
             parallel.dispatcher,
             ops,

@@ -30,7 +30,7 @@ class ExpertParallel(Value):
     `layers` holds the numbers of these layers, that of an MTP layer last. They are the rows of `placement`, which is
     None in a model without experts. `epoch` numbers the placements that the model has had. On one rank there are no
     `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
-    this rank choose. The dispatcher has `buffer_bytes` of the GPU.
+    this rank choose. The dispatcher has `buffer_bytes` of the GPU, and brings rows in INT8 with `int8_rows`.
     """
 
     group: Group
@@ -41,6 +41,7 @@ class ExpertParallel(Value):
     recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
     buffer_bytes: int = 0
+    int8_rows: bool = False
     epoch: int = 0
 
     @classmethod
@@ -109,6 +110,7 @@ class ExpertParallel(Value):
             recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
             buffer_bytes=buffer_bytes(sizes, options),
+            int8_rows=options.moe_a2a_backend == "all_to_all_int8",
         )
 
     @property

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pdinfer.checks import clip, int_in, is_int, typed
-from pdinfer.errors import ConfigError, RankLost
+from pdinfer.errors import BackendUnavailable, ConfigError, RankLost
 from pdinfer.parallel.groups import Group, Groups, Lookout, timeout_of
 
 if TYPE_CHECKING:
@@ -112,11 +112,12 @@ class Topology:
     ) -> Groups:
         """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
-        It uses the torch.distributed backend that the host has initialized, or initializes one (gloo for host tensors,
-        NCCL for those on "cuda", whose watchdog must not be off). Ranks meet in `store`, or where torchrun's variables
-        say: a store may live in a process that is not a rank, so that it outlives them all (docs/howto/cluster.md).
-        `timeout_s` is how long any collective may take. Raises ConfigError when the ranks do not agree on sizes, or for
-        a store when a backend was initialized without it; RankLost when a rank does not come.
+        It uses the torch.distributed backend that the host has initialized, or initializes one: gloo for host tensors,
+        and for those on a device the one that torch has for it, NCCL on "cuda", whose watchdog must not be off. Ranks
+        meet in `store`, or where torchrun's variables say: a store may live in a process that is not a rank, so that it
+        outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. Raises ConfigError
+        when the ranks do not agree on sizes, or for a store when a backend was initialized without it;
+        BackendUnavailable for a device without a backend; RankLost when a rank does not come.
         """
         if self.world_size == 1:
             return self.apart()
@@ -136,7 +137,7 @@ class Topology:
             _check_watchdog()
         owns_backend = not dist.is_initialized()
         if owns_backend:
-            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            backend = _backend_of(kind)
             place: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size} if store else {}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
         elif store is not None:
@@ -189,6 +190,20 @@ class Topology:
             for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
                 if value != other:
                     raise ConfigError(f"{name} is {value} on rank {self.rank} and {other} on rank {rank}")
+
+
+def _backend_of(kind: str) -> str:
+    """Return the backend of torch.distributed for host tensors, and for those on such a device. Raises
+    BackendUnavailable for a device that torch has none for."""
+    if kind == "cpu":
+        return "gloo"
+    try:
+        return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    except ValueError as error:
+        raise BackendUnavailable(
+            f"ranks are to meet with tensors on {kind}, and torch.distributed has no backend for these; import the "
+            "package that brings one, or initialize torch.distributed before"
+        ) from error
 
 
 def _check_watchdog() -> None:

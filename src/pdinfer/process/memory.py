@@ -41,20 +41,21 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the memory of a device. For a GPU, that is what the driver reports for all processes, without what torch's
-    allocator keeps for later, which is given back here. For a CPU, see `main_memory`."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(total=total, in_use=total - free)
-    return main_memory()
+    """Return the memory of a device. For a GPU or an NPU, that is what the driver reports for all processes, without
+    what torch's allocator keeps for later, which is given back here. For a CPU, see `main_memory`."""
+    if device.type == "cpu":
+        return main_memory()
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    free, total = module.mem_get_info(device)
+    return DeviceMemory(total=total, in_use=total - free)
 
 
 def device_memory_bytes(device: torch.device) -> int:
     """Return the size, used or not, of the memory in which tensors on `device` live."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return main_memory_bytes()
+    if device.type == "cpu":
+        return main_memory_bytes()
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:

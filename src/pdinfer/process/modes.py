@@ -37,9 +37,11 @@ def own_modes(device: torch.device | None = None) -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
+        there = "cuda"
         if device is not None and device.type != "cpu":
             stack.enter_context(on_device(device))
-        for kind in ("cpu", "cuda"):
+            there = device.type
+        for kind in ("cpu", there):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         if _SMALLEST * 1.0 == 0.0:

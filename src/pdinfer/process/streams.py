@@ -20,6 +20,40 @@ import torch
 
 from pdinfer.errors import BackendUnavailable
 
+ASKED = (
+    *("is_available", "device_count", "current_device", "set_device", "device", "empty_cache", "mem_get_info"),
+    *("get_device_properties", "Event", "Stream", "current_stream", "stream", "graph", "is_current_stream_capturing"),
+)
+"""What this library asks of torch's module of a device, beside the class of its graphs."""
+
+
+def present(device: torch.device) -> torch.device:
+    """Return `device`, which is no CPU, with its number: that of the current one where it has none. Another thread
+    would understand another device. Raises BackendUnavailable where torch sees none of its kind, or where torch's
+    module of it lacks something that is asked of it here."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"device {device} cannot hold a model here, since torch has no module for it; use 'cpu', 'cuda', or the "
+            "device that a package such as torch_npu brings"
+        ) from error
+    if lacking := [name for name in (*ASKED, _graph_class(device)) if not hasattr(module, name)]:
+        raise BackendUnavailable(
+            f"device {device} cannot hold a model here, since torch.{device.type} has no {', '.join(lacking)}; use "
+            "'cpu' or 'cuda'"
+        )
+    if not module.is_available():
+        raise BackendUnavailable(
+            f"device {device} was asked for and torch sees no {device.type.upper()} device; use device='cpu'"
+        )
+    return device if device.index is not None else torch.device(device.type, module.current_device())
+
+
+def _graph_class(device: torch.device) -> str:
+    """Return what torch calls the class of a device's graphs: CUDAGraph, XPUGraph, NPUGraph."""
+    return f"{device.type.upper()}Graph"
+
 
 def make_current(device: torch.device) -> None:
     """Make `device` the current one of this thread, as it is without a number. Raises BackendUnavailable where there is
@@ -99,7 +133,7 @@ def capture(run: Callable[[], None], stream: torch.Stream, pool: Any = None) -> 
     are captured on one stream, so that they share its memory. Other threads may go on to use the device meanwhile.
     Raises RuntimeError when `run` waits for the device."""
     module = torch.get_device_module(stream.device)
-    graph: Graph = module.CUDAGraph()
+    graph: Graph = getattr(module, _graph_class(stream.device))()
     # without a stream torch makes one of the device that is current at the first capture of the process
     captured = module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     with no_collection(), on_device(stream.device), captured:

@@ -336,7 +336,7 @@ def test_defaults() -> None:
         (ExpertConfig, "num_redundant_experts", -1, "0 to 65536"),
         (ExpertConfig, "ep_dispatch_algorithm", "random", "static, dynamic, nearest"),
         (ExpertConfig, "ranks_per_node", 0, "1 to 65536"),
-        (ExpertConfig, "moe_a2a_backend", "deepep", "auto, local, all_to_all, deep_ep"),
+        (ExpertConfig, "moe_a2a_backend", "deepep", "auto, local, all_to_all, all_to_all_int8, deep_ep"),
         (ExpertConfig, "deepep_mode", "auto", "normal, low_latency, elastic"),
         (ExpertConfig, "deepep_config", "", "path of a file"),
         (ExpertConfig, "deepep_config", "tuned.json", 'moe_a2a_backend "deep_ep" in deepep_mode "normal"'),

@@ -330,6 +330,16 @@ def test_cuda_is_refused_where_there_is_none(
         load_model(folder, device=device)
 
 
+def test_a_device_of_another_vendor_needs_the_package_that_brings_it(folder: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"'npu' is not a torch device name .* such as torch_npu for 'npu'"):
+        load_model(folder, device="npu")
+
+
+def test_a_device_without_a_module_is_refused(folder: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="device meta cannot hold a model here, since torch has no module"):
+        load_model(folder, device="meta")
+
+
 def test_a_device_may_be_a_name_or_an_object(folder: Path) -> None:
     assert load_model(folder, device="cpu").device == load_model(folder, device=torch.device("cpu")).device
 
@@ -380,6 +390,7 @@ def test_a_model_that_was_loaded_for_one_cache_refuses_others(folder: Path) -> N
     model = load_model(folder, dtype="float32", cache=cache)
     assert (model.resolved.spec.page_size, model.resolved.spec.kv_format) == (16, "float32")
     PagePool(model, cache)
+    torch.testing.assert_close(model.logits(TOKENS), load_model(folder, dtype="float32").logits(TOKENS))
     with pytest.raises(ConfigError, match=r"page_size 64 and float32 latents .* chosen for page_size 16 and float32"):
         PagePool(model)
     anyhow = load_model(folder, dtype="float32")

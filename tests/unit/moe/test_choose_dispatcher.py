@@ -10,6 +10,7 @@ import torch
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
@@ -30,14 +31,17 @@ def chosen(group: Group, device: str = "cpu", **options: object) -> TokenDispatc
         (ONE, "auto", LocalDispatcher),
         (ONE, "local", LocalDispatcher),
         (ONE, "all_to_all", AllToAllDispatcher),
+        (ONE, "all_to_all_int8", Int8AllToAllDispatcher),
         (TWO, "auto", AllToAllDispatcher),
+        (TWO, "all_to_all_int8", Int8AllToAllDispatcher),
     ],
 )
 def test_it_is_the_one_asked_for(group: Group, backend: str, expected: type) -> None:
     dispatcher = chosen(group, moe_a2a_backend=backend)
     assert isinstance(dispatcher, expected)
-    if isinstance(dispatcher, AllToAllDispatcher):
-        assert dispatcher.experts_per_rank == 8 // group.size
+    carrier = dispatcher.carrier if isinstance(dispatcher, Int8AllToAllDispatcher) else dispatcher
+    if isinstance(carrier, AllToAllDispatcher):
+        assert carrier.experts_per_rank == 8 // group.size
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency", "elastic"])

@@ -256,6 +256,14 @@ def test_without_the_library(library: object, match: str, monkeypatch: pytest.Mo
         DeepEPNormal.connect(Group("ep"), V3, OPS, device=torch.device("cpu"))
 
 
+def test_the_deep_ep_of_sgl_kernel_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the name and the methods, and there `use_fp8=True` sends INT8."""
+    methods = SimpleNamespace(dispatch=print, combine=print, low_latency_dispatch=print, low_latency_combine=print)
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=methods, Config=print))
+    with pytest.raises(BackendUnavailable, match=r"low_latency_dispatch, or no topk_idx_t"):
+        DeepEPLowLatency.connect(Group("ep"), V3, 128, device=torch.device("cpu"))
+
+
 def test_the_second_api_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     first = SimpleNamespace(Buffer=SimpleNamespace(dispatch=print), topk_idx_t=torch.int64)
     monkeypatch.setitem(sys.modules, "deep_ep", first)

@@ -249,3 +249,10 @@ def test_two_batches_are_under_way_where_that_is_asked_for(tmp_path: Path, overl
         dispatcher: Any = NotedDispatcher(layer.dispatcher)
         attrs.evolve(layer, dispatcher=dispatcher)(x_TD)
         assert dispatcher.calls == order
+
+
+def test_rows_in_int8_are_for_experts_in_int8(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config_dict())
+    told = r'"all_to_all_int8" brings rows in INT8 to experts in w8a8_dynamic, and .*\.experts are held as float'
+    with pytest.raises(ConfigError, match=told):
+        load_model(tmp_path, experts=ExpertConfig(moe_a2a_backend="all_to_all_int8"))

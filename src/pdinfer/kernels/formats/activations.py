@@ -1,8 +1,8 @@
-"""Activations as values between ops: those rounded to FP8 with their scales, and those at hand in both forms."""
+"""Activations as values between ops: rounded to FP8 or INT8 with their scales, or at hand in both forms."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
@@ -13,26 +13,13 @@ from pdinfer.values import Value
 
 
 @attrs.frozen(eq=False)
-class FP8Rows(Value):
-    """Rows [..., I] that were rounded to e4m3, with a scale per row and 128 channels. `numbers * scale` is their value.
-
-    `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. They are in memory row by row, or group by
-    group at a pitch of a multiple of 16 bytes, which the TMA of a GPU loads. `dtype` is that of the floats which were
-    rounded, and so of what is computed from them. Axes before the last are those of the floats.
-
-    Where each expert has room for rows, `expected` is how many of them it gets if all get as many, and None where that
-    is not known. Kernels may be chosen by it; results do not depend on it.
-
-    `expert_S` is there where sorted rows lie in the tiles of a provider, which each belong to one expert: int32, the
-    expert of each row, and -1 where it is nobody's.
-    """
+class ScaledRows(Value):
+    """Rows [..., I] that were rounded, and scales in float32 to multiply them with. `dtype` is that of the floats which
+    were rounded, and so of what is computed from them. Axes before the last are those of the floats."""
 
     numbers_TI: Tensor
     scales_TN: Tensor
     dtype: torch.dtype = attrs.field(kw_only=True)
-    ue8m0: bool = attrs.field(default=False, kw_only=True)
-    expected: int | None = attrs.field(default=None, kw_only=True)
-    expert_S: Tensor | None = attrs.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -50,16 +37,13 @@ class FP8Rows(Value):
     def __len__(self) -> int:
         return len(self.numbers_TI)
 
-    def __getitem__(self, rows: Any) -> FP8Rows:
+    def __getitem__(self, rows: Any) -> Self:
         """Return some rows, by any index of a tensor that leaves the last axis alone, with their scales row by row."""
-        return attrs.evolve(
-            self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous(), expert_S=None
-        )
+        return self._with(self.numbers_TI[rows], self.scales_TN[rows].contiguous())
 
-    def index_select(self, axis: int, index: Tensor) -> FP8Rows:
+    def index_select(self, axis: int, index: Tensor) -> Self:
         """Do as that method of a tensor, along an axis before the last."""
-        numbers, scales = self.numbers_TI.index_select(axis, index), self.scales_TN.index_select(axis, index)
-        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales, expert_S=None)
+        return self._with(self.numbers_TI.index_select(axis, index), self.scales_TN.index_select(axis, index))
 
     def new_empty(self, size: torch.Size | tuple[int, ...]) -> Tensor:
         """Return uninitialised floats of `dtype`."""
@@ -67,8 +51,45 @@ class FP8Rows(Value):
 
     def floats(self) -> Tensor:
         """Return the value of the rows, rounded to `dtype`."""
-        scale_of_channel = self.scales_TN.repeat_interleave(BLOCK, -1)[..., : self.shape[-1]]
-        return (self.numbers_TI.to(self.scales_TN.dtype) * scale_of_channel).to(self.dtype)
+        return (self.numbers_TI.to(self.scales_TN.dtype) * self._scales()).to(self.dtype)
+
+    def _with(self, numbers_TI: Tensor, scales_TN: Tensor) -> Self:
+        """Return other rows of the same kind."""
+        return attrs.evolve(self, numbers_TI=numbers_TI, scales_TN=scales_TN)
+
+    def _scales(self) -> Tensor:
+        """Return the scales in a shape that numbers can be multiplied with."""
+        return self.scales_TN
+
+
+@attrs.frozen(eq=False)
+class INT8Rows(ScaledRows):
+    """Rows in int8, with a scale for each [..., 1], as `int8_activation` makes them."""
+
+
+@attrs.frozen(eq=False)
+class FP8Rows(ScaledRows):
+    """Rows in e4m3, with a scale per row and 128 channels.
+
+    `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. They are in memory row by row, or group by
+    group at a pitch of a multiple of 16 bytes, which the TMA of a GPU loads.
+
+    Where each expert has room for rows, `expected` is how many of them it gets if all get as many, and None where that
+    is not known. Kernels may be chosen by it; results do not depend on it.
+
+    `expert_S` is there where sorted rows lie in the tiles of a provider, which each belong to one expert: int32, the
+    expert of each row, and -1 where it is nobody's.
+    """
+
+    ue8m0: bool = attrs.field(default=False, kw_only=True)
+    expected: int | None = attrs.field(default=None, kw_only=True)
+    expert_S: Tensor | None = attrs.field(default=None, kw_only=True)
+
+    def _with(self, numbers_TI: Tensor, scales_TN: Tensor) -> Self:
+        return attrs.evolve(self, numbers_TI=numbers_TI, scales_TN=scales_TN, expert_S=None)
+
+    def _scales(self) -> Tensor:
+        return self.scales_TN.repeat_interleave(BLOCK, -1)[..., : self.shape[-1]]
 
 
 @attrs.frozen(eq=False)

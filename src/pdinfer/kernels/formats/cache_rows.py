@@ -6,6 +6,9 @@
 Bytes are little-endian, and the parts of a token are adjacent. 512 + 64 elements take 656 bytes, the format of
 DeepSeek-V3.2's published kernels; index keys of 128 take 132. A scale is the smallest power of two with amax / scale <=
 448, where amax is at least 1e-4. Division by it is exact, so the bytes follow from the values alone, on every machine.
+
+Index keys in INT8 lie in two parts: Y x int8, and a float16 scale per token, amax / 127 as float16 rounds it. That is
+what Ascend's indexer reads (npu_quant_lightning_indexer of torch_npu 2.11).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ PACKED = torch.uint8
 SCALE_GROUP = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
+SMALLEST_HALF = 2.0**-14
+"""The smallest float16 that has all its bits, and the smallest scale of an index key in INT8."""
 
 
 def latent_rows(c_TC: Tensor, k_rope_TR: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,6 +65,18 @@ def index_queries(q_TXY: Tensor, dtype: torch.dtype) -> Tensor:
     """Return queries that fit the `index_keys` of pages of `dtype`: transformed if those are. Dot products stay the
     same."""
     return hadamard(q_TXY) if dtype == PACKED else q_TXY
+
+
+def int8_index_rows(keys_TY: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows to write into both parts of pages of index keys in INT8: int8 [T, Y] and float16 [T, 1]."""
+    keys = keys_TY.float()
+    scale_T1 = quotient(keys.abs().amax(-1, keepdim=True), 127).clamp_min(SMALLEST_HALF).half()
+    return (keys / scale_T1.float()).round().clamp(-127, 127).to(torch.int8), scale_T1
+
+
+def int8_index_keys(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return the keys in both parts of rows, as float32 [..., Y]."""
+    return numbers.float() * scale.float()
 
 
 def hadamard(x: Tensor) -> Tensor:

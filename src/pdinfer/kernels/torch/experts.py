@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, ScaledRows
 from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.formats.four_bits import FourBits
 from pdinfer.kernels.formats.fp8 import FP8Blocks
@@ -22,7 +22,15 @@ from pdinfer.kernels.formats.int8 import Int8Dynamic
 from pdinfer.kernels.formats.weights import expert
 from pdinfer.kernels.reference import gated_silu
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.torch.products import card, linear, linear_fp8, linear_int4, linear_w8a8_dynamic, quantize_fp8
+from pdinfer.kernels.torch.products import (
+    card,
+    linear,
+    linear_fp8,
+    linear_int4,
+    linear_w8a8_dynamic,
+    multiply_int8,
+    quantize_fp8,
+)
 
 FEW_ROWS = 1024
 """Up to this many rows (a decode step of 128 tokens with 8 experts each) every expert runs on all rows. Beyond it the
@@ -64,6 +72,17 @@ def grouped_mlp_w8a8_dynamic(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, 
     return run_experts(linear_w8a8_dynamic, x, counts_E, gate_up, down)
 
 
+def grouped_mlp_int8_rows(x_SD: INT8Rows, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return run_experts(_linear_of_either, x_SD, counts_E, gate_up, down)
+
+
+def _linear_of_either(x_TI: Tensor | INT8Rows, weight: Int8Dynamic) -> Tensor:
+    """Multiply rows in int8, which the first product of an expert reads, or floats, which the second one does."""
+    if isinstance(x_TI, INT8Rows):
+        return multiply_int8(x_TI.numbers_TI, x_TI.scales_TN, weight, x_TI.dtype)
+    return linear_w8a8_dynamic(x_TI, weight)
+
+
 def grouped_mlp_int4(x: Tensor, counts_E: Tensor, gate_up: FourBits, down: FourBits) -> Tensor:
     return run_experts(linear_int4, x, counts_E, gate_up, down)
 
@@ -72,13 +91,13 @@ grouped_mlp_mxfp4 = grouped_mlp_int4
 
 
 def run_experts(
-    multiply: Callable[[Any, Any], Tensor], x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight
+    multiply: Callable[[Any, Any], Tensor], x: Tensor | ScaledRows, counts_E: Tensor, gate_up: Weight, down: Weight
 ) -> Tensor:
     """Run the grouped MLP with products of one expert."""
     if x.device.type == "cpu" or (x.ndim == 2 and len(x) > FEW_ROWS):
         return by_expert(multiply, gated_silu, x, counts_E, gate_up, down)
 
-    def run(rows: Tensor | FP8Rows, index: int) -> Tensor:
+    def run(rows: Tensor | ScaledRows, index: int) -> Tensor:
         return multiply(gated_silu(multiply(rows, expert(gate_up, index))), expert(down, index))
 
     if x.ndim == 3:
@@ -94,7 +113,7 @@ def run_experts(
 def by_expert(
     multiply: Callable[[Any, Any], Tensor],
     activate: Callable[[Tensor], Tensor],
-    x: Tensor | FP8Rows,
+    x: Tensor | ScaledRows,
     counts_E: Tensor,
     gate_up: Weight,
     down: Weight,

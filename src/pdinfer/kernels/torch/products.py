@@ -151,8 +151,12 @@ def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
 
 
 def linear_w8a8_dynamic(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-    numbers, scale = int8_activation(x_TI)
-    return (int8_sums(numbers, weight.numbers) * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
+    return multiply_int8(*int8_activation(x_TI), weight, x_TI.dtype)
+
+
+def multiply_int8(numbers_TI: Tensor, scale_T1: Tensor, weight: Int8Dynamic, dtype: torch.dtype) -> Tensor:
+    """Multiply rows that were rounded to int8 -> [T, O] in `dtype`."""
+    return (int8_sums(numbers_TI, weight.numbers) * scale_T1 * weight.scale.squeeze(-1)).to(dtype)
 
 
 def linear_w8a8(x_TI: Tensor, weight: Int8Static) -> Tensor:

@@ -47,7 +47,7 @@ from pdinfer.errors import (
 )
 from pdinfer.identity import DIGITS, FEW_TENSORS, MAX_PART_DIGITS, TensorDigest
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES
 from pdinfer.types import Handoff, PageGrant, PeerAddress
 
 NONCE_BYTES = 16
@@ -56,6 +56,8 @@ MAX_TAG_BYTES = 32
 MAJOR, MINOR = 3, 0
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours that this version understands. A peer that requires another one is refused."""
+MAX_REJECT_BYTES = 1 << 10
+"""What ends of any version take on a link that is not open, so that all can read why it was refused."""
 MAX_REASON_BYTES = 320
 """How much of the reason for a refusal travels as text. Differences travel one by one, and the other end lists them."""
 MAX_DIFFERENCE_CHARACTERS = 120
@@ -252,7 +254,7 @@ def rejection(error: PDInferError, *, again: bool, refuser: PeerAddress | None =
     bare = None if refuser is None else attrs.evolve(refuser, endpoints=())
     while True:
         frame = encode(Reject(short, fields, again, bare))
-        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES - MAX_TAG_BYTES or not fields:
+        if len(frame) <= MAX_REJECT_BYTES - MAX_TAG_BYTES or not fields:
             return frame
         fields = fields[:-1]
 

@@ -30,7 +30,8 @@ from pdinfer.process.silence import LINKS
 from pdinfer.values import Value
 
 MAX_FRAME_BYTES = 1 << 20
-MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
+MAX_UNTRUSTED_FRAME_BYTES = 2 << 10
+"""Enough for the layout of a model of 61 layers with an indexer and an MTP layer, each of its values in two parts."""
 TICK_S = LINKS.look_s
 """The interval at which a transport that crosses a process calls `Receiver.tick`."""
 MESSAGE_BYTES = 256

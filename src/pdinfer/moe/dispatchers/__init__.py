@@ -4,6 +4,7 @@ A new dispatcher is a file here and a branch in `choose`. It must pass `tests/co
 
     base.py             the seam, and its implementation for one rank
     all_to_all.py       over the collectives of torch.distributed
+    all_to_all_int8.py  over the same, with rows in INT8
     deep_ep.py          over DeepEP's kernels, by its first API
     deep_ep_elastic.py  by its second one
     deep_ep_config.py   the tuned file of the first

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.formats.activations import FP8Rows, Rounded
+from pdinfer.kernels.formats.activations import FP8Rows, Rounded, ScaledRows
 from pdinfer.kernels.ops import Ops
 from pdinfer.values import Value
 
@@ -30,7 +30,7 @@ class Contiguous(Value):
     that when it combines.
     """
 
-    x_SD: Tensor | FP8Rows
+    x_SD: Tensor | ScaledRows
     counts_E: Tensor
     weights_S: Tensor | None = None
 
@@ -43,7 +43,7 @@ class Masked(Value):
     anything. `weights_EN` is as in `Contiguous`.
     """
 
-    x_END: Tensor | FP8Rows
+    x_END: Tensor | ScaledRows
     counts_E: Tensor
     weights_EN: Tensor | None = None
 

@@ -11,6 +11,7 @@ from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
@@ -19,7 +20,12 @@ from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.parallel.groups import Group
 
 _Kind = (
-    type[LocalDispatcher] | type[AllToAllDispatcher] | type[DeepEPNormal] | type[DeepEPLowLatency] | type[DeepEPElastic]
+    type[LocalDispatcher]
+    | type[AllToAllDispatcher]
+    | type[Int8AllToAllDispatcher]
+    | type[DeepEPNormal]
+    | type[DeepEPLowLatency]
+    | type[DeepEPElastic]
 )
 DEEP_EP: Mapping[str, _Kind] = MappingProxyType(
     {"normal": DeepEPNormal, "low_latency": DeepEPLowLatency, "elastic": DeepEPElastic}
@@ -72,6 +78,8 @@ def _kind(num_ranks: int, options: ExpertConfig) -> _Kind:
     backend = options.moe_a2a_backend
     if backend == "deep_ep":
         return DEEP_EP[options.deepep_mode]
+    if backend == "all_to_all_int8":
+        return Int8AllToAllDispatcher
     return LocalDispatcher if backend == "local" or (backend == "auto" and num_ranks == 1) else AllToAllDispatcher
 
 
@@ -88,6 +96,8 @@ def choose_dispatcher(
         return LocalDispatcher(sizes.num_experts, ops)
     if kind is AllToAllDispatcher:
         return AllToAllDispatcher(group, sizes.experts_per_rank, ops)
+    if kind is Int8AllToAllDispatcher:
+        return Int8AllToAllDispatcher(AllToAllDispatcher(group, sizes.experts_per_rank, ops))
     if kind is DeepEPElastic:
         return DeepEPElastic.connect(group, sizes, room, device=device)
     if kind is DeepEPLowLatency:

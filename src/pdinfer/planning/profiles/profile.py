@@ -43,8 +43,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class OpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a provider of an op would call, by full names, how, and the conformance suites that it would have
-    to pass."""
+    """What a provider of an op would call, as expressions with full names and arguments, how, and the conformance
+    suites that it would have to pass."""
 
     op: str
     calls: tuple[str, ...]
@@ -54,7 +54,7 @@ class OpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file. `clusters` are the names of sizes that were run, as `engine_nodes` reads them, with prompts of up to
-    `prompt_tokens`."""
+    `prompt_tokens`. `beside_ops` are calls for what is no op: a dispatcher's, or one in place of several."""
 
     name: str
     source: str
@@ -68,6 +68,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     weights: str
     settings: tuple[Setting, ...]
     ops: tuple[OpCall, ...] = ()
+    beside_ops: tuple[OpCall, ...] = ()
 
 
 def decoded(data: bytes, name: str) -> Deployment:

@@ -6,24 +6,28 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import attrs
 import msgspec
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdinfer.bounds import escaped
-from pdinfer.config import CacheConfig
+from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.links import HANDSHAKE_S
 from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.channel.wire import FrameMac
-from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.layout import WEIGHTS_IDS, KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.model.model import kv_layout_of
 from pdinfer.types import Handoff, PeerAddress, peer_key
+from tests.unit.config import published_configs
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import Stranger, are_linked, linked
 from tests.unit.kv.channel.channels import (
@@ -338,6 +342,18 @@ def test_a_stranger_gets_no_further_than_one_frame_beyond_the_limit(net: HandNet
     assert not stranger.peer.snapshot().links
 
 
+@pytest.mark.parametrize("cache", [{}, {"kv_format": "fp8"}, {"rope_apart": True, "index_format": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["V3", "V32"])
+def test_a_greeting_of_a_large_model_fits_an_untrusted_link(name: str, cache: dict[str, Any]) -> None:
+    """With its MTP layer, all digests, two long endpoints and a tag."""
+    config = ModelConfig.from_dict(getattr(published_configs, name))
+    layout = kv_layout_of(config, torch.bfloat16, CacheConfig(**cache), mtp=True)
+    ids = {name: bytes(range(128, 160)) for name in WEIGHTS_IDS}
+    us = PeerAddress(b"e" * 16, 2**63, 2**31 - 1, ("tcp://" + "a" * 80, "unix://" + "b" * 80))
+    greeting = wire.encode(wire.Hello(us, attrs.evolve(layout, **ids)))
+    assert len(greeting) <= MAX_UNTRUSTED_FRAME_BYTES - wire.MAX_TAG_BYTES
+
+
 @example(layers=1, names=1, reason="𝄞" * 500)
 @given(layers=st.integers(1, 80), names=st.integers(1, 6), reason=st.text(max_size=2000))
 def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: int, reason: str) -> None:
@@ -346,7 +362,7 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
     for error in (LayoutMismatch(reason, fields=fields), TransferError(reason)):
         for key in (None, KEY):
             tagged = FrameMac(bytes(32), False, key).sign(wire.rejection(error, again=False, refuser=FAR))
-            assert len(tagged) <= MAX_UNTRUSTED_FRAME_BYTES
+            assert len(tagged) <= wire.MAX_REJECT_BYTES < MAX_UNTRUSTED_FRAME_BYTES
             decoded = wire.decode(wire.rejection(error, again=True))
             assert isinstance(decoded, wire.Reject)
             assert type(decoded.error) is type(error)
