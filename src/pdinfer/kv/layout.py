@@ -131,18 +131,18 @@ class KVLayout(Value):
         ids = [layer for component in self.components for layer in component.layers]
         return range(min(ids), max(ids) + 1)
 
-    @cached_property
+    @property
     def shape(self) -> PageShape | None:
         """The heads of every component, None without a head axis. Orders may differ between components."""
         shape = self.components[0].shape
         return None if shape is UNSET else shape
 
-    @cached_property
+    @property
     def heads(self) -> range | None:
         """The global ids of the heads that this rank holds, None without a head axis."""
         return None if self.shape is None else self.shape.heads
 
-    @cached_property
+    @property
     def by_token(self) -> bool:
         """Whether payloads out of these pages hold token by token all heads, and not head by head all tokens."""
         return self.shape is not None and self.shape.order.by_token
