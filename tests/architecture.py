@@ -84,7 +84,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("joining",),
+        ("joining", "following"),
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
@@ -104,10 +104,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "text.dialects": (("dialect",), ("families", "parser"), ("grammar",)),
     "remote": (
         ("spawning", "child"),
-        ("client", "served", "orders"),
+        ("served",),
+        ("announcing",),
+        ("directory",),
+        ("client", "orders", "news"),
         ("session", "known"),
         ("messages", "orphan"),
     ),
+    "remote.directory": (("directory",), ("dialling",), ("media",), ("announcement",)),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),
