@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+import sys
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -24,6 +28,7 @@ from pdinfer.remote.directory import Directory, Folder, HeadlessService, Store, 
 from pdinfer.remote.directory.announcement import MAX_BYTES, Announcement
 from pdinfer.remote.directory.directory import Entry
 from pdinfer.testing import VirtualClock
+from tests.backends import script
 from tests.golden.samples import DECODE_LOAD, PREFILL_LOAD
 from tests.waiting import check_ends, check_returns, started
 
@@ -119,6 +124,7 @@ def hostile(folder: Path) -> None:
         announcement(4).name: announcement(4, ttl_s=1e9).sealed(KEY),
     }.items():
         (folder / f"{name}.json").write_bytes(data)
+    (folder / f".{announcement(3).name}.json").write_bytes(announcement(3).sealed(KEY)[:100])  # is being written
     (folder / "a folder.json").mkdir()
     os.mkfifo(folder / "a pipe.json")
     (folder / "a link.json").symlink_to("/etc/hostname")
@@ -188,8 +194,7 @@ def test_a_store_has_as_many_slots_as_it_is_read_for(monkeypatch: pytest.MonkeyP
     writers[0].withdraw(announcement(1))  # its slot is another one's by now
     assert listed() == {f"10.0.0.{number}:7000" for number in (3, 4, 5)}
     writers[1].announce(announcement(2, beat=2))
-    assert "10.0.0.2:7000" in listed()
-    assert len(listed()) == 3
+    assert listed() == {f"10.0.0.{number}:7000" for number in (2, 4, 5)}
 
 
 def test_a_slot_that_nobody_filled_is_not_waited_for() -> None:
@@ -246,6 +251,76 @@ def test_an_announcement_has_few_bytes(tmp_path: Path) -> None:
     )
     with pytest.raises(pd.ConfigError, match=f"at most {MAX_BYTES} bytes, .* fewer or shorter names"):
         Directory(Folder(tmp_path), key=KEY).announce(announcement(limits=long))
+
+
+# -- media of the examples ---------------------------------------------------------------------------------------------
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """What of etcd's JSON gateway is used, by its documentation: keys and values in base64, leases that end."""
+
+    keys: ClassVar[dict[bytes, tuple[bytes, str]]]
+    leases: ClassVar[dict[str, int]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer: dict[str, Any] = {}
+        match self.path:
+            case "/v3/lease/grant":
+                answer = {"ID": str(len(self.leases) + 1), "TTL": str(body["TTL"])}
+                self.leases[answer["ID"]] = body["TTL"]
+            case "/v3/kv/put":
+                assert body["lease"] in self.leases
+                self.keys[b64decode(body["key"])] = b64decode(body["value"]), body["lease"]
+            case "/v3/kv/range":
+                low, high = b64decode(body["key"]), b64decode(body["range_end"])
+                found = [(key, value) for key, (value, lease) in self.keys.items() if low <= key < high]
+                pairs = [{"key": b64encode(k).decode(), "value": b64encode(v).decode()} for k, v in found]
+                answer = {"kvs": pairs, "count": str(len(pairs))} if pairs else {}
+            case "/v3/kv/deleterange":
+                self.keys.pop(b64decode(body["key"]), None)
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def check_medium(medium: Any) -> None:
+    directory = Directory(medium, key=KEY)
+    assert directory.watch() == ()
+    for number in (1, 2):
+        directory.announce(announcement(number))
+    directory.announce(announcement(1, beat=2))
+    assert [entry.announced and entry.announced.beat for entry in directory.watch()] == [2, 1]
+    directory.withdraw(announcement(1))
+    assert [entry.endpoint for entry in directory.watch()] == ["10.0.0.2:7000"]
+
+
+def test_etcd_of_the_examples_keeps_announcements_with_leases() -> None:
+    Gateway.keys, Gateway.leases = {b"/pdinfer/other": (b"x", "0"), b"/pdinfer/enginf": (b"x", "0")}, {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = started(server.serve_forever)
+        check_medium(script("examples/directories.py").Etcd(f"http://127.0.0.1:{server.server_port}/"))
+        server.shutdown()
+        check_ends(thread)
+    assert set(Gateway.leases.values()) == {15}
+
+
+def test_the_store_of_ray_of_the_examples_keeps_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[bytes, bytes], bytes] = {}
+    fake = SimpleNamespace(
+        _internal_kv_list=lambda prefix, *, namespace: [key for space, key in kept if space == namespace],
+        _internal_kv_get=lambda key, *, namespace: kept.get((namespace, key)),
+        _internal_kv_put=lambda key, value, *, overwrite, namespace: kept.update({(namespace, key): value}),
+        _internal_kv_del=lambda key, *, namespace: kept.pop((namespace, key), None),
+    )
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.experimental", SimpleNamespace(internal_kv=fake))
+    check_medium(script("examples/directories.py").RayCluster())
 
 
 # -- how an engine announces itself ------------------------------------------------------------------------------------
@@ -349,9 +424,15 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
     directory = Directory(Folder("."), key=KEY)
 
     def dialled(endpoint: str) -> str:
-        with pytest.raises(pd.TransferError) as raised:
-            directory.dial(Entry(endpoint, endpoint))
-        return str(raised.value)
+        said: list[str] = []
+
+        def dial() -> None:
+            with pytest.raises(pd.TransferError) as raised:
+                directory.dial(Entry(endpoint, endpoint))
+            said.append(str(raised.value))
+
+        check_returns(dial)
+        return said[0]
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes the connection, and says nothing
         at = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -1,7 +1,7 @@
 """What an engine says of itself in a directory: JSON of bounded fields, sealed with the key of the group.
 
     {"endpoint":"10.42.0.7:7000","role":"decode",...}
-    <HMAC-SHA256 in hex, over the name of the entry and the line above>
+    <HMAC-SHA256 of the line above, in hex>
 
 So whoever can write to the medium and does not have the key can remove an entry or put an old one back, and nothing
 else. Neither does harm: entries say whom to dial, and an engine proves on the connection who it is.
@@ -86,7 +86,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     def sealed(self, key: bytes) -> bytes:
         """Return its bytes. Raises ConfigError when there are more than MAX_BYTES."""
         body = msgspec.json.encode(self)
-        data = body + b"\n" + _tag(key, self.name, body)
+        data = body + b"\n" + _tag(key, body)
         if len(data) > MAX_BYTES:
             raise ConfigError(
                 f"an announcement has at most {MAX_BYTES} bytes, and that of {self.engine} has {len(data)}: give the "
@@ -96,21 +96,25 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def opened(cls, name: str, data: bytes, key: bytes) -> Announcement:
-        """Return the announcement in the bytes of the entry `name`. Raises TransferError for any other bytes."""
+        """Return the announcement in the bytes of the entry `name`. Raises TransferError for any others."""
         body, _, tag = data.rpartition(b"\n")
         if len(data) > MAX_BYTES:
             raise TransferError(f"it has {len(data)} bytes, more than {MAX_BYTES}")
-        if not hmac.compare_digest(tag, _tag(key, name, body)):
-            raise TransferError("it was not made with this key, or for another entry")
+        if not hmac.compare_digest(tag, _tag(key, body)):
+            raise TransferError("it was not made with this key")
         try:
-            return _decoder.decode(body)
+            announced = _decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"it is none: {broken_bound(error)}") from error
+        if announced.name != name:
+            raise TransferError("it is that of another entry")
+        if announced.version != messages.VERSION:
+            raise TransferError(f"it speaks version {announced.version}, this end speaks {messages.VERSION}")
+        return announced
 
 
 _decoder = msgspec.json.Decoder(Announcement)
 
 
-def _tag(key: bytes, name: str, body: bytes) -> bytes:
-    signed = b"\n".join((b"pdinfer directory 1", name.encode("utf-8", "replace"), body))
-    return hmac.new(key, signed, hashlib.sha256).hexdigest().encode()
+def _tag(key: bytes, body: bytes) -> bytes:
+    return hmac.new(key, b"pdinfer directory 1\n" + body, hashlib.sha256).hexdigest().encode()

@@ -13,7 +13,6 @@ from pdinfer.checks import clip, typed
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel.wire import check_key
-from pdinfer.remote import messages
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.directory.announcement import TTL_S, Announcement
 from pdinfer.remote.directory.dialling import found
@@ -101,7 +100,7 @@ class Directory:
                 entries.append(Entry(name, name))
                 continue
             try:
-                announced = self._opened(name, data)
+                announced = Announcement.opened(name, data, self._key)
             except TransferError as error:
                 refused.add(name)
                 if name not in self._refused:
@@ -139,14 +138,6 @@ class Directory:
                 "and let what keeps the medium name them"
             )
         return self._medium
-
-    def _opened(self, name: str, data: bytes) -> Announcement:
-        announced = Announcement.opened(name, data, self._key)
-        if announced.name != name:
-            raise TransferError("it is the announcement of another entry")
-        if announced.version != messages.VERSION:
-            raise TransferError(f"it speaks version {announced.version}, this end speaks {messages.VERSION}")
-        return announced
 
     def _is_fresh(self, name: str, announced: Announcement, now: float) -> bool:
         """Return whether its beat has grown within its `ttl_s`. Only growth counts: where views of a medium differ, or

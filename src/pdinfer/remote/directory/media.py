@@ -57,7 +57,8 @@ class Folder:
     def read(self) -> dict[str, bytes | None]:
         """Return the newest MAX_ENTRIES entries. Raises OSError when the folder cannot be read."""
         with os.scandir(self._path) as files:
-            names = [(_changed_s(file), file.name) for file in files if file.name.endswith(SUFFIX)]
+            whole = (file for file in files if file.name.endswith(SUFFIX) and not file.name.startswith("."))
+            names = [(_changed_s(file), file.name) for file in whole]
         found: dict[str, bytes | None] = {}
         for _, name in heapq.nlargest(MAX_ENTRIES, names):
             try:
@@ -70,8 +71,8 @@ class Folder:
 
     def write(self, name: str, data: bytes, *, ttl_s: float) -> None:
         made, path = self._path / f".{name}{SUFFIX}", self._path / f"{name}{SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(made, flags, 0o640), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(made, flags, 0o644), "wb") as file:
             file.write(data)
         os.replace(made, path)
         self._remove_abandoned(path.stat().st_mtime - ABANDONED_S)
