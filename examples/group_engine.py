@@ -57,7 +57,8 @@ def main() -> None:
         if not topology.is_leader:
             pd.remote.serve(engine, None)
         else:
-            directory = None if options.folder is None else Directory(Folder(options.folder), key=key)
+            # a client of NFS may show a refresh a minute late
+            directory = None if options.folder is None else Directory(Folder(options.folder), key=key, ttl_s=120.0)
             with Listener((host, port), authkey=key, backlog=16) as listener:
                 pd.remote.serve(engine, listener, config=config, directory=directory, drain=drain)
     model.groups.close()

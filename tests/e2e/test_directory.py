@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pdinfer as pd
 from pdinfer.remote.directory import Directory, Folder
+from pdinfer.remote.directory.directory import Entry
 from tests.backends import ROOT, child_environment
 from tests.e2e.setups import PROMPT, collect, model_of, pool_of, reference, request, tokens_of
 from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
@@ -29,30 +31,30 @@ def engine_of(role: type, family: str = "v3") -> Any:
 
 
 @contextmanager
-def serving(role: type, directory: Directory, family: str = "v3") -> Iterator[threading.Event]:
-    """Serve an engine in a thread, and announce it. The event drains it, at the latest when the block ends."""
-    drain = threading.Event()
+def listening(role: type, family: str = "v3", **more: Any) -> Iterator[str]:
+    """Serve an engine in a thread at the endpoint that is given, until `drain` is set."""
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
-        thread = started(
-            pd.remote.serve, engine_of(role, family), listener, directory=directory, drain=drain,
-            config=pd.remote.RemoteConfig(return_s=TIMEOUT_S),
-        )  # fmt: skip
+        config = pd.remote.RemoteConfig(return_s=TIMEOUT_S)
+        thread = started(pd.remote.serve, engine_of(role, family), listener, config=config, **more)
+        host, port = listener.address
+        yield f"{host}:{port}"
+        check_ends(thread)
+
+
+@contextmanager
+def serving(role: type, directory: Directory | None = None, family: str = "v3") -> Iterator[threading.Event]:
+    """Serve an engine, and announce it. The event drains it, at the latest when the block ends."""
+    drain = threading.Event()
+    with listening(role, family, directory=directory, drain=drain):
         try:
             yield drain
         finally:
             drain.set()
-            check_ends(thread)
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Directory:
     return Directory(Folder(tmp_path), key=KEY)
-
-
-@contextmanager
-def following(directory: Directory) -> Iterator[pd.Pairing]:
-    with pd.Pairing(directory=directory) as pairing:
-        yield pairing
 
 
 def step_until(pairing: pd.Pairing, condition: Callable[[], object]) -> list[pd.TokenEvent]:
@@ -71,10 +73,22 @@ def roles(pairing: pd.Pairing) -> list[str]:
     return sorted(port.role for port in pairing.ports)
 
 
+@contextmanager
+def paired(directory: Directory) -> Iterator[pd.Pairing]:
+    """A pairing that has found a prefill and a decode."""
+    with (
+        serving(pd.PrefillEngine, directory),
+        serving(pd.DecodeEngine, directory),
+        pd.Pairing(directory=directory) as pairing,
+    ):
+        step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
+        yield pairing
+
+
 def test_a_pairing_begins_with_what_the_directory_names_and_leaves_it_to_the_next(directory: Directory) -> None:
     with serving(pd.PrefillEngine, directory), serving(pd.DecodeEngine, directory):
         for name in ("first", "second"):  # front ends, one after the other
-            with following(directory) as pairing:
+            with pd.Pairing(directory=directory) as pairing:
                 pairing.submit(request(name))  # before there is any port
                 assert tokens_of(collect(pairing)) == list(reference("v3", PROMPT, 5).tokens)
                 wait_until(lambda: [entry.is_taken for entry in directory.watch()] == [True, True])
@@ -85,7 +99,7 @@ def test_an_engine_that_drains_ends_its_streams_and_then_itself(directory: Direc
     with ExitStack() as served:
         served.enter_context(serving(pd.PrefillEngine, directory))
         drain = served.enter_context(serving(pd.DecodeEngine, directory))
-        with following(directory) as pairing:
+        with pd.Pairing(directory=directory) as pairing:
             step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
             pairing.submit(request("a", 40))
             events = step_until(pairing, lambda: pairing.ports[0].load().num_running_requests)  # type: ignore[union-attr]
@@ -107,7 +121,11 @@ def test_an_engine_that_nobody_has_drains_at_once(directory: Directory) -> None:
 
 def test_streams_go_on_while_the_folder_is_gone_and_back(tmp_path: Path, directory: Directory) -> None:
     hidden = tmp_path.with_name("hidden")
-    with serving(pd.PrefillEngine, directory), serving(pd.DecodeEngine, directory), following(directory) as pairing:
+    with (
+        serving(pd.PrefillEngine, directory),
+        serving(pd.DecodeEngine, directory),
+        pd.Pairing(directory=directory) as pairing,
+    ):
         step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
         os.rename(tmp_path, hidden)
         for number in range(20):
@@ -122,13 +140,38 @@ def test_streams_go_on_while_the_folder_is_gone_and_back(tmp_path: Path, directo
 
 
 def test_an_engine_of_another_model_is_let_alone(directory: Directory) -> None:
-    with serving(pd.PrefillEngine, directory), serving(pd.DecodeEngine, directory), following(directory) as pairing:
+    with (
+        serving(pd.PrefillEngine, directory),
+        serving(pd.DecodeEngine, directory),
+        pd.Pairing(directory=directory) as pairing,
+    ):
         step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
         with serving(pd.PrefillEngine, directory, "v2"):
             wait_until(lambda: len(directory.watch()) == 3)
             pairing.submit(request("a"))
             assert tokens_of(collect(pairing)) == list(reference("v3", PROMPT, 5).tokens)
             assert roles(pairing) == ["decode", "prefill"]
+
+
+def test_engines_that_are_known_by_an_address_alone_say_what_they_are() -> None:
+    drain = threading.Event()
+    with (
+        listening(pd.PrefillEngine, drain=drain) as prefill,
+        listening(pd.DecodeEngine, drain=drain) as decode,
+        listening(pd.DecodeEngine, "v2", drain=drain) as other,
+    ):
+        named: dict[str, bytes | None] = dict.fromkeys((prefill, decode))
+        directory = Directory(SimpleNamespace(read=lambda: named), key=KEY)
+        with pd.Pairing(directory=directory) as pairing:
+            step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
+            named[other] = None
+            wait_until(lambda: other in pairing._followings[0]._tries)  # its pages mean something else
+            pairing.submit(request("a"))
+            assert tokens_of(collect(pairing)) == list(reference("v3", PROMPT, 5).tokens)
+            assert roles(pairing) == ["decode", "prefill"]
+            with directory.dial(Entry(other, other)) as found:  # it was left, and takes others
+                assert found.role == "decode"
+        drain.set()
 
 
 @pytest.mark.parametrize(
