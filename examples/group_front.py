@@ -29,8 +29,8 @@ def directories(options: argparse.Namespace) -> Iterator[Directory]:
     for service in options.service:
         host, _, ports = service.rpartition(":")
         first, _, last = ports.partition("-")
-        for port in range(int(first), int(last or first) + 1):
-            yield Directory(HeadlessService(host, port), key=key)
+        num_ports = int(last or first) - int(first) + 1
+        yield Directory(HeadlessService(host, int(first), num_ports=num_ports), key=key)
 
 
 async def show_readiness(host: pd.aio.AsyncPairing, file: Path) -> None:

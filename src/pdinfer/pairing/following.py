@@ -24,7 +24,7 @@ from pdinfer.errors import LayoutMismatch
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.types import PeerAddress
 
-POLL_S = 0.5
+POLL_S = 1.0
 """How often a directory is read."""
 MAX_DIALS = 16
 """How many entries are dialled at a time. One that does not answer takes a while."""

@@ -91,8 +91,8 @@ class Announcer:
         if served.stepped_at == self._seen_at or not (is_news or now >= self._due_at):
             return
         self._seen_at, self._due_at = served.stepped_at, now + self._directory.ttl_s / REFRESHES
-        self._announced = self._describe(self._announced.beat + 1, is_taken=served.is_taken)
         try:
+            self._announced = self._describe(self._announced.beat + 1, is_taken=served.is_taken)
             self._directory.announce(self._announced)
         except Exception as error:  # noqa: BLE001 - whatever a medium raises
             if not self._is_failing:

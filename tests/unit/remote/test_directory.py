@@ -216,6 +216,9 @@ def test_a_service_in_dns_tells_addresses_and_takes_none() -> None:
     endpoints = ["10.0.0.1:7000", "10.0.0.2:7000", "[fd00::1]:7000"]
     assert directory.watch() == tuple(Entry(each, each) for each in endpoints)
     assert [(entry.identity, entry.is_taken) for entry in directory.watch()] == [(None, False)] * 3
+    several = Directory(HeadlessService("prefill.default.svc", 7000, num_ports=2, resolve=resolve), key=KEY)
+    assert [entry.endpoint for entry in several.watch()][:2] == ["10.0.0.1:7000", "10.0.0.1:7001"]
+    assert len(several.watch()) == 6
     with pytest.raises(pd.ConfigError, match=r"Directory\(HeadlessService\), which is only read"):
         directory.announce(announcement(1))
 
@@ -235,7 +238,9 @@ def test_a_name_without_addresses_is_an_error() -> None:
         (lambda: Directory(Folder("."), key=b"short"), "at least 16 random bytes"),
         (lambda: Directory(Folder("."), key=KEY, ttl_s=0.0), "ttl_s must be greater than 0 and at most 3600, got 0"),
         (lambda: Directory(Folder("."), key=KEY, ttl_s=4000.0), "at most 3600, got 4000"),
-        (lambda: HeadlessService("name", 0), "a port from 1 to 65535, got 0"),
+        (lambda: HeadlessService("name", 0), "ports from 1 to 65535, got 1 from 0 on"),
+        (lambda: HeadlessService("name", 65530, num_ports=7), "got 7 from 65530 on"),
+        (lambda: HeadlessService("name", 7000, num_ports=0), "got 0 from 7000 on"),
         (lambda: Folder(3), "path must be"),  # type: ignore[arg-type]
     ],
 )

@@ -10,6 +10,7 @@ import heapq
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,23 +97,30 @@ def _changed_s(file: os.DirEntry[str]) -> float:
 
 
 class HeadlessService:
-    """A name in DNS that has an address for each engine, such as a headless service of Kubernetes. It is read only, and
-    tells nothing but addresses. All engines listen on `port`. `resolve` is called like `socket.getaddrinfo`."""
+    """A name in DNS that has an address for each host of engines, such as a headless service of Kubernetes. It is read
+    only, and tells nothing but addresses. Ports are served at `port`, and where a host has several, at the next ones,
+    `num_ports` in all. `resolve` is called like `socket.getaddrinfo`."""
 
     @typed
     def __init__(
-        self, host: str, port: int, *, resolve: Callable[..., Sequence[tuple[Any, ...]]] = socket.getaddrinfo
+        self,
+        host: str,
+        port: int,
+        *,
+        num_ports: int = 1,
+        resolve: Callable[..., Sequence[tuple[Any, ...]]] = socket.getaddrinfo,
     ) -> None:
-        if not 0 < port < 1 << 16:
-            raise ConfigError(f"a service has a port from 1 to 65535, got {clip(port)}")
-        self._host, self._port, self._resolve = host, port, resolve
+        if not 0 < port < port + num_ports <= 1 << 16:
+            raise ConfigError(f"a service has ports from 1 to 65535, got {clip(num_ports)} from {clip(port)} on")
+        self._host, self._ports, self._resolve = host, range(port, port + num_ports), resolve
 
     def read(self) -> dict[str, bytes | None]:
-        """Return an endpoint for each address. Raises OSError when the name cannot be resolved, also where no engine is
-        ready."""
-        found = self._resolve(self._host, self._port, type=socket.SOCK_STREAM)
+        """Return an endpoint for each address and port. Raises OSError when the name cannot be resolved, also where no
+        engine is ready."""
+        found = self._resolve(self._host, self._ports[0], type=socket.SOCK_STREAM)
         hosts = sorted({str(address[0]) for *_, address in found})
-        return {endpoint_of(host, self._port): None for host in hosts[:MAX_ENTRIES]}
+        endpoints = (endpoint_of(host, port) for host in hosts for port in self._ports)
+        return dict.fromkeys(islice(endpoints, MAX_ENTRIES))
 
 
 class KeyValues(Protocol):
@@ -129,9 +137,9 @@ class KeyValues(Protocol):
 
 class Store:
     """A store of torch.distributed, such as a `TCPStore`. It knows no lists, so entries have numbered slots, and after
-    MAX_ENTRIES writers the next one takes the oldest slot. Whoever keeps the store is best no engine: while it is gone
-    nobody is found. Give this its own client (`store.clone()`), since a call may wait for as long as the store's
-    timeout."""
+    MAX_ENTRIES writers the next one takes the oldest slot. Whoever keeps the store is best no engine: when it is gone
+    nobody is found any more, since torch's clients do not connect again. Give this its own client (`store.clone()`),
+    since a call may wait for as long as the store's timeout."""
 
     @typed
     def __init__(self, store: KeyValues, *, prefix: str = "pdinfer.directory") -> None:
