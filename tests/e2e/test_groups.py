@@ -107,19 +107,19 @@ def test_a_job_of_slurm_serves_loses_an_engine_and_ends(tmp_path: Path, stubs: P
         "CHECKPOINT": str(ROOT / "examples" / "tiny"),
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": str(os.getpid()),
-        "RANKS_PER_NODE": "1",
+        "RANKS_PER_NODE": "2",
         "LISTEN": "127.0.0.1",
         "NUM_PAGES": "64",
     }
     with running(["bash", "examples/slurm/xpyd.sbatch"], environment) as job:
         assert ask(job, "calc 47+38=") == "calc 47+38=85;"
         assert (group / "key").stat().st_mode & 0o077 == 0
-        wait_until(lambda: len(list((group / "engines").glob("*.json"))) == 3)
+        wait_until(lambda: len(list((group / "engines").glob("*.json"))) == 6)  # each rank is a port
         os.kill(workers(group, "decode")[0], signal.SIGKILL)
         for number in range(1, 9):
             assert ask(job, f"calc {number}+1=") == f"calc {number}+1={number + 1};"
         wait_until(lambda: len(steps.read_text().splitlines()) == 5)  # its step began anew
-        wait_until(lambda: len(workers(group, "decode")) == 2)
+        wait_until(lambda: len(workers(group, "decode")) == 4)
         assert job.stdin is not None
         job.stdin.close()
         assert job.wait(TIMEOUT_S) == 0
@@ -185,12 +185,12 @@ class Pods:
         template = self._objects["LeaderWorkerSet", role]["spec"]["leaderWorkerTemplate"]["workerTemplate"]
         address = f"127.0.0.{number}"
         given = {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": address, "POD_IP": address}
-        changed = {"--nproc-per-node 8": "--nproc-per-node 1", "29500": str(free_port())}
+        changed = {"--nproc-per-node 8": "--nproc-per-node 2", "29500": str(free_port())}
         changed["/models/checkpoint"] = f"--num-pages 64 {ROOT / 'examples/tiny'}"
         return self._start(template["spec"], role, address, given, changed)
 
     def front(self) -> subprocess.Popen[str]:
-        changed = {"prefill:7000-7007": "prefill:7000", "decode:7000-7007": "decode:7000"}
+        changed = {"prefill:7000-7007": "prefill:7000-7001", "decode:7000-7007": "decode:7000-7001"}
         return self._start(self._objects["Deployment", "front"]["spec"]["template"]["spec"], "", "", {}, changed)
 
     def _start(
@@ -242,7 +242,7 @@ def test_containers_of_the_manifest_serve_drain_and_end_when_a_rank_dies(tmp_pat
         for number in range(1, 9):
             assert ask(front, f"calc {number}+1=") == f"calc {number}+1={number + 1};"
         first.wait(TIMEOUT_S)
-        (rank,) = workers(tmp_path, "decode")
+        rank, _ = workers(tmp_path, "decode")
         os.kill(rank, signal.SIGKILL)
         assert second.wait(TIMEOUT_S) != 0  # so that the group is made anew
         third = pods.engine("decode")

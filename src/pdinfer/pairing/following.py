@@ -139,6 +139,8 @@ class Following:
     def act(self) -> None:
         """Go on with letting ports go, between two steps."""
         for _ in range(len(self._leaving)):
+            if not self._leaving:  # the end of a removal is a step, which has come here itself
+                return
             port, removal = self._leaving.popleft()
             try:
                 has_left = next(removal, None) is None

@@ -84,6 +84,7 @@ class World:
         self.removals.append(port)
         for _ in range(self.steps_to_drain):
             yield drain_s
+        self.following.act()  # the end of a removal is a step
         del self.ports[port.name]
 
     def wake(self) -> None:
@@ -247,6 +248,19 @@ def test_an_engine_that_drains_is_let_go_of_between_steps(world: World) -> None:
     world.look(0.5)
     assert (set(world.ports), world.made[0].num_closed) == ({"b"}, 1)
     assert world.removals == [world.made[0]]
+
+
+def test_engines_that_drain_at_once_are_all_let_go_of(world: World) -> None:
+    world.entries = [Named("a"), Named("b"), Named("c"), Named("d")]
+    world.look()
+    world.entries = []
+    for name in "abc":
+        world.ports[name].is_draining = True
+    world.look(0.5)
+    for _ in range(world.steps_to_drain + 1):
+        world.following.act()
+    assert set(world.ports) == {"d"}
+    assert [port.num_closed for port in world.made] == [1, 1, 1, 0]
 
 
 def test_a_removal_that_fails_is_begun_anew(world: World) -> None:
