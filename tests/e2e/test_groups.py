@@ -49,8 +49,18 @@ def stubs(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Kill the engines that a failed test leaves: torchrun starts each in a session of its own."""
+    yield
+    for pid in workers(tmp_path, ""):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def workers(folder: Path, role: str) -> list[int]:
-    """Return the processes of engines of a role that announce themselves below a folder, without torchrun."""
+    """Return the processes of engines of a role, or of both for "", that were told of a path below a folder, without
+    torchrun."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -65,7 +75,7 @@ def workers(folder: Path, role: str) -> list[int]:
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a process group of its own, of which nothing is left in the end."""
+    """Run a command in a process group of its own, which is killed in the end."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -162,7 +172,7 @@ def free_port() -> int:
 
 class Pods:
     """Pods of the manifest on this host. Each has an address of the loopback network, and services name those that are
-    ready, as their probes say. Of what a manifest says only sizes, and paths of the image, are others here."""
+    ready, as their probes say. Of what a manifest says only sizes, ports, and paths of the image are others here."""
 
     def __init__(self, folder: Path, stubs: Path) -> None:
         yaml = pytest.importorskip("yaml")
@@ -170,6 +180,7 @@ class Pods:
         self._objects = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         self._folder, self._running = folder, ExitStack()
         self._pods: list[tuple[str, str, Path]] = []
+        self._port = free_port()
         (folder / "sitecustomize.py").write_text(DNS)
         (folder / "key").write_text(os.urandom(32).hex())
         self._environment = {
@@ -186,11 +197,12 @@ class Pods:
         address = f"127.0.0.{number}"
         given = {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": address, "POD_IP": address}
         changed = {"--nproc-per-node 8": "--nproc-per-node 2", "29500": str(free_port())}
+        changed["$POD_IP:7000"] = f"$POD_IP:{self._port}"
         changed["/models/checkpoint"] = f"--num-pages 64 {ROOT / 'examples/tiny'}"
         return self._start(template["spec"], role, address, given, changed)
 
     def front(self) -> subprocess.Popen[str]:
-        changed = {"prefill:7000-7007": "prefill:7000-7001", "decode:7000-7007": "decode:7000-7001"}
+        changed = {f"{role}:7000-7007": f"{role}:{self._port}-{self._port + 1}" for role in ("prefill", "decode")}
         return self._start(self._objects["Deployment", "front"]["spec"]["template"]["spec"], "", "", {}, changed)
 
     def _start(
