@@ -11,13 +11,12 @@ import argparse
 import os
 import signal
 import threading
-from multiprocessing.connection import Listener
 from pathlib import Path
 
 import torch
 
 import pdinfer as pd
-from pdinfer.remote.directory import Directory, Folder
+from pdinfer.remote.directory import Directory, Door, Folder
 
 
 def parsed() -> argparse.Namespace:
@@ -59,8 +58,8 @@ def main() -> None:
         else:
             # a client of NFS may show a refresh a minute late
             directory = None if options.folder is None else Directory(Folder(options.folder), key=key, ttl_s=120.0)
-            with Listener((host, port), authkey=key, backlog=16) as listener:
-                pd.remote.serve(engine, listener, config=config, directory=directory, drain=drain)
+            with Door(host, port, key=key) as door:
+                pd.remote.serve(engine, door, config=config, directory=directory, drain=drain)
     model.groups.close()
 
 

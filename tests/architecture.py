@@ -111,7 +111,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("session", "known"),
         ("messages", "orphan"),
     ),
-    "remote.directory": (("directory",), ("dialling",), ("media",), ("announcement",)),
+    "remote.directory": (("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from multiprocessing.connection import Listener
 
 import torch
 
@@ -27,12 +26,12 @@ def main(role: str, folder: str, waits: str) -> None:
         pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=128)), pd.kv.SocketTransport(), key=key
     )
     engine = (pd.PrefillEngine if role == "prefill" else pd.DecodeEngine)(model, channel)
-    listener = Listener(("127.0.0.1", 0), authkey=key)
+    door = pd.remote.directory.Door("127.0.0.1", 0, key=key)
     if waits == "waits":
         sys.stdin.readline()
     place = pd.remote.directory
     directory = place.Directory(place.Folder(folder), key=key, ttl_s=2.0)
-    pd.remote.serve(engine, listener, directory=directory, drain=drain)
+    pd.remote.serve(engine, door, directory=directory, drain=drain)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.remote.directory import Directory, Folder
+from pdinfer.remote.directory import Directory, Door, Folder
 from pdinfer.remote.directory.directory import Entry
 from tests.backends import ROOT, child_environment
 from tests.e2e.setups import PROMPT, collect, model_of, pool_of, reference, request, tokens_of
@@ -33,10 +33,10 @@ def engine_of(role: type, family: str = "v3") -> Any:
 @contextmanager
 def listening(role: type, family: str = "v3", **more: Any) -> Iterator[str]:
     """Serve an engine in a thread at the endpoint that is given, until `drain` is set."""
-    with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+    with Door("127.0.0.1", 0, key=KEY) as door:
         config = pd.remote.RemoteConfig(return_s=TIMEOUT_S)
-        thread = started(pd.remote.serve, engine_of(role, family), listener, config=config, **more)
-        host, port = listener.address
+        thread = started(pd.remote.serve, engine_of(role, family), door, config=config, **more)
+        host, port = door.address
         yield f"{host}:{port}"
         check_ends(thread)
 

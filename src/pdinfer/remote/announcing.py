@@ -46,7 +46,7 @@ def announced_at(connection: object, advertise: str | None) -> str:
     if not hasattr(connection, "accept"):
         raise ConfigError(
             "an engine in a directory has clients that come by themselves: give `serve` a listener, such as "
-            "multiprocessing.connection.Listener((host, port), authkey=key); ranks without a client are not announced"
+            "pdinfer.remote.directory.Door(host, port, key=key); ranks without a client are not announced"
         )
     if advertise is not None:
         host_and_port(advertise, ConfigError)

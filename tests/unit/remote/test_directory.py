@@ -10,9 +10,10 @@ import sys
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ import torch.distributed as dist
 import pdinfer as pd
 from pdinfer.remote import announcing, messages
 from pdinfer.remote.announcing import Announcer, announced_at
-from pdinfer.remote.directory import Directory, Folder, HeadlessService, Store, dialling, media
+from pdinfer.remote.directory import Directory, Door, Folder, HeadlessService, Store, handshake, media
 from pdinfer.remote.directory.announcement import MAX_BYTES, Announcement
 from pdinfer.remote.directory.directory import Entry
 from pdinfer.testing import VirtualClock
@@ -425,7 +426,7 @@ def test_a_medium_that_hangs_keeps_no_engine_from_ending(served: Any, monkeypatc
 
 
 def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialling, "DIAL_S", 0.2)
+    monkeypatch.setattr(handshake, "DIAL_S", 0.2)
     directory = Directory(Folder("."), key=KEY)
 
     def dialled(endpoint: str) -> str:
@@ -463,3 +464,38 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
             host, port = listener.address
             assert expected in dialled(f"{host}:{port}")
             check_ends(thread)
+
+
+def test_strangers_at_the_door_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handshake, "GREET_S", 0.1)
+    with Door("127.0.0.1", 0, key=KEY) as door, socket.create_connection(door.address, None), ExitStack() as strangers:
+        for said in (b"", b"\0\0\0\x04ping", b"\xff" * 64):  # after the one that says nothing
+            stranger = strangers.enter_context(socket.create_connection(door.address, None))
+            stranger.sendall(said)
+        accepted: list[Any] = []
+        thread = started(lambda: accepted.append(door.accept()))
+        host, port = door.address
+        with handshake.connected(f"{host}:{port}", KEY) as connection:
+            check_ends(thread)
+            connection.send_bytes(b"hello")
+            assert accepted[0].recv_bytes() == b"hello"
+        thread = started(lambda: accepted.append(door.accept()))
+        with Client(door.address, authkey=KEY):
+            check_ends(thread)
+    assert len([record for record in caplog.records if "has not proven the key" in record.getMessage()]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("127.0.0.1", 0, b"short"), "at least 16 random bytes"),
+        (("203.0.113.7", 0, KEY), "no engine can listen at 203.0.113.7, port 0: OSError"),
+        (("127.0.0.1", 70000, KEY), "a port is an int from 0 to 65535, got 70000"),
+    ],
+)
+def test_a_door_that_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    host, port, key = arguments
+    with pytest.raises(pd.ConfigError, match=message):
+        Door(host, port, key=key)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
-from pdinfer.bounds import cause
 from pdinfer.config import RemoteConfig
-from pdinfer.errors import TransferError
 from pdinfer.remote import messages
 from pdinfer.remote.client import DecodeClient, EngineClient, PrefillClient
-from pdinfer.remote.directory.media import host_and_port
+from pdinfer.remote.directory.handshake import connected
 from pdinfer.remote.messages import AnyLoad, Ready
 from pdinfer.remote.session import MessageStream
 from pdinfer.stats import DecodeLoad, PrefillLoad
-
-DIAL_S = 10.0
-"""How long all of it may take: to connect, to prove the key to each other, and to hear what the engine is. An engine
-that has a client does not answer."""
 
 
 class _Found(EngineClient[AnyLoad]):
@@ -72,36 +61,6 @@ def found(endpoint: str, key: bytes, config: RemoteConfig | None) -> FoundPrefil
 
     made: Callable[..., FoundPrefill | FoundDecode] = FoundDecode if ready.load.prefill is None else FoundPrefill
     return made(dial, config=config)
-
-
-@contextlib.contextmanager
-def connected(endpoint: str, key: bytes) -> Iterator[Connection]:
-    """Give a connection on which both ends have proven that they know the key. It is closed DIAL_S after the call has
-    begun unless the block has ended by then, and when the block raises. Raises TransferError."""
-    host, port = host_and_port(endpoint, TransferError)
-    try:
-        with socket.create_connection((host, port), timeout=DIAL_S) as sock:
-            sock.settimeout(None)
-            late = threading.Timer(DIAL_S, _shut, (sock,))
-            late.daemon = True
-            late.start()
-            connection = Connection(os.dup(sock.fileno()))
-            try:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-                yield connection
-            except BaseException:
-                connection.close()
-                raise
-            finally:
-                late.cancel()
-    except (OSError, EOFError, AuthenticationError) as error:
-        raise TransferError(f"no engine answers at {endpoint}: {cause(error)}") from error
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended just now
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _hear(connection: Connection) -> tuple[deque[bytes], Ready]:

@@ -52,10 +52,10 @@ class _Beat:
 
 class Directory:
     """What front ends and engines of one group share: a medium, and a key of at least 16 random bytes, which is also
-    the `authkey` of the engines' listeners.
+    that of the engines' `Door`.
 
         directory = pd.remote.directory.Directory(pd.remote.directory.Folder("/shared/engines"), key=key)
-        pd.remote.serve(engine, listener, directory=directory)         # where the engine is
+        pd.remote.serve(engine, door, directory=directory)             # where the engine is
         pairing.follow(directory)                                      # where the front end is
 
     `ttl_s` is how long its announcements are believed without a refresh; they are refreshed three times as often.
