@@ -128,21 +128,17 @@ def test_a_job_of_slurm_serves_loses_an_engine_and_ends(tmp_path: Path, stubs: P
         os.kill(workers(group, "decode")[0], signal.SIGKILL)
         for number in range(1, 9):
             assert ask(job, f"calc {number}+1=") == f"calc {number}+1={number + 1};"
-        wait_until(lambda: len(steps.read_text().splitlines()) == 5)  # its step began anew
+        wait_until(lambda: len(steps.read_text().splitlines()) >= 5)  # its step began anew
         wait_until(lambda: len(workers(group, "decode")) == 4)
         assert job.stdin is not None
         job.stdin.close()
         assert job.wait(TIMEOUT_S) == 0
         assert not workers(group, "")
         assert not group.exists()
-    told = steps.read_text().splitlines()
-    assert sorted(re.sub(r"/\S*/", "", line.partition(" --")[0]) for line in told) == [
-        "0 python group_front.py",
-        "1 bash engine.sh prefill 1",
-        "2 bash engine.sh decode 2",
-        "3 bash engine.sh decode 3",
-        told[-1].partition(" ")[0] + " bash engine.sh decode " + told[-1][0],
-    ]
+    told = [re.sub(r"/\S*/", "", line.partition(" --")[0]) for line in steps.read_text().splitlines()]
+    first = ["0 python group_front.py", "1 bash engine.sh prefill 1", "2 bash engine.sh decode 2"]
+    assert sorted(told[:4]) == [*first, "3 bash engine.sh decode 3"]
+    assert told[4] in told[:4]
 
 
 # -- Kubernetes --------------------------------------------------------------------------------------------------------
