@@ -105,13 +105,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (
         ("spawning", "child"),
         ("served",),
-        ("announcing",),
         ("directory",),
         ("client", "orders", "news"),
         ("session", "known"),
         ("messages", "orphan"),
     ),
-    "remote.directory": (("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
+    "remote.directory": (("announcing",), ("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),

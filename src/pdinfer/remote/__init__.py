@@ -7,7 +7,6 @@
     known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
     directory/    engines announce themselves, and front ends find them
-    announcing.py how a served engine announces itself
     news.py       what a client has not been told yet of pages
     session.py    the threads that carry messages, and notice when the other end is silent
     messages.py   the messages

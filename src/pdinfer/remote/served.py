@@ -30,8 +30,8 @@ from pdinfer.kv.channel.channel import turn_away
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
-from pdinfer.remote.announcing import Announcer, announced_at
 from pdinfer.remote.directory import Directory
+from pdinfer.remote.directory.announcing import Announcer, announced_at
 from pdinfer.remote.messages import Command, LoadMessage, Ready, Stepped
 from pdinfer.remote.news import PageNews
 from pdinfer.remote.session import MessageStream, Session

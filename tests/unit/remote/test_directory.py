@@ -23,10 +23,10 @@ import pytest
 import torch.distributed as dist
 
 import pdinfer as pd
-from pdinfer.remote import announcing, messages
-from pdinfer.remote.announcing import Announcer, announced_at
-from pdinfer.remote.directory import Directory, Door, Folder, HeadlessService, Store, handshake, media
+from pdinfer.remote import messages
+from pdinfer.remote.directory import Directory, Door, Folder, HeadlessService, Store, announcing, handshake, media
 from pdinfer.remote.directory.announcement import MAX_BYTES, Announcement
+from pdinfer.remote.directory.announcing import Announcer, announced_at
 from pdinfer.remote.directory.directory import Entry
 from pdinfer.testing import VirtualClock
 from tests.backends import script

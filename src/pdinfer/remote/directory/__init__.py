@@ -1,6 +1,7 @@
 """Engines announce themselves where front ends look for them.
 
     directory.py      `Directory`: announcements that may be believed, and ports to those who made them
+    announcing.py     how a served engine announces itself
     announcement.py   what an engine says of itself, sealed with the key
     media.py          where that is kept: a folder, a service in DNS, a store of torch.distributed
     dialling.py       a connection to an announced engine, and the port that it becomes
