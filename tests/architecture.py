@@ -84,7 +84,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("joining",),
+        ("joining", "following"),
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
@@ -104,10 +104,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "text.dialects": (("dialect",), ("families", "parser"), ("grammar",)),
     "remote": (
         ("spawning", "child"),
-        ("client", "served", "orders"),
+        ("served",),
+        ("directory",),
+        ("client", "orders", "news"),
         ("session", "known"),
         ("messages", "orphan"),
     ),
+    "remote.directory": (("announcing",), ("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),
@@ -180,7 +183,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
     "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope")),
-    "parallel": (("topology",), ("groups", "slices")),
+    "parallel": (("topology",), ("groups", "slices", "roll_call")),
     "kernels": (
         ("resolve",),
         ("native", "triton", "deep_gemm", "flash_mla", "page_parts"),

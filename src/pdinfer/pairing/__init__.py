@@ -12,6 +12,7 @@
     ports.py      which ports there are, which are linked, which were lost and may come back
     policy/       which pair takes a request: pure functions of loads and links
     health.py     whether it serves, and with all that it was given
+    following.py  the ports are those that a directory names
     joining.py    how a new port is linked beside the running work, and which pairing has it
 
 May import: config, engine, execution, kv, model, process, scheduling, the ground.

@@ -28,6 +28,7 @@ from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.choosing import OfPolicy
+from pdinfer.pairing.following import Followed, Following, PortDirectory, in_a_thread
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.joining import Joining
@@ -48,7 +49,8 @@ class Pairing(OfOneProcess):
 
     `submit`, `cancel`, `add` and `close` may be called from any thread; `step`, `generate`, `remove` and `drain` from
     one thread at a time. Every submitted request ends in exactly one event with a `finish_reason`. The constructor
-    connects the ports as `add` does, and raises ConfigError when a side is empty.
+    connects the ports as `add` does and, with a `directory`, begins to follow it. Raises ConfigError when a side is
+    empty and there is no directory.
     """
 
     _ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
@@ -56,9 +58,10 @@ class Pairing(OfOneProcess):
     @typed
     def __init__(
         self,
-        prefill: PrefillPort | Sequence[PrefillPort],
-        decode: DecodePort | Sequence[DecodePort],
+        prefill: PrefillPort | Sequence[PrefillPort] = (),
+        decode: DecodePort | Sequence[DecodePort] = (),
         *,
+        directory: PortDirectory | None = None,
         config: PairingConfig | None = None,
         policy: Policy = traffic_aware,
         clock: Callable[[], float] = time.monotonic,
@@ -73,6 +76,7 @@ class Pairing(OfOneProcess):
         self._joining = Joining(self._ports, self._intake, self._find_lost, self.config.connect_timeout_s)
         self._stepping = threading.RLock()
         self._stepper: threading.Thread | None = None
+        self._followings: list[Following] = []
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
         self._unfinished_call = False
@@ -80,8 +84,10 @@ class Pairing(OfOneProcess):
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
             self.add(other)
-        if not all(self._ports.most_tokens.values()):
-            raise ConfigError("a Pairing needs at least one prefill port and one decode port")
+        if directory is not None:
+            self.follow(directory)
+        elif not all(self._ports.most_tokens.values()):
+            raise ConfigError("a Pairing needs a prefill port and a decode port at least, or a directory of them")
 
     def __repr__(self) -> str:
         prefills, decodes = len(self._ports.prefills), len(self._ports.decodes)
@@ -264,6 +270,8 @@ class Pairing(OfOneProcess):
                 return
             self._intake.closed = self._unfinished_call = True  # unfinished until the ports are closed
         self._intake.inbox.wake()
+        for following in self._followings:
+            following.close()
         with self._stepping, contextlib.ExitStack() as closing:
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
@@ -347,6 +355,26 @@ class Pairing(OfOneProcess):
         self._joining.release(port)
         self._broker.step_port(port)
 
+    @typed
+    @interruptible
+    def follow(self, directory: PortDirectory, *, drain_s: float = 30.0) -> None:
+        """From now on have every engine that the directory names, until the pairing is closed. A thread reads the
+        directory, and others dial, so no step waits for either. An entry that cannot be dialled is tried ever more
+        rarely.
+
+        A port leaves when its engine is lost, as any does, or has asked to be let go of: then as by `remove`, within
+        the steps of the host. That an entry is gone removes nothing. A request waits for ports of a role of which there
+        is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute).
+        """
+        followed = Followed(self.add, self.removal, self._has, self._intake.inbox.wake)
+        following = Following(directory, followed, drain_s, self._clock, in_a_thread)
+        self._broker.lost_ports.expect_ports()
+        self._followings.append(following)
+        following.start()
+
+    def _has(self, port: Port) -> bool:
+        return port in self._ports.all or port in list(self._broker.lost_ports.away.values())
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
@@ -354,6 +382,8 @@ class Pairing(OfOneProcess):
             self._stepper = threading.current_thread()
             if not self._intake.closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
+                for following in self._followings:
+                    following.act()
                 self._change(self._go_on)
 
     def _go_on(self) -> None:

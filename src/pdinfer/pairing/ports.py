@@ -309,6 +309,10 @@ class LostPorts:
         do not wait for an engine of this process, which only its host can replace."""
         return self._waits_s.get(role, 0.0) if self._port_wait_s is None else self._port_wait_s
 
+    def expect_ports(self) -> None:
+        """Let requests wait for ports that nobody has added yet."""
+        self._waits_s = {"prefill": PORT_WAIT_S, "decode": PORT_WAIT_S, **self._waits_s}
+
     def add(self, port: Port, reason: str, now: float) -> None:
         """Record a loss, and close the port, which proves that it has stopped. If it may come back, the others close
         their links to it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import BackendUnavailable, ConfigError, RankLost
 from pdinfer.parallel.groups import Group, Groups, Lookout, timeout_of
+from pdinfer.parallel.roll_call import RollCall
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -115,9 +116,10 @@ class Topology:
         It uses the torch.distributed backend that the host has initialized, or initializes one: gloo for host tensors,
         and for those on a device the one that torch has for it, NCCL on "cuda", whose watchdog must not be off. Ranks
         meet in `store`, or where torchrun's variables say: a store may live in a process that is not a rank, so that it
-        outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. Raises ConfigError
-        when the ranks do not agree on sizes, or for a store when a backend was initialized without it;
-        BackendUnavailable for a device without a backend; RankLost when a rank does not come.
+        outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. With a store, the
+        log says after 10 s which ranks have not come. Raises ConfigError when the ranks do not agree on sizes, or for a
+        store when a backend was initialized without it; BackendUnavailable for a device without a backend; RankLost
+        when a rank does not come, which with a store it names.
         """
         if self.world_size == 1:
             return self.apart()
@@ -137,9 +139,11 @@ class Topology:
             _check_watchdog()
         owns_backend = not dist.is_initialized()
         if owns_backend:
-            backend = _backend_of(kind)
-            place: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size} if store else {}
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+            backend, timeout = _backend_of(kind), timedelta(seconds=timeout_s)
+            if store is None:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                self._meet(store, backend, timeout)
         elif store is not None:
             raise ConfigError(
                 "a store was given, but torch.distributed was initialized before: give it to init_process_group"
@@ -157,6 +161,18 @@ class Topology:
             for name in ("attention", "tp", "cp", "dense_tp", "ep")
         }
         return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)
+
+    def _meet(self, store: Store, backend: str, timeout: timedelta) -> None:
+        roll_call = RollCall(store, self.rank, self.world_size)
+        try:
+            with roll_call.taken():
+                dist.init_process_group(
+                    backend, timeout=timeout, store=store, rank=self.rank, world_size=self.world_size
+                )
+        except RuntimeError as error:
+            if missing := roll_call.missing():
+                raise RuntimeError(missing) from error
+            raise
 
     def _alone(self, name: str, size: int, *, stride: int = 1) -> Group:
         """Return this rank's group of `size` ranks that are `stride` apart, without connections."""

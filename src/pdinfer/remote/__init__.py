@@ -6,6 +6,8 @@
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
     known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
+    directory/    engines announce themselves, and front ends find them
+    news.py       what a client has not been told yet of pages
     session.py    the threads that carry messages, and notice when the other end is silent
     messages.py   the messages
     orphan.py     ends a served process that hangs when its parent is gone
@@ -16,6 +18,7 @@ May import: config, engine, execution, kv, model, process, the ground.
 from __future__ import annotations
 
 from pdinfer.config import RemoteConfig
+from pdinfer.remote import directory
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.served import serve
 from pdinfer.remote.spawning import spawn_decode, spawn_prefill
@@ -26,6 +29,7 @@ __all__ = [
     "Event",
     "PrefillClient",
     "RemoteConfig",
+    "directory",
     "serve",
     "spawn_decode",
     "spawn_prefill",

@@ -51,6 +51,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
     """What both clients share. Methods other than `step`, `recover` and `close` may be called from any thread. Only
     `connect` waits for the engine's process, and it delays no other method.
 
+    `is_draining` says that the engine has asked to be let go of.
+
     The session's threads note what is heard in `_engine`, and put events into `_inbox`. The thread that steps learns of
     a loss by its number: `_num_losses_seen` are those after which the host was told that the engine is back."""
 
@@ -71,6 +73,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         self._answers: dict[PeerAddress, Connected | None] = {}
         self._engine: KnownEngine[AnyLoad] = KnownEngine(self.role)
         self._num_losses_seen = 0
+        self.is_draining = False
         self._reason = ""
         self._gone = False
         self._closing = threading.Event()
@@ -278,7 +281,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         if report is None:
             self._disconnected()
         elif isinstance(report, messages.BeatMessage):
-            age_s = report.step_age_s or 0.0
+            age_s, self.is_draining = report.step_age_s or 0.0, report.is_draining is True
             with self._lock:
                 self._engine.beat(age_s)
             self._check_step(age_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_h
 import attrs
 import msgspec
 import xxhash
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from pdinfer.bounds import FEW, MANY, Count, Differences, Index, Name, Packed, Seconds, broken_bound
 from pdinfer.engine.decode import DecodeEngine
@@ -132,9 +132,11 @@ class PageChanges(msgspec.Struct):
 
 
 class BeatMessage(msgspec.Struct, tag="beat"):
-    """A sign of life, in both directions. An engine's beat tells how many seconds ago its last step ended."""
+    """A sign of life, in both directions. An engine's beat tells how many seconds ago its last step ended, and
+    `is_draining` that its client should let go of it."""
 
     step_age_s: Seconds | None = None
+    is_draining: bool | UnsetType = UNSET
 
 
 class ConnectMessage(msgspec.Struct, tag="connect"):

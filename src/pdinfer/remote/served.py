@@ -17,6 +17,7 @@ from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
 import attrs
+from msgspec import UNSET
 
 from pdinfer.checks import typed
 from pdinfer.config import RemoteConfig
@@ -26,11 +27,13 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import turn_away
-from pdinfer.kv.pool import PagePool
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
-from pdinfer.remote.messages import KEY_BYTES, Command, LoadMessage, PageChanges, Ready, Stepped
+from pdinfer.remote.directory import Directory
+from pdinfer.remote.directory.announcing import Announcer, announced_at
+from pdinfer.remote.messages import Command, LoadMessage, Ready, Stepped
+from pdinfer.remote.news import PageNews
 from pdinfer.remote.session import MessageStream, Session
 from pdinfer.stats import EngineLoad, PeerStats
 from pdinfer.types import Event, PeerAddress, Refused
@@ -57,6 +60,9 @@ def serve(
     connection: MessageStream | SessionListener | None,
     *,
     config: RemoteConfig | None = None,
+    directory: Directory | None = None,
+    advertise: str | None = None,
+    drain: threading.Event | None = None,
 ) -> None:
     """Host `engine` for the client at the other end. Return, with the engine closed, when the client closes it or is
     gone for good. A new engine waits for its first client without a limit.
@@ -68,22 +74,35 @@ def serve(
     A step that never ends does not keep the process alive: when the client is gone for good and the same step still
     runs `config.exit_s` later, the process exits with status 1 if `serve` runs in its main thread.
 
+    With a `directory` the engine announces itself there while it takes clients, at `advertise` ("host:port") or else
+    where the listener says that it listens. Once `drain` is set, by a handler of SIGTERM say, the announcement is
+    withdrawn and the client is told, and `serve` returns when no client has the engine any more.
+
     When an engine runs as ranks, serve every rank, with `connection` None on those that no client talks to. All of them
     return when one does, and raise RankLost when one is lost.
+
+    Raises ConfigError when there is a `directory` and no listener, no address to advertise, or no way to announce.
     """
+    announcer = None
+    if directory is not None:
+        announcer = Announcer(directory, engine, announced_at(connection, advertise))
     if connection is None:
         with engine:
             while not engine.closed:
                 engine.step()
                 engine.wait(IDLE_S)
         return
-    host = _Host(engine, connection, config or RemoteConfig())
+    host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event())
+    if announcer is not None:
+        announcer.start(host)
     try:
         host.run()
     except TransferError as error:
         _log.error("a served engine stops: %s", error)
     finally:
         host.dismissed = True
+        if announcer is not None:
+            announcer.close()
         engine.close()
         host.close()
 
@@ -93,10 +112,15 @@ class _Host(OfOneProcess):
     a new session, and None while commands are obeyed. `dismissed` means that nobody wants the engine any more."""
 
     def __init__(
-        self, engine: PrefillEngine | DecodeEngine, connection: MessageStream | SessionListener, config: RemoteConfig
+        self,
+        engine: PrefillEngine | DecodeEngine,
+        connection: MessageStream | SessionListener,
+        config: RemoteConfig,
+        drain: threading.Event,
     ) -> None:
         self.engine = engine
         self.config = config
+        self.drain = drain
         self.inbox: Inbox[Command | MessageStream | None] = Inbox()
         self.renewal: int | None = 0
         self.has_begun = False
@@ -164,7 +188,12 @@ class _Host(OfOneProcess):
             self.inbox.put(command)
 
     def beat(self) -> messages.BeatMessage:
-        return messages.BeatMessage(time.monotonic() - self.stepped_at)
+        return messages.BeatMessage(time.monotonic() - self.stepped_at, True if self.drain.is_set() else UNSET)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a client has the engine."""
+        return self.session is not None and self.session.loss is None
 
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
@@ -203,6 +232,9 @@ class _Host(OfOneProcess):
                 self.obey(item)
             if self.dismissed:
                 _log.info("a served engine stops: its client %s", self.session.loss if self.session else "never came")
+                return
+            if self.drain.is_set() and not self.is_taken:
+                _log.info("a served engine stops: it was to be drained, and no client has it")
                 return
             if self.engine.closed:
                 _log.info("a served engine stops: it was closed on another of its ranks")
@@ -337,43 +369,6 @@ class _Host(OfOneProcess):
             report.pages = None if self.pages is None else self.pages.take()
             self.session.post(report)
             self.reported, self.reported_at = load, now
-
-
-class PageNews:
-    """What a client has not been told yet about the pages of its engine's pool. The pool calls it as a watcher."""
-
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._is_there: dict[bytes, bool] = {}
-        self._forgotten = False
-        pool.watch(self)
-
-    def all(self) -> PageChanges:
-        """Return all pages that can be found now. What changed before is told by it."""
-        self.take()
-        return PageChanges(True, b"".join(key[:KEY_BYTES] for key in self._pool.keys))
-
-    def take(self) -> PageChanges | None:
-        """Return what has changed since the last call, or None."""
-        is_there, self._is_there = self._is_there, {}
-        forgotten, self._forgotten = self._forgotten, False
-        if not is_there and not forgotten:
-            return None
-        return PageChanges(
-            forgotten,
-            b"".join(key for key, there in is_there.items() if there),
-            b"".join(key for key, there in is_there.items() if not there),
-        )
-
-    def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
-        for key in keys:
-            self._is_there[key[:KEY_BYTES]] = True
-
-    def removed(self, key: bytes) -> None:
-        self._is_there[key[:KEY_BYTES]] = False
-
-    def cleared(self) -> None:
-        self._is_there, self._forgotten = {}, True
 
 
 def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
