@@ -140,9 +140,11 @@ class QueuedTopology(rank_worlds.NotedTopology):
 
 @attrs.define
 class Seen:
-    """The steps of decode on this rank: of how many rows, and how many launches each took."""
+    """The steps of decode on this rank: of how many rows, and how many launches each took; and the tokens that rows
+    got in those that drew any here, without their order."""
 
     steps: list[tuple[int, int]] = attrs.field(factory=list)
+    tokens: list[list[list[int]]] = attrs.field(factory=list)
     engine: Any = None
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
@@ -154,6 +156,8 @@ class Seen:
                 with Watch() as watch:
                     result = run(runner, rows, *more, **named)
                 self.steps.append((len(rows), watch.totals()["launches"]))
+                if result is not None:
+                    self.tokens.append(sorted([new.token for new in drawn] for drawn in result))
                 return result
 
             patch.setattr(ModelRunner, name, watched)
@@ -166,6 +170,7 @@ class Seen:
             self.engine.warm_up()
             self.engine.graphs.num_steps.clear()
         self.steps.clear()
+        self.tokens.clear()
         return self.engine
 
 
@@ -187,6 +192,7 @@ def serve_rank(*arguments: Any) -> dict[str, Any]:
     graphs = getattr(seen.engine, "graphs", None)
     told |= {
         "steps": seen.steps,
+        "tokens": seen.tokens,
         "faults": [*order.faults()],
         "graphs": {} if graphs is None else dict(graphs.num_steps),
     }

@@ -24,7 +24,7 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
 from tests.unit.parallel.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
-from tests.waiting import check_ends, started
+from tests.waiting import check_ends, started, wait_until
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
@@ -199,6 +199,8 @@ def test_rows_that_come_too_late_for_a_step_without_any_meet_all_ranks_again(mon
         agreement = made[1].agree()
         assert agreement is not None
         assert not agreement.runs
+        wait_until(lambda: late or made[0]._number == 4)
+        assert not late
         meet(made[1])  # once it is woken
         check_ends(with_work)
         (found,) = late
