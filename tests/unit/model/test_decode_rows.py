@@ -70,7 +70,6 @@ def check(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) ->
         assert int(batch.positions_T[slot]) == len(one.tokens) - 1
         assert int(batch.context_lens_B[slot]) == len(one.tokens)
         assert batch.page_table_BM[slot, : page + 1].tolist() == one.pages[: page + 1]
-        assert set(batch.page_table_BM[slot, len(one.pages) :].tolist()) <= {SCRATCH}
         assert int(batch.slots_A[slot]) == one.pages[page] * PAGE_SIZE + offset
         assert tuple(rows.column(name, len(running))[slot].item() for name in SETTINGS) == one.owner.values
     return batch
@@ -86,6 +85,7 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
     assert batch.context_lens_B.tolist() == (position_B + 3).tolist()
     assert batch.live_T is not None
     for slot, one in zip(slots, running, strict=True):
+        assert set(batch.page_table_BM[slot, len(one.pages) :].tolist()) <= {SCRATCH}
         newest = list(one.drafting.newest)
         assert int(num_drafts_B[slot]) == one.num_drafts
         assert int(rows.column("num_newest", count)[slot]) == len(newest)
