@@ -28,9 +28,7 @@ WORLDS: dict[str, tuple[Sizes, int]] = {
     "experts-drafts": ({"dp_size": 2, "ep_size": 2}, 2),
     "batch": ({"tp_size": 2}, 0),
     "batch-experts-drafts": ({"tp_size": 2, "ep_size": 2}, 2),
-    "one-draft": ({"dp_size": 2, "ep_size": 2}, 1),
     "batch-one-draft": ({"tp_size": 2}, 1),
-    "all": ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 3),
 }
 EACH_TIME = ("experts-drafts", "batch", "batch-experts-drafts")
 
