@@ -112,9 +112,8 @@ def test_ranks_whose_steps_are_not_captured_run_beside_those_whose_are(ranks: Ra
     """More rows than were captured, and draws on the host: all ranks run the layer that drafts equally often."""
     told = check(ranks, sizes, requests((0, 2, 1, 0, 1, 0)), 2, (2,))
     reasons = {reason for value in told for reason in value["graphs"]}
-    assert reasons == {"", "the largest captured number of sequences is 2"} | {
-        "the host draws, and drafts follow what it has drawn"
-    }
+    sure = {"", "the host draws, and drafts follow what it has drawn"}
+    assert sure <= reasons <= {*sure, "the largest captured number of sequences is 2"}
     most = max(launches for value in told for _, launches in value["steps"])
     assert most > 300
     if "tp_size" in sizes:
