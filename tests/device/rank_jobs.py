@@ -131,10 +131,10 @@ def choose(group: Group, sizes: Any, options: Any, ops: Ops, device: torch.devic
 
 
 class QueuedTopology(rank_worlds.NotedTopology):
-    """Its groups queue their collectives."""
+    """Its groups queue their collectives, which gloo carries."""
 
-    def connect(self, *arguments: Any, **named: Any) -> Groups:
-        groups = super().connect(*arguments, **named)
+    def connect(self, device: Any, **named: Any) -> Groups:
+        groups = super().connect("cpu", **named)
         return attrs.evolve(groups, **{name: QueuedGroup.of(getattr(groups, name)) for name in rank_worlds.NAMES})
 
 

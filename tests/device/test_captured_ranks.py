@@ -29,8 +29,10 @@ WORLDS: dict[str, tuple[Sizes, int]] = {
     "batch": ({"tp_size": 2}, 0),
     "batch-experts-drafts": ({"tp_size": 2, "ep_size": 2}, 2),
     "batch-one-draft": ({"tp_size": 2}, 1),
+    "experts-one-draft": ({"dp_size": 2, "ep_size": 2}, 1),
+    "experts-batch-drafts": ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 2),
 }
-EACH_TIME = ("experts-drafts", "batch", "batch-experts-drafts")
+EACH_TIME = ("experts-drafts", "batch-experts-drafts")
 
 
 @functools.cache
