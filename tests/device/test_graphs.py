@@ -216,15 +216,24 @@ def test_rows_that_have_moved_are_not_run_as_captured() -> None:
         ({"device": "cpu"}, None),
         ({"device": "cpu", "native": False}, "kernels in C alone"),
         ({"device": "cpu", "mtp": True}, "steps that draft"),
-        ({"world": 2, "attention": 2}, "share a batch"),
-        ({"world": 2, "mtp": True}, "draft tokens"),
+        ({"world": 8, "mtp": True}, None),
+        ({"attention": False}, "share a batch"),
         ({"graph_safe": False}, "waits for the device"),
     ],
     ids=str,
 )
 def test_what_cannot_be_captured_is_told(changed: dict[str, Any], told: str | None) -> None:
-    facts = {"device": "cuda", "world": 1, "attention": 1, "mtp": None, "graph_safe": True, "native": True, **changed}
-    groups = SimpleNamespace(**{name: SimpleNamespace(size=facts[name]) for name in ("world", "attention")})
+    facts = {
+        "device": "cuda",
+        "world": 1,
+        "attention": True,
+        "mtp": None,
+        "graph_safe": True,
+        "native": True,
+        **changed,
+    }
+    attention = SimpleNamespace(graph_safe=lambda device: facts["attention"])
+    groups = SimpleNamespace(world=SimpleNamespace(size=facts["world"]), attention=attention)
     experts = SimpleNamespace(dispatcher=SimpleNamespace(graph_safe=facts["graph_safe"]))
     resolved = SimpleNamespace(choices=[OpChoice("mla_decode", "native" if facts["native"] else "torch")])
     model: Any = SimpleNamespace(

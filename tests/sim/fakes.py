@@ -226,6 +226,10 @@ class CellRunner(ModelRunner):
     def drafts(self) -> bool:
         return self._has_drafts
 
+    @property
+    def captured_passes(self) -> int:
+        return 0
+
     def sample_with(self, sampler: Sampler) -> None:
         """Share the tokens that the leader draws, in `decode`."""
 
@@ -266,7 +270,13 @@ class CellRunner(ModelRunner):
         self.decode(rows, [draw for _ in rows], [Draft() for _ in rows])
 
     def decode(
-        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[Draw],
+        drafts: Sequence[Draft],
+        *,
+        num_passes: int = 0,
+        on_host: bool = False,
     ) -> list[list[Drawn]]:
         shared = torch.zeros((sum(draft.num_tokens + 1 for draft in drafts), 2), dtype=torch.int64)
         if self._follows:

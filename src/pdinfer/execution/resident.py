@@ -21,6 +21,7 @@ from pdinfer.execution.sampling import (
     CONTROLS,
     Draw,
     Drawn,
+    change_logits,
     control_values,
     kind_of,
     read_drawn,
@@ -34,6 +35,10 @@ from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
 from pdinfer.trace import Trace, mark, span
+from pdinfer.types import SamplingParams
+
+DRAWN_ELSEWHERE = SamplingParams(temperature=0.0)
+"""The parameters of rows whose tokens another rank draws."""
 
 
 class ResidentDecode:
@@ -75,21 +80,23 @@ class ResidentDecode:
         sampler: Sampler | None = None,
         *,
         num_passes: int = 0,
+        on_host: bool = False,
     ) -> list[list[Drawn]]:
-        """Run a step as `ModelRunner.decode` says. Where rows change their logits, or there is a `sampler`, the host
-        draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
+        """Run a step as `ModelRunner.decode` says. The host draws, and the step waits for it, where rows change their
+        logits, here or `on_host` of another rank, and where a step is not captured and there is a `sampler`. The layer
+        that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)
         in_order = sorted(range(len(rows)), key=slots.__getitem__)
         draws = [draws[index] for index in in_order]
         drafts = [drafts[index] for index in in_order]
-        host = sampler
-        if host is None and any(draw.changes_logits for draw in draws if not draw.is_plain):
-            host = partial(sample, draw=self._draw)
+        on_host = on_host or change_logits(draws)
+        if sampler is None and on_host:
+            sampler = partial(sample, draw=self._draw)
         if self._drafter is None:
-            drawn = self._decode(draws, host)
+            drawn = self._decode(draws, sampler)
         else:
-            drawn = self._decode_drafts(self._drafter, draws, drafts, host, num_passes)
+            drawn = self._decode_drafts(self._drafter, draws, drafts, sampler, num_passes, on_host=on_host)
         mark(self._trace, "emit")
         return [drawn[slot] for slot in slots]
 
@@ -127,19 +134,22 @@ class ResidentDecode:
         drafts: Sequence[Draft],
         sampler: Sampler | None,
         num_passes: int,
+        *,
+        on_host: bool,
     ) -> list[list[Drawn]]:
         """Run a step that drafts tokens and checks them."""
         kind, num_drafts = kind_of(draws), max((draft.num_tokens for draft in drafts), default=0)
         num_newest = max((draft.num_newest for draft in drafts), default=0)
-        output = None
-        on_host = None if sampler is None else HostDraws(sampler, draws, [draft.num_tokens for draft in drafts])
-        if self.graphs.sizes and on_host is not None:
+        output = host = None
+        if self.graphs.sizes and on_host:
             self.graphs.passed("the host draws, and drafts follow what it has drawn")
-        elif self.graphs.sizes and num_drafts > self._num_drafts:
+        elif self.graphs.sizes and (num_drafts > self._num_drafts or num_passes > self.captured_passes):
             self.graphs.passed(f"the largest captured number of drafts is {self._num_drafts}")
         else:
             output = self._captured(len(draws), kind)
         if output is None:
+            if sampler is not None:
+                host = HostDraws(sampler, draws, [draft.num_tokens for draft in drafts])
             output = self._run_drafts(
                 drafter,
                 len(draws),
@@ -147,15 +157,29 @@ class ResidentDecode:
                 num_newest=num_newest,
                 num_drafts=num_drafts,
                 num_passes=num_passes,
-                host=on_host,
+                host=host,
             )
         self._end_step()
         mark(self._trace, "sample")
-        kept = self._read_drafts(output, draws) if on_host is None else on_host.kept
+        kept = self._read_drafts(output, draws) if host is None else host.kept
         for draft, new in zip(drafts, kept, strict=True):
             draft.num_newest = len(new) if draft.num_newest else 0
         self._rows.advanced([[new.token for new in row] for row in kept])
         return kept
+
+    def follow(self, rows: Sequence[Row]) -> bool:
+        """Run a captured step that drafts nothing, as the rank that leads does, in its order of rows. Its draws mean
+        nothing here, and nobody waits for it. Return False, having run nothing, where none is captured for them."""
+        if not self.graphs.sizes or not self.captures:
+            return False
+        self._rows.place(rows, [DRAWN_ELSEWHERE] * len(rows))
+        return self.graphs.step(len(rows), DrawKind.GREEDY, self._rows.address) is not None
+
+    @property
+    def captured_passes(self) -> int:
+        """How often the layer that drafts runs in a captured step, whatever its rows draft; 0 where none is captured.
+        Ranks whose steps have fewer run it as often, so that all make the same exchanges."""
+        return max(1, self._num_drafts) if self._drafter is not None and self.graphs.sizes else 0
 
     def _captured(self, num_rows: int, kind: DrawKind) -> Output | None:
         if self.graphs.refusal is not None:
@@ -202,14 +226,15 @@ class ResidentDecode:
         host: HostDraws | None = None,
     ) -> Output:
         """Draft tokens after the first rows on the device, run them, and keep what is right. Waits for nothing, unless
-        the `host` draws; then what it keeps is there alone."""
+        the `host` draws; then what it keeps is there alone. Ranks that share the rows take what the first one draws."""
         rows, num_queries = self._rows, 1 + num_drafts
         controls = self._controls(num_rows, rows.column("position", num_rows) + 1)
+        share = self._model.groups.attention.broadcast
 
         def draw(logits_BV: Tensor, step: int) -> Tensor:
             if host is not None:
                 return host.draft(logits_BV, step)
-            return self._draw(logits_BV, logits_BV, controls.later(step), kind)[0].long()
+            return share(self._draw(logits_BV, logits_BV, controls.later(step), kind))[0].long()
 
         with span(self._trace, "draft"):
             drafted_BK = drafter.propose(num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded)
@@ -223,7 +248,8 @@ class ResidentDecode:
             drawn_BQ, count_B = host.draw(logits_TV, num_queries)
             rows.advance_by(drawn_BQ, count_B)
             return Output(drawn_BQ.new_empty(0), logits_TV)
-        words = self._draw(logits_TV, logits_TV, controls.repeated(num_queries), kind).view(3, num_rows, num_queries)
+        drawn = share(self._draw(logits_TV, logits_TV, controls.repeated(num_queries), kind))
+        words = drawn.view(3, num_rows, num_queries)
         is_right_BQ = words[2].view(torch.float32).isfinite()
         count_B = accepted(words[0], is_right_BQ, drafted_BK, num_drafts_B)
         rows.advance_by(words[0], count_B)
@@ -291,8 +317,8 @@ class ResidentDecode:
 
 
 def why_not_captured(model: Model, trace: Trace | None = None) -> str | None:
-    """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch capture each its
-    own: their dispatcher takes part in every step, with whatever rows there are."""
+    """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch replay each its
+    own size: their dispatcher takes part in every step, with whatever rows there are."""
     if model.device.type == "cpu":
         if ("mla_decode", "native") not in ((choice.op, choice.provider) for choice in model.resolved.choices):
             return "a CPU launches nothing, and records the steps of the kernels in C alone"
@@ -300,10 +326,8 @@ def why_not_captured(model: Model, trace: Trace | None = None) -> str | None:
             return "steps that draft are not recorded on a CPU"
         if trace is not None:
             return "the parts of each step are in a timeline (`EngineConfig.trace`)"
-    if model.groups.attention.size > 1:
-        return "steps of ranks that share a batch are not captured yet"
-    if model.groups.world.size > 1 and model.mtp is not None:
-        return "ranks that draft tokens are not captured yet: each step has as many passes as the rank that needs most"
+    if not model.groups.attention.graph_safe(model.device):
+        return "ranks that share a batch meet on the host (gloo): only collectives of NCCL can be captured"
     if not model.experts.dispatcher.graph_safe:
         return f"the dispatcher {type(model.experts.dispatcher).__name__} waits for the device"
     return None

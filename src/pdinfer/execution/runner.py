@@ -48,8 +48,13 @@ class ModelRunner:
         """Draw as `sampling.sample` says, with the op of the model."""
         return sample(logits_BV, draws, self._model.resolved.ops.draw)
 
+    @property
+    def captured_passes(self) -> int:
+        """How often the MTP layer runs in every captured step; 0 where none is captured."""
+        return self.resident.captured_passes
+
     def sample_with(self, sampler: Sampler) -> None:
-        """Draw with `sampler` whatever `decode` draws, both drafts and tokens."""
+        """Draw with `sampler` whatever `decode` draws, both drafts and tokens, in steps that are not captured."""
         self._sampler = sampler
 
     def do_while_waiting(self, work: Callable[[], None]) -> None:
@@ -103,9 +108,10 @@ class ModelRunner:
         return Draft.of(unpack_state(states, model.config.hidden_size, model.dtype, model.device))
 
     def forward(self, rows: Sequence[Row]) -> None:
-        """Run the part of `decode` that writes to the pages when nothing is drafted."""
+        """Run the part of `decode` that writes to the pages when nothing is drafted, captured where `decode` is."""
         with self._memory.step():
-            self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
+            if not self.resident.follow(rows):
+                self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
         self._end_step()
 
     def order(self, rows: Sequence[Row]) -> list[int]:
@@ -113,13 +119,19 @@ class ModelRunner:
         return self.resident.order(rows)
 
     def decode(
-        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[Draw],
+        drafts: Sequence[Draft],
+        *,
+        num_passes: int = 0,
+        on_host: bool = False,
     ) -> list[list[Drawn]]:
         """Run one token per row. For each row draw the next token and, as far as its drafts were right, those after it:
         at most the draft's `num_tokens` more. The pages of a row have slots for that many. The MTP layer runs at least
-        `num_passes` times, as on other ranks."""
+        `num_passes` times, as on other ranks. `on_host` says that the rank that draws does so on its host."""
         with self._memory.step():
-            return self.resident.decode(rows, draws, drafts, self._sampler, num_passes=num_passes)
+            return self.resident.decode(rows, draws, drafts, self._sampler, num_passes=num_passes, on_host=on_host)
 
     def _end_step(self) -> None:
         """Close a step of the recorder, after all layers have run once. Syncs nothing."""

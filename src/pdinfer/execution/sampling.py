@@ -142,6 +142,11 @@ def signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
+def change_logits(draws: Sequence[Draw]) -> bool:
+    """Return whether one of these draws changes its logits, which the host does."""
+    return any(draw.changes_logits for draw in draws if not draw.is_plain)
+
+
 def kind_of(draws: Sequence[Draw]) -> DrawKind:
     """Return what a batch of these draws needs."""
     return max([draw.kind for draw in draws], default=DrawKind.GREEDY)

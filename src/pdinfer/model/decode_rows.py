@@ -67,8 +67,8 @@ class _Seat:
 class DecodeRows:
     """Slots for the sequences of one pool. `settings` names further columns and their dtypes (int32, int64 or float64);
     `values_of` makes the values of a sequence for them from its owner, which is the same object while it runs.
-    Rows without a sequence write to `scratch_page`. Slots and table widths grow as they are needed; `reserve` fixes
-    the addresses of what fits."""
+    Rows without a sequence read and write `scratch_page`: what was theirs may be written by a peer. Slots and table
+    widths grow as they are needed; `reserve` fixes the addresses of what fits."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class DecodeRows:
         self._values_of = values_of
         self._page_size = page_size
         self._device = device
-        self._scratch_slot = scratch_page * page_size
+        self._scratch_page, self._scratch_slot = scratch_page, scratch_page * page_size
         self._capacity = self._width = 0
         self._seats: dict[int, tuple[int, _Seat]] = {}
         self._aranges: dict[int, Tensor] = {}
@@ -118,6 +118,8 @@ class DecodeRows:
             self._values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
             self._columns[name] = self._block[start:stop].view(dtype)
             start = stop
+        self._values[_TABLE].fill(self._scratch_page)
+        self._columns[_TABLE].fill_(self._scratch_page)
         moving = self._starts[_MOVING[0]]
         moving_words = self._block[moving : moving + len(_MOVING) * 2 * capacity]
         self._columns[_ALL_MOVING] = moving_words.view(torch.int64).view(len(_MOVING), capacity)
@@ -198,7 +200,18 @@ class DecodeRows:
         for key, row in zip(keys, rows, strict=True):
             if key not in kept:
                 kept[key] = next(free), _Seat(row.pages)
+        taken = {slot: len(seat.pages) for slot, seat in kept.values()}
+        for key, (slot, seat) in self._seats.items():
+            if key not in kept or kept[key][1] is not seat:
+                self._let_go(slot, taken.get(slot, 0), seat.first + len(seat.tail))
         self._seats = kept
+
+    def _let_go(self, slot: int, first: int, stop: int) -> None:
+        """Put the scratch page into the places of pages that the sequence of a slot has no longer."""
+        if first < stop:
+            at = slot * self._width + first
+            self._values[_TABLE][at : at + stop - first] = self._scratch_page
+            self._mark(self._starts[_TABLE] + at, stop - first)
 
     def _send_news(self, seated: Sequence[tuple[int, _Seat]], rows: Sequence[Row], owners: Sequence[object]) -> None:
         """Send what the device does not know of rows that draft nothing: of most of them nothing. Between two tokens of
@@ -236,6 +249,7 @@ class DecodeRows:
             at = slot * self._width + first
             self._values[_TABLE][at : at + len(tail)] = tail
             self._mark(self._starts[_TABLE] + at, len(tail))
+            self._let_go(slot, first + len(tail), seat.first + len(seat.tail))
         seat.first, seat.tail = now, tail[now - first :]
 
     def _send_drafting(self, slot: int, seat: _Seat, drafting: Drafting, moved: bool) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -102,6 +103,11 @@ class Group(OfOneProcess):
     def size(self) -> int:
         return len(self.ranks)
 
+    def graph_safe(self, device: torch.device) -> bool:
+        """Whether its collectives of tensors on `device` can be captured in a CUDA graph. NCCL queues them on the
+        stream, gloo waits for the device and exchanges on the host."""
+        return self.process_group is None or _backend(self.process_group, device.type).name() == "nccl"
+
     def _meet(self, what: str, x: Tensor, start: Callable[..., dist.Work | None]) -> None:
         """Run a collective of `x`, unless this rank is alone, and wait for it."""
         if self.process_group is not None:
@@ -125,6 +131,16 @@ class Group(OfOneProcess):
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         self._meet("all_gather", x, partial(dist.all_gather, list(_raw(gathered).chunk(self.size)), _raw(x)))
         return gathered
+
+    def all_gather_begin(self, x: Tensor) -> Begun:
+        """Do the same, and return before the rows have arrived."""
+        if self.process_group is None:
+            return Begun(self, "all_gather", None, x, x)
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        with _calling(self, "all_gather", x):
+            parts = list(_raw(gathered).chunk(self.size))
+            work = dist.all_gather(parts, _raw(x), group=self.process_group, async_op=True)
+        return Begun(self, "all_gather", work, x, gathered)
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather [counts[rank], ...] of every rank, in rank order -> [sum(counts), ...]. Syncs nothing."""
@@ -291,8 +307,13 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
 def timeout_of(process_group: dist.ProcessGroup | None, kind: str) -> timedelta:
     """Return how long a collective of tensors on such a device may take, as set when the group was made."""
     assert process_group is not None
-    timeout: timedelta = process_group._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    timeout: timedelta = _backend(process_group, kind).options._timeout  # noqa: SLF001 - not public
     return timeout
+
+
+def _backend(process_group: dist.ProcessGroup, kind: str) -> Any:
+    """Return what carries tensors on such a device."""
+    return process_group._get_backend(torch.device(kind))  # noqa: SLF001 - not public
 
 
 IN_TOUCH_S = 5.0

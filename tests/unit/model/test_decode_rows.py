@@ -17,7 +17,7 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
 from tests.e2e.interrupts import Interrupter
 
-PAGE_SIZE = 4
+PAGE_SIZE, SCRATCH = 4, 1999
 CPU = torch.device("cpu")
 SETTINGS = {"scale": torch.float64, "seed": torch.int64, "count": torch.int32}
 
@@ -57,7 +57,7 @@ def sequence(chance: random.Random, num_tokens: int) -> Running:
 
 
 def rows_of(device: torch.device = CPU) -> DecodeRows:
-    return DecodeRows(SETTINGS, lambda owner: owner.values, page_size=PAGE_SIZE, device=device, scratch_page=999)
+    return DecodeRows(SETTINGS, lambda owner: owner.values, page_size=PAGE_SIZE, device=device, scratch_page=SCRATCH)
 
 
 def check(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) -> Batch:
@@ -85,6 +85,7 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
     assert batch.context_lens_B.tolist() == (position_B + 3).tolist()
     assert batch.live_T is not None
     for slot, one in zip(slots, running, strict=True):
+        assert set(batch.page_table_BM[slot, len(one.pages) :].tolist()) <= {SCRATCH}
         newest = list(one.drafting.newest)
         assert int(num_drafts_B[slot]) == one.num_drafts
         assert int(rows.column("num_newest", count)[slot]) == len(newest)
@@ -99,7 +100,7 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
                 page = one.pages[position // PAGE_SIZE]
                 assert int(batch.slots_A[token]) == page * PAGE_SIZE + position % PAGE_SIZE
             if not live:
-                assert int(batch.slots_A[token]) == 999 * PAGE_SIZE
+                assert int(batch.slots_A[token]) == SCRATCH * PAGE_SIZE
 
 
 def test_an_interrupt_in_any_line_while_room_is_made_leaves_it_to_the_next_step() -> None:
@@ -166,15 +167,32 @@ def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.devic
 
 
 def test_padding_rows_are_not_live_and_write_to_the_scratch_page() -> None:
-    rows = DecodeRows({}, lambda _: (), page_size=PAGE_SIZE, device=CPU, scratch_page=999)
+    rows = DecodeRows({}, lambda _: (), page_size=PAGE_SIZE, device=CPU, scratch_page=SCRATCH)
     rows.reserve(4, 8)
     one = sequence(random.Random(1), 6)
     rows.place([one.row], [one.owner])
     batch = rows.batch(4, padded=True)
     assert batch.live_T is not None
     assert batch.live_T.tolist() == [True, False, False, False]
-    assert batch.slots_A.tolist() == [one.pages[1] * PAGE_SIZE + 1, *[999 * PAGE_SIZE] * 3]
+    assert batch.slots_A.tolist() == [one.pages[1] * PAGE_SIZE + 1, *[SCRATCH * PAGE_SIZE] * 3]
     assert batch.context_lens_B.tolist() == [6, 1, 1, 1]
+
+
+def test_nothing_is_read_of_pages_that_a_sequence_has_no_longer() -> None:
+    """They may be another one's by then, and a peer may be writing them."""
+    rows = rows_of()
+    rows.reserve(2, 8)
+    long, short = (sequence(random.Random(seed), length) for seed, length in ((1, 23), (2, 6)))
+    long.pages.append(7)
+    rows.place([long.row], [long.owner])
+    assert rows.batch(2).page_table_BM.tolist() == [[*long.pages, SCRATCH], [SCRATCH] * 8]
+    long.pages.pop()  # its draft was not right
+    rows.place([long.row], [long.owner], [Drafting()])
+    assert rows.batch(2).page_table_BM[0].tolist() == long.pages + [SCRATCH] * 2
+    rows.place([short.row], [short.owner])
+    assert rows.batch(2).page_table_BM[0].tolist() == short.pages + [SCRATCH] * 6
+    rows.place([], [])
+    assert rows.batch(2).page_table_BM.tolist() == [[SCRATCH] * 8] * 2
 
 
 def test_what_is_reserved_keeps_its_addresses() -> None:

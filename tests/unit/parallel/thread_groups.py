@@ -5,17 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from pdinfer.errors import RankLost
-from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.groups import Begun, Group, Groups
 from pdinfer.parallel.topology import Topology
 from tests.forks import FAR_S
+from tests.waiting import started
 
 T = TypeVar("T")
 TIMEOUT_S = FAR_S
@@ -42,6 +44,29 @@ class Meeting:
         return [self.brought[other] for other in range(self.size)]
 
 
+class Underway:
+    """A collective that a thread waits for, as a `dist.Work`."""
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        self._ended: Future[object] = Future()
+        started(self._run, meet)
+
+    def _run(self, meet: Callable[[], object]) -> None:
+        try:
+            self._ended.set_result(meet())
+        except RankLost as error:
+            self._ended.set_exception(error)
+
+    def is_completed(self) -> bool:
+        return self._ended.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        try:
+            self._ended.result(TIMEOUT_S if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("it has not ended yet") from error
+
+
 @attrs.frozen(eq=False)
 class ThreadGroup(Group):
     """A group of threads."""
@@ -50,6 +75,11 @@ class ThreadGroup(Group):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.meeting.of(self.rank, x))
+
+    def all_gather_begin(self, x: Tensor) -> Begun:
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        work: Any = Underway(lambda: gathered.copy_(self.all_gather(x)))
+        return Begun(self, "all_gather", work, x, gathered)
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         assert len(x) == counts[self.rank]

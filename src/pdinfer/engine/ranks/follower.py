@@ -18,6 +18,7 @@ from pdinfer.engine.ranks.leader import RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, Sampler
+from pdinfer.execution.resident import DRAWN_ELSEWHERE
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw, Drawn, sample
 from pdinfer.kv.channel.channel import KVChannel
@@ -26,7 +27,7 @@ from pdinfer.kv.channel.wire import unpack_ints
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.parallel.groups import Group
 from pdinfer.parallel.slices import even_slices
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, SamplingParams
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 LOOK_S = 0.05
 """The interval at which it looks which links are open."""
@@ -54,7 +55,7 @@ class Follower:
     def step(self, *, is_closing: bool = False) -> None:
         """Report what is new here, take orders, and run the model with the others."""
         self._report()
-        agreement = self._lockstep.agree(is_closing=is_closing)
+        agreement = self._lockstep.agree(num_passes=self._runner.captured_passes, is_closing=is_closing)
         if agreement is None:
             return
         with self._lockstep.together():
@@ -154,11 +155,11 @@ class Follower:
         if not self._runner.drafts:
             self._runner.forward(rows)
             return
-        draws = [Draw(sampling=SamplingParams(), prompt=(), output=unpack_ints(newest)) for newest in order.newest]
+        draws = [Draw(sampling=DRAWN_ELSEWHERE, prompt=(), output=unpack_ints(newest)) for newest in order.newest]
         drafts = [Draft() if number is None else self._drafts[number] for number in order.drafts]
         for draft, count in zip(drafts, order.counts, strict=True):
             draft.num_tokens = count
-        self._runner.decode(rows, draws, drafts, num_passes=num_passes)
+        self._runner.decode(rows, draws, drafts, num_passes=num_passes, on_host=order.on_host)
 
 
 class SharedSampler:

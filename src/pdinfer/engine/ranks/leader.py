@@ -7,6 +7,7 @@ pages of all ranks of the group.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from pdinfer.engine.ranks.lockstep import Agreement, Lockstep
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, num_passes
 from pdinfer.execution.runner import ModelRunner, Ready
-from pdinfer.execution.sampling import Draw, Drawn
+from pdinfer.execution.sampling import Draw, Drawn, change_logits
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.kv.transports.base import Transfer
@@ -60,13 +61,31 @@ class RankRunner:
         self._has_followers = lockstep.groups.attention.size > 1
         self._numbers: weakref.WeakKeyDictionary[Draft, int] = weakref.WeakKeyDictionary()
         self._num_drafts = 0
+        self._num_next: int | None = None
+        if not self._has_followers:
+            runner.do_while_waiting(self._begin_next)
 
     def idle(self, *, is_closing: bool = False) -> None:
         """Take part in what other ranks run."""
         agreement = self._agree(is_closing=is_closing)
         if agreement is not None and agreement.runs:
-            with self._lockstep.together():
+            with self._step(num_next=0):
                 self._run_empty(self._runner, agreement)
+
+    @contextlib.contextmanager
+    def _step(self, num_next: int) -> Iterator[None]:
+        """Enclose a step that all ranks run. Behind it `num_next` rows go on here, unless a stop token ends them."""
+        self._num_next = num_next
+        with self._lockstep.together():
+            yield
+        self._num_next = None
+
+    def _begin_next(self) -> None:
+        """Begin the next agreement while a device computes the step. How often the layer that drafts will run is known
+        by then where it runs equally often in every step."""
+        passes = self._runner.captured_passes
+        if self._num_next is not None and (passes or not self._runner.drafts):
+            self._lockstep.begin(num_rows=self._num_next, num_passes=passes)
 
     def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
         """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
@@ -102,13 +121,15 @@ class RankRunner:
                 order.drafts = [self._numbers.get(drafts[index]) for index in in_order]
                 order.counts = [drafts[index].num_tokens for index in in_order]
                 order.newest = [pack_ints(draws[index].output[-MAX_NEWEST:]) for index in in_order]
+                order.on_host = change_logits(draws)
             self._lockstep.tell(order)
         agreement = self._agree(num_rows=len(rows), num_passes=num_passes(drafts))
         assert agreement is not None
-        with self._lockstep.together():
+        with self._step(num_next=sum(len(draw.output) + 1 < draw.sampling.max_new_tokens for draw in draws)):
             return self._runner.decode(rows, draws, drafts, num_passes=agreement.num_passes)
 
     def _agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
+        num_passes = max(num_passes, self._runner.captured_passes)  # a rank without rows replays them, too
         agreement = self._lockstep.agree(num_rows=num_rows, num_passes=num_passes, is_closing=is_closing)
         if agreement is not None:
             for rank, message in agreement.heard:

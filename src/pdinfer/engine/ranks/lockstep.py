@@ -8,6 +8,9 @@ After an idle agreement, a rank takes part in the next one when it has work itse
 BEAT_S. So a lost notification costs no more than that, and a rank that died is noticed even without work. One that
 stands still is noticed by its silence (`wakeup`), in whichever collective the others wait for it. Between agreements
 each rank decides alone. What must be the same on all ranks is decided from the agreement alone.
+
+Behind a step of the model all ranks meet again, so a rank may `begin` that agreement while its device computes, and
+need not wait for it later. Others may not: it is the same collective.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pdinfer.errors import ConfigError, RankLost
 from pdinfer.inbox import Inbox
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.migration.status import ExpertStatus
-from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.groups import Begun, Group, Groups
 
 BEAT_S = 0.1
 """The interval at which ranks agree when none has work."""
@@ -37,9 +40,9 @@ BEAT_S = 0.1
 
 @attrs.frozen(kw_only=True)
 class RankStatus:
-    """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
-    needs to draft after them, whether it closes, and how many bytes it has for its attention group. The status of its
-    experts, an `ExpertStatus`, follows."""
+    """What a rank says of itself in the agreement of this number: rows it has for the model, as far as it knows, passes
+    of the MTP layer it needs to draft after them, whether it closes, and how many bytes it has for its attention group.
+    The status of its experts, an `ExpertStatus`, follows."""
 
     number: int
     num_rows: int = 0
@@ -90,6 +93,8 @@ class Lockstep:
         self._number = 0
         self._notified = -1
         self._is_active = True
+        self._leaves = False
+        self._begun: Begun | None = None
         self._agreed_at = clock()
         self._wakeup = Wakeup(groups.world, self._hear)
         groups.world.lookout.look = self._wakeup.check
@@ -110,26 +115,54 @@ class Lockstep:
 
     def agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
         """Meet all ranks and return what all agreed on. Return None, without a collective, when this rank has nothing
-        to say and is not due. Raise RankLost when a rank does not come within the deadline of the groups."""
+        to say and is not due. An agreement that was begun comes first; rows that it does not know of run in its step,
+        or meet the others once more if it has none. Raise RankLost when a rank does not come within the deadline of the
+        groups."""
         if self.lost is not None:
             raise self.lost
-        if not (num_rows or is_closing) and self.due_in_s():
+        self._leaves = self._leaves or is_closing
+        has_news = bool(num_rows) or is_closing
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            agreement = self._agreed(begun.wait)
+            if agreement.runs or self.closing or not has_news:
+                return agreement
+        if not has_news and self.due_in_s():
             return None
         messages = self._outbox.take()
         data = encode(messages) if messages else b""
+        row = self._row(num_rows, num_passes, len(data))
+        return self._agreed(lambda: self.groups.world.all_gather(row), data)
+
+    def begin(self, *, num_rows: int, num_passes: int) -> None:
+        """Begin the next agreement, once this rank has queued all collectives of the step that runs. What comes later
+        goes into the one after it. With `num_rows` the model runs, whatever rows this rank has by then. Orders name
+        tokens that are not drawn yet, so this is for ranks without followers. Does nothing when the ranks close, or
+        this one is lost."""
+        if not self.closing and self.lost is None:
+            row = self._row(num_rows, num_passes, 0)
+            with self.together():
+                self._begun = self.groups.world.all_gather_begin(row)
+
+    def _row(self, num_rows: int, num_passes: int, num_bytes: int) -> Tensor:
+        """Return what this rank says in its next agreement, int64 [1, …], and wake those that sleep."""
         ours = RankStatus(
             number=self._number,
             num_rows=num_rows,
             num_passes=num_passes,
-            is_closing=int(is_closing),
-            num_bytes=len(data),
+            is_closing=int(self._leaves),
+            num_bytes=num_bytes,
         )
         if not self._is_active and self._notified != self._number:
             self._wakeup.notify(self._number)
         self._number += 1
+        row = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
+        return torch.tensor([row], dtype=torch.int64, device="cpu")
+
+    def _agreed(self, gather: Callable[[], Tensor], data: bytes = b"") -> Agreement:
+        """Do what follows from the rows of all ranks."""
         with self.together():
-            row = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
-            table = self.groups.world.all_gather(torch.tensor([row], dtype=torch.int64, device="cpu")).tolist()
+            table = gather().tolist()
             statuses = tuple(RankStatus(**dict(zip(_FIELDS, row, strict=False))) for row in table)
             self._check_numbers(statuses)
             agreement = Agreement(statuses, self._exchange(data, statuses))

@@ -17,7 +17,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.model.batch import Row
 from pdinfer.types import NamedState, PeerAddress
 
-VERSION = 2
+VERSION = 3
 """The version of these messages. All ranks of an engine must have the same, which is checked when it is made."""
 
 
@@ -87,12 +87,13 @@ class PrefillMessage(msgspec.Struct, tag="prefill"):
 
 class DecodeMessage(msgspec.Struct, tag="decode"):
     """Order: run these rows. Where tokens are drafted, each row also has the number of its draft (None if it has none),
-    how many tokens may be drafted, and the newest tokens of its output."""
+    how many tokens may be drafted, and the newest tokens of its output; `on_host` says that the leader's host draws."""
 
     rows: Annotated[list[PackedRow], MANY]
     drafts: list[Count | None] = []
     counts: list[Index] = []
     newest: list[Packed] = []
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         for newest in self.newest:

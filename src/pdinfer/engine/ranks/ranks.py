@@ -159,10 +159,10 @@ class SeveralRanks(Ranks):
         self._closed = True
 
     def _agree_to_close(self) -> None:
-        """Make the others close in their next step, unless that was agreed already or they are lost."""
-        if self._lockstep.closing or self._lockstep.lost is not None:
-            return
-        if self.follower is not None:
-            self.follower.step(is_closing=True)
-        else:
-            self._runner.idle(is_closing=True)
+        """Make the others close in their next step, unless that was agreed already or they are lost. An agreement that
+        was begun before comes first."""
+        while not self._lockstep.closing and self._lockstep.lost is None:
+            if self.follower is not None:
+                self.follower.step(is_closing=True)
+            else:
+                self._runner.idle(is_closing=True)

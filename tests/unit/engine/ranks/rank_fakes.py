@@ -60,6 +60,7 @@ class FakeLockstep:
     told: list[say.Message] = attrs.field(factory=list)
     said: list[dict[str, Any]] = attrs.field(factory=list)
     next: list[Agreement | None] = attrs.field(factory=list)
+    begun: list[dict[str, int]] = attrs.field(factory=list)
     num_together: int = 0
     clock: Callable[[], float] = time.monotonic
 
@@ -74,6 +75,9 @@ class FakeLockstep:
     def agree(self, **said: Any) -> Agreement | None:
         self.said.append(said)
         return self.next.pop(0)
+
+    def begin(self, **said: int) -> None:
+        self.begun.append(said)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -169,9 +173,11 @@ def ready() -> None:
 
 @attrs.define(eq=False)
 class FakeRunner:
-    """Keeps what it is asked to run. A prefill has two layers."""
+    """Keeps what it is asked to run. A prefill has two layers. What is to be done while it waits, it does."""
 
     drafts: bool = False
+    captured_passes: int = 0
+    while_waiting: Callable[[], None] = lambda: None
     calls: list[tuple[Any, ...]] = attrs.field(factory=list)
     in_order: Sequence[int] | None = None
     """The order in which `decode` runs its rows, by default theirs."""
@@ -187,8 +193,14 @@ class FakeRunner:
     def draft(self, states: Sequence[NamedState]) -> Draft:
         return Draft.of(torch.zeros(1, 2) if states else None)
 
-    def decode(self, rows: Sequence[Row], draws: Any, drafts: Sequence[Draft], *, num_passes: int) -> list[Any]:
-        self.calls.append(("decode", list(rows), list(draws), list(drafts), num_passes))
+    def do_while_waiting(self, work: Callable[[], None]) -> None:
+        self.while_waiting = work
+
+    def decode(
+        self, rows: Sequence[Row], draws: Any, drafts: Sequence[Draft], *, num_passes: int, on_host: bool = False
+    ) -> list[Any]:
+        self.calls.append(("decode", list(rows), list(draws), list(drafts), num_passes, on_host))
+        self.while_waiting()
         return [[row.tokens[0]] for row in rows]
 
     def order(self, rows: Sequence[Row]) -> list[int]:

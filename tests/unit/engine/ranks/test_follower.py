@@ -199,7 +199,7 @@ def test_it_runs_nothing_while_no_agreement_is_due() -> None:
     following.channel.stops = [(ROOM, TransferError("no more"))]
     following.lockstep.next = [None]
     following.follower.step(is_closing=True)
-    assert following.lockstep.said == [{"is_closing": True}]
+    assert following.lockstep.said == [{"num_passes": 0, "is_closing": True}]
     assert following.lockstep.num_together == 0
     assert len(following.lockstep.told) == 1  # goes with the next agreement
     assert (following.runner.calls, following.emptied) == ([], [])
@@ -226,8 +226,8 @@ def test_drafts_are_those_of_their_numbers() -> None:
         [say.PackedRow.of(row) for row in ROWS], [None, 5], [0, 2], [pack_ints([1]), pack_ints([2, 3])]
     )
     following.step(order, num_rows=2, num_passes=4)
-    ((_, rows, draws, drafts, num_passes),) = following.runner.calls
-    assert (rows, num_passes) == (ROWS, 4)
+    ((_, rows, draws, drafts, num_passes, on_host),) = following.runner.calls
+    assert (rows, num_passes, on_host) == (ROWS, 4, False)
     assert [list(draw.output) for draw in draws] == [[1], [2, 3]]
     assert [(draft.num_tokens, draft.state is None) for draft in drafts] == [(0, True), (2, False)]
     following.step(order, num_rows=2)
@@ -235,6 +235,16 @@ def test_drafts_are_those_of_their_numbers() -> None:
     following.step(say.DropDraft(5), say.DropDraft(77))
     with pytest.raises(KeyError):
         following.step(order, num_rows=2)
+
+
+def test_it_runs_what_is_drawn_on_the_host_as_its_leader_does() -> None:
+    following = Following(drafts=True)
+    following.runner.captured_passes = 3
+    order = say.DecodeMessage([say.PackedRow.of(ROWS[1])], [None], [0], [pack_ints([1])], on_host=True)
+    (heard,) = say.decode(say.encode([order]))
+    following.step(heard, num_rows=1, num_passes=3)
+    assert following.runner.calls[-1][-1] is True
+    assert following.lockstep.said == [{"num_passes": 3, "is_closing": False}]
 
 
 def test_all_ranks_go_on_with_the_tokens_that_the_leader_drew() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import attrs
 import pytest
 
 from pdinfer.engine.ranks import messages as say
@@ -244,7 +245,7 @@ def test_followers_run_rows_in_the_order_of_the_leader() -> None:
     drawn = leader.runs.decode(rows, draws_of(1, 2, 3), [Draft() for _ in rows])
     (order,) = leader.lockstep.take()
     assert order == say.DecodeMessage([say.PackedRow.of(rows[index]) for index in (1, 2, 0)])
-    (_, ran, draws, _, _) = leader.runner.calls[-1]
+    (_, ran, draws, *_) = leader.runner.calls[-1]
     assert (ran, [len(draw.output) for draw in draws]) == (rows, [1, 2, 3])  # the runner puts them in order itself
     assert drawn == [[7], [8], [9]]
 
@@ -261,7 +262,7 @@ def test_drafts_are_told_by_number_until_they_are_gone() -> None:
     assert (order.drafts, order.counts) == ([1, None, 0], [1, 0, 2])
     assert order.newest == [pack_ints(range(9 - MAX_NEWEST, 9)), pack_ints([0, 1]), pack_ints([0])]
     assert leader.lockstep.said[-1]["num_passes"] == 2
-    assert leader.runner.calls[-1][-1] == 4  # as many passes as the rank that needs most
+    assert leader.runner.calls[-1][-2] == 4  # as many passes as the rank that needs most
     leader.runner.calls.clear()
     del one
     gc.collect()
@@ -311,4 +312,64 @@ def test_steps_without_rows_take_part_in_all_there_is() -> None:
     runner: Any = FakeRunner()
     empty_prefill(runner, agreement())
     empty_decode(runner, agreement(num_passes=3))
-    assert runner.calls == [("layer", 0, []), ("layer", 1, []), ("decode", [], [], [], 3)]
+    assert runner.calls == [("layer", 0, []), ("layer", 1, []), ("decode", [], [], [], 3, False)]
+
+
+def test_followers_are_told_when_the_host_of_their_leader_draws() -> None:
+    leader = Leader(drafts=True)
+    (plain, penalised) = draws_of(1, 2)
+    penalised = attrs.evolve(penalised, sampling=SamplingParams(presence_penalty=0.5))
+    for draws, told in (([plain, plain], False), ([plain, penalised], True)):
+        leader.lockstep.next = [agreement(num_rows=2)]
+        leader.runs.decode(ROWS, draws, [Draft(), Draft()])
+        (order,) = leader.lockstep.take()
+        assert isinstance(order, say.DecodeMessage)
+        assert order.on_host is told
+
+
+class Alone:
+    """A leader of nobody."""
+
+    def __init__(self, *, drafts: bool = False, captured_passes: int = 0) -> None:
+        self.lockstep, self.runner = FakeLockstep(Topology().apart()), FakeRunner(drafts, captured_passes)
+        own: Any = FakeChannel()
+        given: Any = (self.runner, self.lockstep)
+        self.runs = RankRunner(*given, empty_decode, RankChannel(own, given[1]))
+
+    def decode(self, *draws: Draw) -> None:
+        self.lockstep.next = [agreement(num_rows=len(draws))]
+        self.runs.decode([Row([7], 3, (page,)) for page in range(len(draws))], draws, [Draft() for _ in draws])
+
+
+def test_passes_of_captured_steps_are_asked_for_with_rows_and_without() -> None:
+    leader = Alone(drafts=True, captured_passes=3)
+    leader.decode(*draws_of(1))
+    leader.lockstep.next = [agreement()]
+    leader.runs.idle()
+    assert [said["num_passes"] for said in leader.lockstep.said] == [3, 3]
+
+
+def test_the_next_agreement_is_begun_while_a_device_computes() -> None:
+    """It says how many rows go on, as far as that is known: here all but one, which ends with this token."""
+    leader = Alone()
+    draws = [attrs.evolve(draw, sampling=SamplingParams(max_new_tokens=3)) for draw in draws_of(1, 2, 0)]
+    leader.decode(*draws)
+    leader.lockstep.next = [agreement(num_rows=1)]
+    leader.runs.idle()
+    assert leader.lockstep.begun == [{"num_rows": 2, "num_passes": 0}, {"num_rows": 0, "num_passes": 0}]
+    leader.runner.while_waiting()  # in a step that this rank runs by itself, to warm up
+    assert len(leader.lockstep.begun) == 2
+
+
+@pytest.mark.parametrize(("captured_passes", "begun"), [(0, []), (2, [{"num_rows": 1, "num_passes": 2}])])
+def test_where_tokens_are_drafted_it_is_begun_if_passes_are_known(captured_passes: int, begun: list[Any]) -> None:
+    leader = Alone(drafts=True, captured_passes=captured_passes)
+    leader.decode(*draws_of(1))
+    assert leader.lockstep.begun == begun
+
+
+def test_a_leader_of_others_begins_no_agreement_before_its_tokens_are_drawn() -> None:
+    leader = Leader()
+    leader.lockstep.next = [agreement(num_rows=2)]
+    leader.runs.decode(ROWS, draws_of(1, 2), [Draft(), Draft()])
+    assert not leader.lockstep.begun

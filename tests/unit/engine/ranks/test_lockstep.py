@@ -24,7 +24,7 @@ from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
 from tests.unit.parallel.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
-from tests.waiting import check_ends, started
+from tests.waiting import check_ends, started, wait_until
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
@@ -170,6 +170,76 @@ def test_experts_that_move_and_news_of_them_wait_for_no_beat(monkeypatch: pytest
         assert lockstep.due_in_s() > 1000
     finally:
         lockstep.close()
+
+
+def test_who_begins_early_meets_who_does_not() -> None:
+    """Rows that this rank does not have after all are an empty step; those that it gets meanwhile run in it."""
+    groups = groups_of(dp_size=3)
+    with locksteps(groups) as (made, _):
+        on_ranks(groups, lambda one: meet(made[one.world.rank], num_rows=1))
+        for rank in (0, 1):  # nobody waits here for rank 2
+            made[rank].begin(num_rows=1 - rank, num_passes=rank)
+        agreements = on_ranks(groups, lambda one: meet(made[one.world.rank], num_rows=one.world.rank))
+        again = on_ranks(groups, lambda one: meet(made[one.world.rank]))
+    for agreement in agreements:
+        assert [(status.number, status.num_rows) for status in agreement.statuses] == [(2, 1), (2, 0), (2, 2)]
+        assert agreement.num_passes == 1
+    assert {status.number for agreement in again for status in agreement.statuses} == {3}
+
+
+def test_rows_that_come_too_late_for_a_step_without_any_meet_all_ranks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        on_ranks(groups, lambda one: meet(made[one.world.rank], num_rows=1))
+        for lockstep in made:
+            lockstep.begin(num_rows=0, num_passes=0)
+        late: list[Agreement | None] = []
+        with_work = started(lambda: late.append(made[0].agree(num_rows=2)))
+        agreement = made[1].agree()
+        assert agreement is not None
+        assert not agreement.runs
+        wait_until(lambda: late or made[0]._number == 4)
+        assert not late
+        meet(made[1])  # once it is woken
+        check_ends(with_work)
+        (found,) = late
+        assert found is not None
+        assert [(status.number, status.num_rows) for status in found.statuses] == [(3, 2), (3, 0)]
+
+
+def test_who_closes_behind_an_agreement_that_was_begun_says_so_in_the_next_one() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        on_ranks(groups, lambda one: meet(made[one.world.rank], num_rows=1))
+        for lockstep in made:
+            lockstep.begin(num_rows=1, num_passes=0)
+        on_ranks(groups, lambda one: meet(made[one.world.rank], is_closing=one.world.rank == 0))
+        assert not any(lockstep.closing for lockstep in made)
+        for lockstep in made:  # while the step runs that was agreed on
+            lockstep.begin(num_rows=1, num_passes=0)
+        on_ranks(groups, lambda one: meet(made[one.world.rank], is_closing=one.world.rank == 0))
+        assert all(lockstep.closing for lockstep in made)
+        number = made[0]._number
+        made[0].begin(num_rows=1, num_passes=0)  # nobody comes behind the last step
+        assert made[0]._number == number
+
+
+def test_a_rank_that_is_lost_behind_an_agreement_that_was_begun_is_missed() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        on_ranks(groups, lambda one: meet(made[one.world.rank], num_rows=1))
+        made[0].begin(num_rows=1, num_passes=0)
+        groups[0].world.lookout.look = silent
+        with pytest.raises(RankLost, match="rank 1 is silent"):
+            made[0].agree()
+        made[0].begin(num_rows=1, num_passes=0)
+        with pytest.raises(RankLost, match="rank 1 is silent"):
+            made[0].agree()
+
+
+def silent() -> None:
+    raise RankLost("rank 1 is silent")
 
 
 def test_one_that_closes_closes_all() -> None:
