@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Annotated
 
 import attrs
 import msgspec
+from msgspec import Meta
 
 from pdinfer.bench.slo import SLO
 from pdinfer.errors import ConfigError
+from pdinfer.files import unambiguous
 from pdinfer.values import brief, table
 
 SCHEMA = "pdinfer.bench/1"
@@ -117,7 +120,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     token_goodput: float | None = None
     goodput_per_gpu: float | None = None
     num_gpus: int | None = None
-    attainment: float | None = None
+    attainment: Annotated[float, Meta(ge=0, le=1)] | None = None
     concurrency: float | None = None
     mean_ttft_ms: float | None = None
     median_ttft_ms: float | None = None
@@ -170,11 +173,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Summary:
-        """Read what `to_json` wrote. Unknown fields are ignored. Raise ConfigError for anything else."""
+        """Read what `to_json` wrote, with or without a byte order mark. Unknown fields are ignored. Raise ConfigError
+        for anything else, such as a key that appears twice or an attainment above 1."""
         if len(text) > MAX_SUMMARY_BYTES:
             raise ConfigError(f"a summary has at most {MAX_SUMMARY_BYTES} bytes, this one {len(text)}")
         try:
-            summary = msgspec.json.decode(text, type=cls)
+            summary = msgspec.json.decode(unambiguous(text), type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"not a summary: {error}") from error
         if summary.schema != SCHEMA:
