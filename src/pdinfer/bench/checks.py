@@ -199,7 +199,8 @@ def _failures(run: Summary) -> Iterator[Finding]:
         yield Finding(
             check="failures",
             expected=f"at most {FAILED_SHARE:.0%} of the requests without an answer",
-            found=f"{run.failed + run.unfinished} of {run.num_requests}",
+            found=f"{run.failed + run.unfinished} of {run.num_requests}"
+            + "".join(f"; {count} refused: {reason}" for reason, count in run.refusals.items()),
             advice="percentiles leave these requests out: read them as censored, and use attainment",
         )
 

@@ -81,7 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     offered, `max_concurrency` the number asked for. `fastest_step_ms` is the shortest TPOT by the engines' own
     clocks, `min_tpot_ms` the shortest that the client saw, of requests with 16 tokens and more. `max_step_ms` is
     the longest call of `step` in which engines of this process computed: a token may wait that long for the host.
-    `time_resolution_ms` is how far a time in it may be rounded.
+    `time_resolution_ms` is how far a time in it may be rounded. `refusals` counts the requests that were refused, which
+    are among the failed, by reason.
     """
 
     __repr__ = brief
@@ -99,6 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     completed: int = 0
     failed: int = 0
     unfinished: int = 0
+    refusals: dict[str, int] = {}
     duration_s: float | None = None
     input_duration_s: float | None = None
     output_duration_s: float | None = None
@@ -198,6 +200,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         yield from (("CHECK FAILED  ", str(finding)) for finding in self.findings)
         what = f"{self.source} {self.mode}" + (f" ({self.name})" if self.name else "")
         yield f"{what}: ", f"{self.completed} of {self.num_requests} completed in {_shown(self.duration_s)} s"
+        yield from ((f"refused {count}: ", reason) for reason, count in self.refusals.items())
         censored = f", censored: {self.failed + self.unfinished} requests have none" if self.failed_share > 0.01 else ""
         goodput = f"{_shown(self.request_goodput)} req/s, {_shown(self.token_goodput)} tok/s"
         throughput = f"{_shown(self.request_throughput)} req/s, {_shown(self.output_throughput)} tok/s out"

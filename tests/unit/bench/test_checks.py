@@ -94,7 +94,7 @@ def test_each_check_bites(name: str, changes: dict[str, object]) -> None:
 
 def simulated() -> Summary:
     cluster = planning.cluster(
-        "P1D1", prefill_s=lambda rows: 0.01 + 1e-4 * rows.num_tokens, decode_s=lambda rows: 0.02 + 1e-3 * rows.num_rows
+        "1P1D", prefill_s=lambda rows: 0.01 + 1e-4 * rows.num_tokens, decode_s=lambda rows: 0.02 + 1e-3 * rows.num_rows
     )
     load = bench.open_loop(8.0, 200, prompt_tokens=(50, 400), output_tokens=(2, 60), seed=2)
     return planning.simulate(cluster, load, slo=bench.SLO(ttft_s=0.2, tpot_s=0.04))

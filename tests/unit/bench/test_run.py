@@ -129,7 +129,7 @@ def test_goodput_is_bisected_over_seeds() -> None:
     ],
 )
 def test_a_search_says_whether_any_rate_could_keep_the_slo(ttft_s: float, rate: float, said: str) -> None:
-    cluster = planning.cluster("P1D1", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.0)
+    cluster = planning.cluster("1P1D", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.0)
 
     def run_at(rate: float, seed: int) -> bench.Summary:
         load = bench.open_loop(rate, 100, prompt_tokens=8, output_tokens=4, seed=seed)

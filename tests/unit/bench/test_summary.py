@@ -77,6 +77,13 @@ def test_the_limits_of_an_slo_are_each_a_limit() -> None:
     assert attained(e2e_s=0.5) == 0.5
 
 
+def test_refusals_are_counted_by_reason_and_the_rare_ones_together() -> None:
+    refused = [attrs.evolve(RECORDS[4], outcome="refused", error=f"reason {at}") for at in range(10) for _ in range(2)]
+    summary = bench.summarize([*RECORDS, *refused, attrs.evolve(RECORDS[4], outcome="refused")])
+    assert summary.refusals == {**{f"reason {at}": 2 for at in range(8)}, "other reasons": 5}
+    assert summary.failed == 22
+
+
 def test_nothing_is_none_and_not_nan() -> None:
     for records in ([], [attrs.evolve(RECORDS[4])]):
         summary = bench.summarize(records, slo=SLO)
