@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -30,12 +29,17 @@ def a_row_s(rows: StepRows) -> Any:
 
 
 def test_a_step_of_decode_lasts_as_long_as_its_fullest_rank() -> None:
-    five = [(0.0, 100, 41)] * 5
-    together = ran("1P1D", five, decode={"ranks": 4}, decode_s=a_row_s)
-    assert Counter(record.decode for record in together) == {"D0.0": 2, "D0.1": 1, "D0.2": 1, "D0.3": 1}
-    assert [record.step_s for record in together] == pytest.approx([0.02] * 5)
-    apart = ran("1P4D", five, decode_s=a_row_s)
-    assert sorted(record.step_s or 0.0 for record in apart) == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02])
+    four = [(0.0, 100, 41), (0.0, 100, 41), (0.0, 100, 1), (0.0, 100, 41)]  # the third ends with its first token
+    together = ran("1P1D", four, decode={"ranks": 2}, decode_s=a_row_s)
+    assert [record.decode for record in together] == ["D0.0", "D0.1", "D0.0", "D0.1"]
+    assert [record.step_s for record in together] == [
+        pytest.approx(0.02),
+        pytest.approx(0.02),
+        None,
+        pytest.approx(0.02),
+    ]
+    apart = ran("1P2D", four, decode_s=a_row_s)
+    assert [record.step_s for record in apart] == [pytest.approx(0.01), pytest.approx(0.02), None, pytest.approx(0.02)]
 
 
 def test_a_step_of_prefill_lasts_as_long_as_its_fullest_rank() -> None:
@@ -45,17 +49,18 @@ def test_a_step_of_prefill_lasts_as_long_as_its_fullest_rank() -> None:
     assert (short.prefill_ended_s, long.prefill_ended_s) == pytest.approx((0.7, 0.7))
 
 
-def test_a_newcomer_on_an_idle_rank_waits_for_the_step_under_way() -> None:
-    first, second = ran("1P1D", [(0.0, 10, 4), (0.25, 10, 3)], decode={"ranks": 2}, decode_s=lambda rows: 1.0)
-    assert (first.committed_s, second.granted_s, second.committed_s) == (
-        0.0,
-        1.0,
-        3.0,
-    )  # it is told at 2.0, and the next step has begun
-    assert first.token_s == pytest.approx((0.0, 1.0, 2.0, 3.0))
-    assert second.token_s == pytest.approx((3.0, 4.0, 5.0))
-    alone = ran("1P2D", [(0.0, 10, 4), (0.25, 10, 3)], decode_s=lambda rows: 1.0)
-    assert alone[1].committed_s == 0.25
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_newcomer_on_an_idle_rank_waits_for_the_step_under_way(rank: int) -> None:
+    outputs = [4, 4]
+    outputs[rank] = 1  # it ends with its first token, and leaves its rank idle
+    begun = [(0.0, 10, output) for output in outputs]
+    skipped = [(0.1, 10, 1)] * rank  # takes the turn of rank 0
+    *_, newcomer = ran("1P1D", [*begun, *skipped, (0.25, 10, 3)], decode={"ranks": 2}, decode_s=lambda rows: 1.0)
+    assert newcomer.decode == f"D0.{rank}"
+    assert (newcomer.granted_s, newcomer.committed_s) == (1.0, 3.0)  # it is told at 2.0, when the next step has begun
+    assert newcomer.token_s == pytest.approx((3.0, 4.0, 5.0))
+    *_, alone = ran("1P2D", [*begun, *skipped, (0.25, 10, 3)], decode_s=lambda rows: 1.0)
+    assert alone.committed_s == 0.25
 
 
 def test_engines_of_several_ranks_do_not_wait_for_each_other() -> None:
