@@ -30,8 +30,8 @@ LEAST_TOKENS = 16
 """The tokens of a request from which its mean step can be distinguished from one late read."""
 LITTLE_TOLERANCE = 0.1
 LITTLE_FACTOR = 3.0
-"""In an open loop, `concurrency` is the mean while requests were sent, and rate x E2E that of the whole run: they
-differ by what is left at the end, by a factor of 2 where that takes as long as sending did."""
+"""In an open loop, `concurrency` is the mean while requests were sent, and rate x E2E that of the whole run. They
+differ by chance, and by what is in flight after the last send: at most all requests."""
 LEAST_REQUESTS = 20
 """The requests of an open loop whose number in flight is a mean of many."""
 DELIVERY_SHARE = 0.05
@@ -136,14 +136,18 @@ def _little(run: Summary) -> Iterator[Finding]:
 
 
 def _open_little(run: Summary) -> Iterator[Finding]:
-    held, rate, e2e_ms = run.concurrency, run.request_throughput, run.mean_e2el_ms
-    if not held or not rate or not e2e_ms or run.num_requests < LEAST_REQUESTS or run.failed_share > FAILED_SHARE:
+    held, rate, e2e_ms, sent = run.concurrency, run.request_throughput, run.mean_e2el_ms, run.num_requests
+    if not held or not rate or not e2e_ms or sent < LEAST_REQUESTS or run.failed_share > FAILED_SHARE:
         return
-    taken = rate * e2e_ms / 1e3
-    if not held / LITTLE_FACTOR <= taken <= held * LITTLE_FACTOR:
+    taken = rate * (e2e_ms - (run.mean_slip_ms or 0.0)) / 1e3
+    offered = 1.0  # the share of the run in which requests were sent
+    if run.request_rate and run.duration_s:
+        offered = min(1.0, (sent - 1) / run.request_rate / run.duration_s)
+    least, most = held * offered / LITTLE_FACTOR, held * LITTLE_FACTOR + sent * (1.0 - offered)
+    if not least <= taken <= most:
         yield Finding(
             check="Little",
-            expected=f"rate x mean E2E near the {held:.4g} requests that were in flight",
+            expected=f"rate x mean E2E from {least:.4g} to {most:.4g}, since {held:.4g} requests were in flight",
             found=f"{rate:.4g} x {e2e_ms / 1e3:.4g} s = {taken:.4g}",
             advice="one of the three is of another run or in another unit: use none of them",
         )

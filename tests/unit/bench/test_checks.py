@@ -120,6 +120,16 @@ def test_one_figure_that_cannot_be_is_found_in_a_sound_run_and_not_compared(
         bench.compare(run, forged)
 
 
+@pytest.mark.parametrize("more", [{}, {"arrivals": "gamma", "cv": 4.0}, {"max_concurrency": 2}])
+@pytest.mark.parametrize("rate", [0.2, 5.0, 200.0])
+def test_sound_open_loops_pass_however_they_end(rate: float, more: dict[str, Any]) -> None:
+    """With much left at the end, with bursts, and with requests that wait to be sent."""
+    cluster = planning.cluster("1P1D", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.02)
+    for seed in range(8):
+        load = bench.open_loop(rate, 40, prompt_tokens=10, output_tokens=(1, 200), seed=seed, **more)
+        assert planning.simulate(cluster, load, slo=bench.SLO(ttft_s=0.5)).findings == ()
+
+
 def test_what_a_host_of_engines_may_take_is_no_fault_of_its_own() -> None:
     assert check(msgspec.structs.replace(RUN, p99_delivery_ms=60.0, max_step_ms=50.0)) == ()
     assert check(msgspec.structs.replace(RUN, p99_delivery_ms=80.0, max_step_ms=50.0)) != ()
