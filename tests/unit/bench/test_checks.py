@@ -130,6 +130,18 @@ def test_sound_open_loops_pass_however_they_end(rate: float, more: dict[str, Any
         assert planning.simulate(cluster, load, slo=bench.SLO(ttft_s=0.5)).findings == ()
 
 
+def test_what_waits_to_be_sent_is_not_in_flight() -> None:
+    waited = msgspec.structs.replace(RUN, request_rate=2.0, mean_e2el_ms=24_000.0, mean_slip_ms=20_000.0)
+    assert check(waited) == ()
+    assert check(msgspec.structs.replace(waited, mean_slip_ms=0.0)) != ()
+
+
+def test_what_is_left_when_all_have_been_sent_may_be_everything() -> None:
+    """100 requests are sent within 5 of 50 s, most of them late."""
+    assert check(msgspec.structs.replace(RUN, request_rate=20.0, mean_e2el_ms=30_000.0)) == ()
+    assert check(msgspec.structs.replace(RUN, request_rate=2.0, mean_e2el_ms=30_000.0)) != ()
+
+
 def test_what_a_host_of_engines_may_take_is_no_fault_of_its_own() -> None:
     assert check(msgspec.structs.replace(RUN, p99_delivery_ms=60.0, max_step_ms=50.0)) == ()
     assert check(msgspec.structs.replace(RUN, p99_delivery_ms=80.0, max_step_ms=50.0)) != ()
