@@ -1,4 +1,4 @@
-"""The 8 checks on a published study: how many of its rows that are artefacts they flag, and how many honest ones."""
+"""The 10 checks on a published study: how many of its rows that are artefacts they flag, and how many honest ones."""
 
 from __future__ import annotations
 

@@ -64,21 +64,21 @@ SETTINGS = {
     "conversation": Setting(
         trace=CONVERSATION,
         num_requests=6000,
-        shape="P4D4",
+        shape="4P4D",
         rates=(2.0, 7.0),
         factors={"least_tokens": 1.28, "round_robin": 1.48, "queued_and_uncached": 1.10, "cache_aware": 1.02},
     ),
     "synthetic": Setting(
         trace=SYNTHETIC,
         num_requests=None,
-        shape="P4D2",
+        shape="4P2D",
         rates=(2.0, 8.0),
         factors={"least_tokens": 1.55, "round_robin": 1.70, "queued_and_uncached": 1.02, "cache_aware": 0.98},
     ),
     "slow-prefill": Setting(
         trace=CONVERSATION,
         num_requests=4000,
-        shape="P4D4",
+        shape="4P4D",
         rates=(0.8, 6.0),
         changes=(Change(engine="P0", at_s=0.0, speed=0.5),),
         factors={"least_tokens": 1.15, "best": 1.0},
@@ -86,7 +86,7 @@ SETTINGS = {
     "slow-decode": Setting(
         trace=CONVERSATION,
         num_requests=4000,
-        shape="P4D4",
+        shape="4P4D",
         rates=(0.8, 6.0),
         changes=(Change(engine="D0", at_s=0.0, speed=1 / 2.2),),
         factors={"best": 1.6},
@@ -94,7 +94,7 @@ SETTINGS = {
     "azure": Setting(
         trace="azure_2023_conv.csv",
         num_requests=6000,
-        shape="P2D2",
+        shape="2P2D",
         rates=(2.0, 10.0),
         prefill_tokens_s=6000.0,
         sequence_s=3e-4,

@@ -28,6 +28,8 @@ MAX_JSON_CONTAINERS = 10_000
 MAX_JSON_STRINGS = 1 << 20
 MAX_DIGITS = 20
 
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8, which some editors write."""
 _JSON_MARKS = re.compile(r'["\[\]{}]|NaN|Infinity|[0-9]{21,}')
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -163,7 +165,7 @@ def parse_json(
     `max_digits` digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is
     checked before parsing.
     """
-    if data.startswith(b"\xef\xbb\xbf"):
+    if data.startswith(BOM):
         raise error(f"{source} starts with a byte order mark at position 0; save it as UTF-8 without one")
     try:
         text = data.decode("utf-8")
@@ -177,6 +179,22 @@ def parse_json(
     if not isinstance(value, dict):
         raise error(f"{source} must hold one JSON object at position 0, got {clip(value)}")
     return value
+
+
+def unambiguous(data: bytes | str) -> bytes:
+    """Return JSON as UTF-8 without a byte order mark. Raise ConfigError where an object has a key twice:
+    some readers take the first and some the last. What is no JSON is left to the decoder."""
+    text = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).removeprefix(BOM)
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text, object_pairs_hook=_unique, parse_int=str, parse_float=str)
+    return text
+
+
+def _unique(pairs: list[tuple[str, object]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+        raise ConfigError(f"key {clip(twice)} appears twice in one object; keep one of the two")
 
 
 def _check_marks(text: str, source: str, error: type[PDInferError], max_digits: int) -> None:

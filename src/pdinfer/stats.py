@@ -317,6 +317,7 @@ class PairingStats(Value):
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     `loads` are those of all ports in use, as policies see them.
+    `refused` counts the requests for which `submit` raised Overloaded, by reason.
     """
 
     _repr_html_ = as_table
@@ -332,3 +333,4 @@ class PairingStats(Value):
     ports_lost: tuple[LostPort, ...] = ()
     ports_away: tuple[PeerAddress, ...] = ()
     loads: tuple[PrefillLoad | DecodeLoad, ...] = ()
+    refused: tuple[tuple[str, int], ...] = ()

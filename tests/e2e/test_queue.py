@@ -142,6 +142,7 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
             setup.pairing.submit(request("late", priority=5))
         with pytest.raises(pd.Overloaded):
             setup.pairing.submit(request("low", priority=-9))
+        assert setup.pairing.stats.refused == (("the queue is full", 2),)
         events += setup.pairing.step()
         # in the order in which they gave way, or in which they came when none had a place yet
         assert ended(events) == (["c", "b", "a"] if seen else ["a", "b", "c"])

@@ -9,7 +9,7 @@
     run.py                 sends a load on an absolute schedule, and reads what comes
     formats.py             result files of other tools, read
     summarize.py           from records to a summary, from repeats to intervals
-    checks.py              the 8 checks that a summary has to pass
+    checks.py              the 10 checks that a summary has to pass
     summary.py             the figures of a run, and their JSON
     record.py              the stages of one request, recorded from its events
     load.py                what is sent when: burst, closed loop, open loop, replay

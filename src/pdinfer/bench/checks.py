@@ -1,4 +1,4 @@
-"""Eight checks of a summary's honesty. Each has caught a published figure that was none.
+"""Ten checks of a summary's honesty. Most have caught a published figure that was none.
 
     identities      rate x time = count
     decode floor    no client sees tokens faster than an engine makes them
@@ -8,13 +8,17 @@
     monotone        more tokens do not arrive sooner
     repeats         figures that scatter too much to be reported
     failures        percentiles leave out what failed
+    order           percentiles rise, and no mean is above the greatest value
+    bounds          no share is above 1, no request takes longer than its parts or than the run
 
 A check whose fields are not there is left out. `compare` refuses what repeats cannot distinguish.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from pdinfer.bench.summary import Finding, Summary
 from pdinfer.checks import typed
@@ -25,6 +29,11 @@ FLOOR_SHARE = 0.9
 LEAST_TOKENS = 16
 """The tokens of a request from which its mean step can be distinguished from one late read."""
 LITTLE_TOLERANCE = 0.1
+LITTLE_FACTOR = 3.0
+"""In an open loop, `concurrency` is the mean while requests were sent, and rate x E2E that of the whole run. They
+differ by chance, and by what is in flight after the last send: at most all requests."""
+LEAST_REQUESTS = 20
+"""The requests of an open loop whose number in flight is a mean of many."""
 DELIVERY_SHARE = 0.05
 DELIVERY_S = 0.01
 """Later than this, too: below it, P99 of delivery is what one turn of a host's loop takes."""
@@ -34,6 +43,10 @@ FALLS_BY_S = 1.0
 prefill, which costs 0.3 to 2 s where experts are spread over nodes."""
 MOST_CV = 0.25
 FAILED_SHARE = 0.01
+IMPOSSIBLE = frozenset({"Little", "order", "bounds"})
+"""What no run shows, however it went."""
+ROUNDED = 1 + 1e-3
+"""How far printed figures may be rounded."""
 
 
 @typed
@@ -49,6 +62,8 @@ def check(summary: Summary, beside: Sequence[Summary] = ()) -> tuple[Finding, ..
         *_delivery(summary),
         *_monotone(summary, beside),
         *_repeats(summary),
+        *_order(summary),
+        *_bounds(summary),
     )
 
 
@@ -107,6 +122,8 @@ def _little(run: Summary) -> Iterator[Finding]:
     asked, held = run.max_concurrency, run.concurrency
     if held is None and run.request_throughput is not None and run.mean_e2el_ms is not None:
         held = run.request_throughput * run.mean_e2el_ms / 1e3
+    if run.mode == "open_loop":
+        yield from _open_little(run)
     if run.mode != "closed_loop" or not asked or held is None:
         return
     if abs(held / asked - 1) > LITTLE_TOLERANCE:
@@ -115,6 +132,24 @@ def _little(run: Summary) -> Iterator[Finding]:
             expected=f"{asked:g} requests in flight, as asked for",
             found=f"{held:.4g}",
             advice=f"report this run as concurrency {held:.4g}, or find what keeps the client from sending",
+        )
+
+
+def _open_little(run: Summary) -> Iterator[Finding]:
+    held, rate, e2e_ms, sent = run.concurrency, run.request_throughput, run.mean_e2el_ms, run.num_requests
+    if not held or not rate or not e2e_ms or sent < LEAST_REQUESTS or run.failed_share > FAILED_SHARE:
+        return
+    taken = rate * (e2e_ms - (run.mean_slip_ms or 0.0)) / 1e3
+    offered = 1.0  # the share of the run in which requests were sent
+    if run.request_rate and run.duration_s:
+        offered = min(1.0, (sent - 1) / run.request_rate / run.duration_s)
+    least, most = held * offered / LITTLE_FACTOR, held * LITTLE_FACTOR + sent * (1.0 - offered)
+    if not least <= taken <= most:
+        yield Finding(
+            check="Little",
+            expected=f"rate x mean E2E from {least:.4g} to {most:.4g}, since {held:.4g} requests were in flight",
+            found=f"{rate:.4g} x {e2e_ms / 1e3:.4g} s = {taken:.4g}",
+            advice="one of the three is of another run or in another unit: use none of them",
         )
 
 
@@ -168,6 +203,65 @@ def _failures(run: Summary) -> Iterator[Finding]:
         yield Finding(
             check="failures",
             expected=f"at most {FAILED_SHARE:.0%} of the requests without an answer",
-            found=f"{run.failed + run.unfinished} of {run.num_requests}",
+            found=f"{run.failed + run.unfinished} of {run.num_requests}"
+            + "".join(f"; {count} refused: {reason}" for reason, count in run.refusals.items()),
             advice="percentiles leave these requests out: read them as censored, and use attainment",
         )
+
+
+def _order(run: Summary) -> Iterator[Finding]:
+    for metric in ("ttft", "tpot", "itl", "e2el", "slip", "delivery"):
+        rising = _known(run, *(f"{part}_{metric}_ms" for part in ("min", "median", "p90", "p95", "p99", "max")))
+        means = _known(run, f"mean_{metric}_ms", f"max_{metric}_ms")
+        if metric == "tpot":
+            rising = [(name, value) for name, value in rising if name != "min_tpot_ms"]  # is of long requests only
+        for (low, lower), (high, higher) in [*pairwise(rising), *pairwise(means)]:
+            if lower > higher * ROUNDED + run.time_resolution_ms:
+                yield Finding(
+                    check="order",
+                    expected=f"{low} at most {high}",
+                    found=f"{lower:g} and {higher:g} ms",
+                    advice="columns were mixed up, or are of different runs: use neither figure",
+                )
+
+
+def _known(run: Summary, *names: str) -> list[tuple[str, float]]:
+    """Return the figures that are there. Of repeats those count that are means over all of them."""
+    values = ((name, getattr(run, name, None)) for name in names if run.num_repeats == 1 or name in run.intervals)
+    return [(name, value) for name, value in values if value is not None]
+
+
+def _bounds(run: Summary) -> Iterator[Finding]:
+    for name, value, low, high in _bounded(run):
+        if not low <= value * ROUNDED or not value <= high * ROUNDED:
+            yield Finding(
+                check="bounds",
+                expected=f"{name} from {low:.4g} to {high:.4g}",
+                found=f"{value:.4g}",
+                advice="it cannot be so: look for a unit, a division or a column that is wrong",
+            )
+
+
+def _bounded(run: Summary) -> Iterator[tuple[str, float, float, float]]:
+    """Yield figures with what they are at least and at most."""
+    rounded_ms = run.time_resolution_ms
+    shares = [("attainment", run.attainment), *((f"share of {stage.name}", stage.share) for stage in run.stages)]
+    for use in run.engines:
+        shares += [(f"{part} of {use.name}", getattr(use, part)) for part in ("mean_slots", "max_slots", "max_pages")]
+    yield from ((name, share, 0.0, 1.0) for name, share in shares if share is not None)
+    for name, good, rate in (
+        ("request_goodput", run.request_goodput, run.request_throughput),
+        ("token_goodput", run.token_goodput, run.output_throughput),
+    ):
+        if good is not None and rate is not None:
+            yield name, good, 0.0, rate
+    e2e_ms, ttft_ms, tpot_ms, num_tokens = run.mean_e2el_ms, run.mean_ttft_ms, run.max_tpot_ms, run.mean_output_tokens
+    if e2e_ms is None or run.num_repeats > 1:
+        return
+    if run.duration_s is not None:
+        yield "mean_e2el_ms", e2e_ms, 0.0, run.duration_s * 1e3 + rounded_ms
+    if ttft_ms is not None:
+        longest_ms = (
+            ttft_ms + tpot_ms * (num_tokens - 1) if tpot_ms is not None and num_tokens is not None else math.inf
+        )
+        yield "mean_e2el_ms", e2e_ms, ttft_ms - rounded_ms, longest_ms + rounded_ms

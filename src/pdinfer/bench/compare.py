@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from pdinfer.bench.checks import IMPOSSIBLE, check
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
@@ -50,7 +51,8 @@ def compare(first: Summary, second: Summary) -> Comparison:
     """Compare the figures of two runs of the same experiment, measured or simulated.
 
     Raises ConfigError, with every reason, when they are two experiments: another mode, SLO, rate, concurrency, trace or
-    lengths, or when a check of either failed. Figures whose intervals overlap are marked, not ranked.
+    lengths, or when a check of either failed or finds figures that cannot be. Figures whose intervals overlap are
+    marked, not ranked.
     """
     reasons = [
         f"{name} is {getattr(first, name)!r} in the first and {getattr(second, name)!r} in the second"
@@ -65,7 +67,9 @@ def compare(first: Summary, second: Summary) -> Comparison:
         if None not in sizes and abs(sizes[0] - sizes[1]) > LENGTHS_WITHIN * max(sizes):
             reasons.append(f"{name} is {sizes[0]:g} in the first and {sizes[1]:g} in the second")
     for which, summary in (("first", first), ("second", second)):
-        reasons += [f"a check of the {which} failed: {finding}" for finding in summary.findings]
+        forged = [finding for finding in check(summary) if finding.check in IMPOSSIBLE]
+        findings = dict.fromkeys(map(str, (*summary.findings, *forged)))
+        reasons += [f"a check of the {which} failed: {finding}" for finding in findings]
     if reasons:
         raise ConfigError("these summaries cannot be compared: " + "; ".join(reasons))
     rows = [_row(name, first, second) for name in METRICS]

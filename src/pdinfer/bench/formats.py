@@ -18,6 +18,7 @@ from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import clip, is_number, typed
 from pdinfer.errors import ConfigError
+from pdinfer.files import BOM, unambiguous
 
 MAX_BYTES = 256 << 20
 STATISTICS = {name: name for name in ("mean", "median", "std", "p90", "p95", "p99", "max")}
@@ -159,7 +160,7 @@ def _one_batch(found: Mapping[str, Any], resolution_s: float, fastest_step_s: fl
 def from_aiperf(text: bytes | str) -> Summary:
     """Read the summary, or `profile_export.jsonl`, a line per request, of which warm-up requests are left out."""
     data = text.encode() if isinstance(text, str) else text
-    lines = [line for line in data.splitlines() if line.strip()]
+    lines = [line for line in data.removeprefix(BOM).splitlines() if line.strip()]
     if lines and b'"metadata"' in lines[0]:
         return _aiperf_records(lines)
     found = _object(data)
@@ -255,8 +256,8 @@ def _object(text: bytes | str, where: str = "") -> dict[str, Any]:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where}a result file has at most {MAX_BYTES >> 20} MiB")
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.json.decode(unambiguous(text), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise ConfigError(f"{where}is not a JSON object: {error}") from error
 
 

@@ -14,6 +14,8 @@ from pdinfer.progress import Progress, telling
 from pdinfer.values import Value
 
 MIN_SEEDS = 3
+ALONE, MEET = 0.1, 0.5
+"""Requests in flight at a rate that is to show an SLO without load, and those from which it does not."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,12 +31,14 @@ class Trial(Value):
 @attrs.frozen(kw_only=True)
 class Goodput(Value):
     """The highest rate that was found to keep the target, 0 if none did, and every trial on the way. `upper` is the
-    lowest rate that did not keep it, None when every rate did."""
+    lowest rate that did not keep it, None when every rate did. For a rate of 0, `reason` says whether a lower one may
+    keep the target or none can; it is empty otherwise."""
 
     rate: float
     upper: float | None
     target: float
     trials: tuple[Trial, ...]
+    reason: str = ""
 
 
 @typed
@@ -52,9 +56,10 @@ def find_goodput(
 
     `run_at(rate, seed)` returns the summary of one run with an SLO: of a Pairing, or of a simulation. Each rate is
     tried with seeds 0, 1 and 2, then with more, at most `max_seeds`, until the 95 % interval of the mean excludes the
-    target; if none does, the mean decides. `high` is tried first, then `low`. `progress(tried, rates)` is
-    called after every rate; True draws a line on stderr. Raises ConfigError for bad bounds and
-    for a summary without attainment.
+    target; if none does, the mean decides. `high` is tried first, then `low`. When `low` does not keep the target and
+    its requests met in flight, one more rate is tried, so low that they rarely do: an SLO that fails there fails at any
+    rate. `progress(tried, rates)` is called after every rate; True draws a line on stderr. Raises ConfigError for bad
+    bounds, and for a summary whose attainment is none.
     """
     if not 0 < low < high < float("inf") or not 0 < target <= 1:
         raise ConfigError(
@@ -63,10 +68,13 @@ def find_goodput(
     if num_steps < 1 or max_seeds < MIN_SEEDS:
         raise ConfigError(f"find_goodput needs num_steps >= 1 and max_seeds >= {MIN_SEEDS}")
     trials: list[Trial] = []
+    held: list[float | None] = []
 
     def is_met(rate: float) -> bool:
-        trials.append(_try(run_at, rate, target, max_seeds))
-        met = trials[-1].is_met
+        trial, concurrency = _try(run_at, rate, target, max_seeds)
+        trials.append(trial)
+        held.append(concurrency)
+        met = trial.is_met
         is_last = met if len(trials) == 1 else len(trials) == 2 and not met
         tell(len(trials), len(trials) if is_last else 2 + num_steps)
         return met
@@ -75,7 +83,12 @@ def find_goodput(
         if is_met(high):
             return Goodput(rate=high, upper=None, target=target, trials=tuple(trials))
         if not is_met(low):
-            return Goodput(rate=0.0, upper=low, target=target, trials=tuple(trials))
+            alone = _alone_rate(low, held[-1])
+            keeps = alone < low and is_met(alone)
+            reason = "" if keeps else _reason(trials[-1], held[-1], target)
+            return Goodput(
+                rate=alone if keeps else 0.0, upper=trials[1].rate, target=target, trials=tuple(trials), reason=reason
+            )
         for _ in range(num_steps):
             middle = (low + high) / 2
             if is_met(middle):
@@ -85,14 +98,43 @@ def find_goodput(
     return Goodput(rate=low, upper=high, target=target, trials=tuple(trials))
 
 
-def _try(run_at: Callable[[float, int], Summary], rate: float, target: float, max_seeds: int) -> Trial:
+def _alone_rate(rate: float, concurrency: float | None) -> float:
+    """Return a rate at which requests rarely meet, where so many are in flight at `rate`. By Little's law there are
+    fewer in proportion to the rate, and by more than that where they waited for each other."""
+    return rate if concurrency is None or concurrency <= ALONE else rate * ALONE / concurrency
+
+
+def _reason(trial: Trial, concurrency: float | None, target: float) -> str:
+    attained = (
+        f"at {trial.rate:.3g} req/s {trial.attainment.mean:.3g} of the requests keep the SLO, and {target:g} should"
+    )
+    if concurrency is None:
+        return f"{attained}; nothing says how many were in flight, so lower rates may: try a lower `low`"
+    if concurrency > MEET:
+        return f"{attained}; {concurrency:.3g} requests are in flight there, so lower rates may: try a lower `low`"
+    return (
+        f"the SLO cannot be met at any rate: {attained}, though requests rarely meet there; loosen a limit, send "
+        "shorter requests, or make steps faster"
+    )
+
+
+def _try(
+    run_at: Callable[[float, int], Summary], rate: float, target: float, max_seeds: int
+) -> tuple[Trial, float | None]:
+    """Return a trial, and the mean number of requests in flight over its runs if all say it."""
     attained: list[float] = []
+    held: list[float] = []
     for seed in range(max_seeds):
-        attainment = run_at(rate, seed).attainment
+        summary = run_at(rate, seed)
+        attainment = summary.attainment
         if attainment is None:
             raise ConfigError("the summary has no attainment: give the run an SLO")
+        if not 0 <= attainment <= 1:
+            raise ConfigError(f"the summary of {rate:g} req/s has an attainment of {attainment:g}; a share is 0 to 1")
         attained.append(attainment)
+        held += [] if summary.concurrency is None else [summary.concurrency]
         found = interval(attained)
         if len(attained) >= MIN_SEEDS and (found.low > target or found.high < target):
             break
-    return Trial(rate=rate, attainment=found, is_met=found.mean >= target, num_seeds=len(attained))
+    trial = Trial(rate=rate, attainment=found, is_met=found.mean >= target, num_seeds=len(attained))
+    return trial, sum(held) / len(held) if len(held) == len(attained) else None

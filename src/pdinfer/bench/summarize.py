@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pdinfer.bench.checks import LEAST_TOKENS, check
-from pdinfer.bench.record import STAGES, Record
+from pdinfer.bench.record import REFUSED, STAGES, Record
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
 from pdinfer.checks import typed
@@ -21,6 +21,8 @@ from pdinfer.errors import ConfigError
 PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t, two-sided 95 %, for 1 to 15 degrees of freedom. Beyond that 1.96 + 2.5 / degrees is close enough."""
+MAX_REASONS = 8
+"""Reasons of refusals that are told one by one."""
 REPEATED = (
     "request_goodput", "token_goodput", "attainment", "request_throughput", "output_throughput", "mean_ttft_ms",
     "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "duration_s",
@@ -60,6 +62,7 @@ def summarize(
         completed=len(done),
         unfinished=sum(record.ended_s is None and record.outcome == "unfinished" for record in records),
         failed=sum(not record.is_completed and record.outcome != "unfinished" for record in records),
+        refusals=_refusals(records),
         duration_s=duration_s,
         total_input_tokens=inputs,
         total_output_tokens=outputs,
@@ -181,6 +184,7 @@ def merge(repeats: Sequence[Summary]) -> Summary:
         first,
         **means,
         **{name: sum(getattr(repeat, name) for repeat in repeats) for name in counts},
+        refusals=dict(sum((Counter(repeat.refusals) for repeat in repeats), Counter())),
         input_duration_s=None,
         total_input_tokens=None,
         total_output_tokens=None,
@@ -205,6 +209,13 @@ def interval(values: Sequence[float]) -> Interval:
 def _rate(count: float, seconds: float | None) -> float | None:
     """Return what there is of something per second; None where the time is not known, or none."""
     return count / seconds if seconds else None
+
+
+def _refusals(records: Sequence[Record]) -> dict[str, int]:
+    """Return how many requests were refused by reason, the most frequent first."""
+    counts = Counter(record.error or "no reason given" for record in records if record.outcome == REFUSED)
+    told = dict(counts.most_common(MAX_REASONS))
+    return told | ({"other reasons": counts.total() - sum(told.values())} if len(counts) > MAX_REASONS else {})
 
 
 def _stages(done: Sequence[Record]) -> tuple[Stage, ...]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Annotated
 
 import attrs
 import msgspec
+from msgspec import Meta
 
 from pdinfer.bench.slo import SLO
 from pdinfer.errors import ConfigError
+from pdinfer.files import unambiguous
 from pdinfer.values import brief, table
 
 SCHEMA = "pdinfer.bench/1"
@@ -78,7 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     offered, `max_concurrency` the number asked for. `fastest_step_ms` is the shortest TPOT by the engines' own
     clocks, `min_tpot_ms` the shortest that the client saw, of requests with 16 tokens and more. `max_step_ms` is
     the longest call of `step` in which engines of this process computed: a token may wait that long for the host.
-    `time_resolution_ms` is how far a time in it may be rounded.
+    `time_resolution_ms` is how far a time in it may be rounded. `refusals` counts the requests that were refused, which
+    are among the failed, by reason.
     """
 
     __repr__ = brief
@@ -96,6 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     completed: int = 0
     failed: int = 0
     unfinished: int = 0
+    refusals: dict[str, int] = {}
     duration_s: float | None = None
     input_duration_s: float | None = None
     output_duration_s: float | None = None
@@ -117,7 +122,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     token_goodput: float | None = None
     goodput_per_gpu: float | None = None
     num_gpus: int | None = None
-    attainment: float | None = None
+    attainment: Annotated[float, Meta(ge=0, le=1)] | None = None
     concurrency: float | None = None
     mean_ttft_ms: float | None = None
     median_ttft_ms: float | None = None
@@ -170,11 +175,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Summary:
-        """Read what `to_json` wrote. Unknown fields are ignored. Raise ConfigError for anything else."""
+        """Read what `to_json` wrote, with or without a byte order mark. Unknown fields are ignored. Raise ConfigError
+        for anything else, such as a key that appears twice or an attainment above 1."""
         if len(text) > MAX_SUMMARY_BYTES:
             raise ConfigError(f"a summary has at most {MAX_SUMMARY_BYTES} bytes, this one {len(text)}")
         try:
-            summary = msgspec.json.decode(text, type=cls)
+            summary = msgspec.json.decode(unambiguous(text), type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"not a summary: {error}") from error
         if summary.schema != SCHEMA:
@@ -194,6 +200,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         yield from (("CHECK FAILED  ", str(finding)) for finding in self.findings)
         what = f"{self.source} {self.mode}" + (f" ({self.name})" if self.name else "")
         yield f"{what}: ", f"{self.completed} of {self.num_requests} completed in {_shown(self.duration_s)} s"
+        yield from ((f"refused {count}: ", reason) for reason, count in self.refusals.items())
         censored = f", censored: {self.failed + self.unfinished} requests have none" if self.failed_share > 0.01 else ""
         goodput = f"{_shown(self.request_goodput)} req/s, {_shown(self.token_goodput)} tok/s"
         throughput = f"{_shown(self.request_throughput)} req/s, {_shown(self.output_throughput)} tok/s out"

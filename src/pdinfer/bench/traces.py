@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
-from pdinfer.files import AnyPath
+from pdinfer.files import BOM, AnyPath, unambiguous
 from pdinfer.values import Value
 
 MAX_LINE_BYTES = 16 << 20
@@ -140,7 +140,7 @@ Rows = Iterator[tuple[Place, Arrival]]
 
 
 def _text(path: Path) -> bytes:
-    """Return the text of a file, unpacked."""
+    """Return the text of a file, unpacked and without a byte order mark."""
     try:
         if not path.is_file():
             raise ConfigError(f"{path}: is not a file; give the path of a trace")
@@ -152,12 +152,12 @@ def _text(path: Path) -> bytes:
         raise ConfigError(f"{path}: cannot be read on: {error}; is it damaged?") from error
     if len(text) > MAX_TRACE_BYTES:
         raise ConfigError(f"{path}: has more than {MAX_TRACE_BYTES >> 30} GiB of text; split it")
-    return text
+    return text.removeprefix(BOM)
 
 
 def _recognized(path: Path, line: bytes) -> str:
     """Return the format that the first line speaks for."""
-    first = line.decode("utf-8-sig", "replace").strip()
+    first = line.decode("utf-8", "replace").strip()
     if first.startswith("{"):
         return "mooncake"
     if first.startswith("["):
@@ -180,6 +180,8 @@ def _in_order(rows: Rows) -> list[Arrival]:
 
 
 _MOONCAKE = msgspec.json.Decoder(_MooncakeLine)
+_LEAST_QUOTES = 2 * len(_MooncakeLine.__struct_fields__)
+"""A line with so many has every key once, and no other string."""
 
 
 def _mooncake(path: Path, text: bytes) -> Rows:
@@ -190,8 +192,8 @@ def _mooncake(path: Path, text: bytes) -> Rows:
         if not line.strip():
             continue
         try:
-            row = _MOONCAKE.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            row = _MOONCAKE.decode(line if line.count(b'"') == _LEAST_QUOTES else unambiguous(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             wrong = f"is wrong: {str(error)[:200]}"
             place.fail(_field_of(str(error)), wrong, "every line is a JSON object as Mooncake writes it")
         needed = -(-row.input_length // BLOCK_TOKENS)
@@ -272,7 +274,7 @@ def _table(path: Path, text: bytes, columns: tuple[str, str, str]) -> Rows:
 
 def _cells(path: Path, text: bytes) -> Iterator[tuple[Place, list[str]]]:
     """Yield the rows of a CSV that are not empty."""
-    rows = csv.reader(io.TextIOWrapper(io.BytesIO(text), "utf-8-sig", newline=""), strict=True)
+    rows = csv.reader(io.TextIOWrapper(io.BytesIO(text), "utf-8", newline=""), strict=True)
     try:
         for cells in rows:
             if cells:
@@ -309,8 +311,8 @@ def _sharegpt(
 ) -> tuple[list[Arrival], tuple[str, ...]]:
     """Read the first question and answer of each conversation. There are no times: all arrive at 0."""
     try:
-        talks = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=list[_Conversation])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        talks = msgspec.json.decode(unambiguous(text), type=list[_Conversation])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         place.fail("conversations", f"is wrong: {str(error)[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
     count = count_tokens or (lambda text: -(-len(text) // CHARACTERS_PER_TOKEN))
     pairs = [talk.conversations[:2] for talk in talks]

@@ -44,7 +44,7 @@ _log = logging.getLogger("pdinfer")
 
 class Broker:
     """The requests under way and the decisions about them. `requests` holds all that have not ended, and the host's
-    threads add to it. `emit` takes every event for the host."""
+    threads add to it. `refused` counts those that were not taken, by reason. `emit` takes every event for the host."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Broker:
         self._num_reroutes = 0
         self._num_moved = 0
         self._ended: Counter[FinishReason] = Counter()
+        self.refused: Counter[str] = Counter()
 
     def advance(self) -> None:
         """Take one step: send what can be sent, step every port, and end what has to end."""
@@ -118,6 +119,7 @@ class Broker:
             ports_lost=self.lost_ports.told(now),
             ports_away=tuple(self.lost_ports.away),
             loads=(*prefills.values(), *decodes.values()),
+            refused=tuple(self.refused.items()),
         )
 
     def recover(self, unread: Sequence[TokenEvent]) -> None:

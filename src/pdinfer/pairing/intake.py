@@ -11,7 +11,7 @@ from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.queue import gives_way
+from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
@@ -88,15 +88,16 @@ class Intake:
 
         Raises Overloaded when there is no place, or when the request's deadline would probably pass before its turn.
         """
-        displaced, full = None, f"the queue already holds {self._config.max_queued_requests} requests"
+        displaced, reason = None, full(self._config.max_queued_requests)
         if not self.has_room:
             displaced = gives_way(self._queued(), tracked.request.priority)
             if displaced is None:
-                raise Overloaded(full, retry_after_s=self._half_empty_in_s())
+                self._broker.refused["the queue is full"] += 1
+                raise Overloaded(reason, retry_after_s=self._half_empty_in_s())
         self._check_deadline(tracked)
         if displaced is not None:
             displaced.displaced = Overloaded(
-                f"{full}, and one of priority {tracked.request.priority} took the place of this one, "
+                f"{reason}, and one of priority {tracked.request.priority} took the place of this one, "
                 f"which has {displaced.request.priority}",
                 retry_after_s=self._half_empty_in_s(),
             )
@@ -108,6 +109,7 @@ class Intake:
         waits_s = self._turn_in_s(tracked.request.priority)
         left_s = tracked.deadline_at - tracked.submitted_at
         if waits_s is not None and waits_s > left_s:
+            self._broker.refused["its deadline would pass before its turn"] += 1
             raise Overloaded(
                 f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
                 retry_after_s=waits_s - left_s,

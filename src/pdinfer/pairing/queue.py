@@ -30,6 +30,11 @@ Level = tuple[int, bool]
 """Minus the priority, and whether no stream has begun: lower ones go first."""
 
 
+def full(most: int) -> str:
+    """Return why a queue that holds `most` requests takes no other."""
+    return f"the queue already holds {most} requests (PairingConfig.max_queued_requests)"
+
+
 class Queue:
     """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them.
 

@@ -10,6 +10,7 @@
     plan.py           a checked plan of engines over ranks
     host_memory.py    what links between engines take of their hosts
     parts/            hardware: what makers say, and what of it was seen to be reached
+    shapes.py         what names of clusters mean
     profiles/         published deployments: each setting, and what it is here
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds

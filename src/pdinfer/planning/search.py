@@ -225,20 +225,20 @@ def _plans(sides: _Sides, nodes: int) -> Iterator[tuple[SearchedPlan, Cluster]]:
                 capacity=min(rates),
                 binding=prefill.binding if rates[0] < rates[1] else decode.binding,
             )
-            yield plan, _cluster(counts, prefill, decode, sides.hardware)
+            yield plan, _cluster(plan.name, prefill, decode, sides.hardware)
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _cluster(counts: tuple[int, int], prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
+def _cluster(shape: str, prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
     """Return what to simulate: an engine's groups step together, so they are one engine with the slots of all."""
     groups = [side.plan.topology.dp_size for side in (prefill, decode)]
     pages = [side.plan.num_pages and side.plan.num_pages * side.plan.topology.dp_size for side in (prefill, decode)]
     layout = prefill.plan.layout
     return cluster(
-        f"P{counts[0]}D{counts[1]}",
+        shape,
         prefill_s=_of_fullest(prefill),
         decode_s=_of_fullest(decode),
         prefill={

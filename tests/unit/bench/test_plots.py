@@ -165,8 +165,11 @@ def test_the_frontier_is_what_no_other_run_beats() -> None:
 
 def test_a_prediction_stands_beside_what_was_observed() -> None:
     sure = Interval(mean=100.0, low=90.0, high=110.0, cv=0.1)
-    measured = [summary(median_ttft_ms=100.0, p99_ttft_ms=0.0, intervals={"median_ttft_ms": sure})] * 2
-    simulated = [summary(median_ttft_ms=ttft_ms, p99_ttft_ms=9.0, source="simulated") for ttft_ms in (90.0, 120.0)]
+    rough: dict[str, Any] = {"time_resolution_ms": 100.0}
+    measured = [summary(**rough, median_ttft_ms=100.0, p99_ttft_ms=0.0, intervals={"median_ttft_ms": sure})] * 2
+    simulated = [
+        summary(**rough, median_ttft_ms=ttft_ms, p99_ttft_ms=59.0, source="simulated") for ttft_ms in (90.0, 120.0)
+    ]
     plot = plots.predicted_against_observed(simulated, measured)
     assert listed(plot) == {
         "experiment": [0, 0, 1, 1],
@@ -261,7 +264,8 @@ def test_the_drawing_shows_the_limit_and_the_censored_tail() -> None:
 
 def test_a_time_of_0_is_no_obstacle_to_logarithms() -> None:
     pytest.importorskip("matplotlib")
-    plot = plots.predicted_against_observed(summary(p99_tpot_ms=0.0), summary(p99_tpot_ms=4.0))
+    predicted, observed = (summary(p99_tpot_ms=tpot_ms, time_resolution_ms=20.0) for tpot_ms in (0.0, 4.0))
+    plot = plots.predicted_against_observed(predicted, observed)
     assert listed(plot)["ratio"] == [1.0, 0.0]
     (panel,) = plot.draw().axes
     assert panel.get_xlim() == panel.get_ylim() == pytest.approx((2.5, 32.0))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import pdinfer as pd
-from pdinfer import bench
+from pdinfer import bench, planning
 from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
@@ -119,6 +119,41 @@ def test_goodput_is_bisected_over_seeds() -> None:
     assert bench.find_goodput(run_at, 6.0, 9.0).rate == 0.0
     with pytest.raises(pd.ConfigError, match="0 < low < high"):
         bench.find_goodput(run_at, 3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "rate", "said"),
+    [
+        (0.05, 0.0, "cannot be met at any rate"),  # a prompt alone takes 0.1 s
+        (0.11, 0.02, ""),  # a prompt that meets no other keeps it
+    ],
+)
+def test_a_search_says_whether_any_rate_could_keep_the_slo(ttft_s: float, rate: float, said: str) -> None:
+    cluster = planning.cluster("1P1D", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.0)
+
+    def run_at(rate: float, seed: int) -> bench.Summary:
+        load = bench.open_loop(rate, 100, prompt_tokens=8, output_tokens=4, seed=seed)
+        return planning.simulate(cluster, load, slo=bench.SLO(ttft_s=ttft_s))
+
+    found = bench.find_goodput(run_at, 8.0, 20.0)
+    assert said in found.reason
+    assert bool(said) == bool(found.reason)
+    assert found.rate == found.trials[-1].rate * bool(rate)
+    assert found.upper == 8.0
+    assert found.trials[-1].rate < 1.0
+
+
+def test_a_search_that_cannot_know_advises_a_lower_rate() -> None:
+    found = bench.find_goodput(lambda rate, seed: bench.Summary(attainment=0.0), 1.0, 2.0)
+    assert "try a lower `low`" in found.reason
+    assert bench.find_goodput(lambda rate, seed: bench.Summary(attainment=1.0), 1.0, 2.0).reason == ""
+    crowded = bench.find_goodput(lambda rate, seed: bench.Summary(attainment=0.0, concurrency=2.0), 1.0, 2.0)
+    assert "2 requests are in flight" in crowded.reason
+
+
+def test_an_attainment_that_is_no_share_is_refused() -> None:
+    with pytest.raises(pd.ConfigError, match=r"attainment of 1\.5"):
+        bench.find_goodput(lambda rate, seed: bench.Summary(attainment=1.5), 1.0, 2.0)
 
 
 def test_seeds_are_added_while_the_interval_holds_the_target() -> None:

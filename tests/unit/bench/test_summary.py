@@ -77,6 +77,13 @@ def test_the_limits_of_an_slo_are_each_a_limit() -> None:
     assert attained(e2e_s=0.5) == 0.5
 
 
+def test_refusals_are_counted_by_reason_and_the_rare_ones_together() -> None:
+    refused = [attrs.evolve(RECORDS[4], outcome="refused", error=f"reason {at}") for at in range(10) for _ in range(2)]
+    summary = bench.summarize([*RECORDS, *refused, attrs.evolve(RECORDS[4], outcome="refused")])
+    assert summary.refusals == {**{f"reason {at}": 2 for at in range(8)}, "other reasons": 5}
+    assert summary.failed == 22
+
+
 def test_nothing_is_none_and_not_nan() -> None:
     for records in ([], [attrs.evolve(RECORDS[4])]):
         summary = bench.summarize(records, slo=SLO)
@@ -99,7 +106,19 @@ def test_the_schema_is_that_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"schema": "pdinfer.bench/9"}', b'{"completed": "x"}', b"\xff", b"{" * 9000]
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"schema": "pdinfer.bench/9"}',
+        b'{"completed": "x"}',
+        b'{"attainment": 1.01}',
+        b'{"completed": 1, "completed": 2}',
+        b'{"completed": 1, "compl\\u0065ted": 1}',
+        b'{"slo": {"ttft_s": 1, "ttft_s": 2}}',
+        b"\xff",
+        b"{" * 9000,
+    ],
 )
 def test_what_is_no_summary_is_refused(text: bytes) -> None:
     with pytest.raises(pd.ConfigError):
@@ -152,6 +171,20 @@ def test_a_file_of_another_tool_is_read(tool: str) -> None:
     assert (summary.mean_ttft_ms, summary.mean_e2el_ms) == pytest.approx((300.0, 600.0))
     assert summary.findings == ()
     assert "left out" in summary.notes[0]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_byte_order_mark_is_no_part_of_a_file_and_a_key_is_there_once(tool: str) -> None:
+    read, sample = TOOLS[tool]
+    text = json.dumps(sample)
+    assert read("\ufeff" + text) == read(b"\xef\xbb\xbf" + text.encode()) == read(text)
+    name = next(iter(sample))
+    with pytest.raises(pd.ConfigError, match=f"'{name}' appears twice"):
+        read(text.replace("{", f'{{"{name}": 1, ', 1))
+
+
+def test_a_summary_of_an_editor_that_writes_a_byte_order_mark_is_read() -> None:
+    assert bench.Summary.from_json(b"\xef\xbb\xbf" + SUMMARY.to_json()) == SUMMARY
 
 
 def test_the_goodput_of_vllm_is_read_with_and_without_its_colon() -> None:

@@ -94,9 +94,17 @@ def test_tokens_of_text_are_counted_by_the_host(tmp_path: Path) -> None:
     assert [arrival.prompt_tokens for arrival in load.arrivals] == [40] * 3
 
 
+@pytest.mark.parametrize("text", [line() + line(5), AZURE, SPLITWISE, PLAIN, SHAREGPT])
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path, text: str) -> None:
+    marked, plain = (bench.read_trace(written(tmp_path, mark + text.encode())) for mark in (b"\xef\xbb\xbf", b""))
+    assert marked.arrivals == plain.arrivals
+
+
 GOOD = line()
 WRONG = {
     "no JSON": (GOOD + "{oops\n", 2, "the line"),
+    "a key is there twice": (GOOD + line(5)[:-2] + ', "timestamp": 6}\n', 2, "the line"),
+    "a key is there twice in text": ('[{"conversations": [], "conversations": []}]', 1, "conversations"),
     "a key is missing": (GOOD + '{"timestamp": 1, "input_length": 5, "hash_ids": [1]}\n', 2, "output_length"),
     "a negative time": (line(-1), 1, "timestamp"),
     "a time that is no number": ('{"timestamp": NaN, "input_length": 5}\n', 1, "the line"),

@@ -19,8 +19,8 @@ from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, profile
 from pdinfer.planning import plan as plan_module
-from pdinfer.planning.profiles.profile import engine_nodes
 from pdinfer.planning.rank_weights import STORED, RankWeights
+from pdinfer.planning.shapes import engine_nodes
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.unit.config import published_configs
 
@@ -322,9 +322,25 @@ def test_pages_of_different_bytes_are_refused() -> None:
 def test_clusters_are_named_by_their_nodes() -> None:
     assert engine_nodes("P3x3D4") == ((3, 3, 3), (4,))
     assert engine_nodes("P4D2x9") == ((4,), (9, 9))
-    for text in ("", "P3", "D4P3", "P0D1", "P3x0D1", "P3xD1", "p3d4", "P3D4 ", "P1000D1", "P3x3xD4"):
-        with pytest.raises(ConfigError, match='named like "P3x3D4"'):
-            engine_nodes(text)
+    assert engine_nodes("P4D9") == ((4,), (9,))
+    assert engine_nodes("4P9D") == ((1,) * 4, (1,) * 9)
+    for text in (
+        "",
+        "P3",
+        "D4P3",
+        "P0D1",
+        "P3x0D1",
+        "P3xD1",
+        "p3d4",
+        "P3D4 ",
+        "P1000D1",
+        "P3x3xD4",
+        "0P1D",
+        "4P4D9",
+        None,
+    ):
+        with pytest.raises(ConfigError, match='named like "4P9D"'):
+            engine_nodes(text)  # type: ignore[arg-type]
 
 
 def kimi(name: str, ranks: int, **changes: Any) -> EnginePlan:

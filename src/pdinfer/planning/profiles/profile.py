@@ -3,7 +3,6 @@ plan. A setting has our fields with their values, variables to set, or a reason.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -17,6 +16,7 @@ from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig,
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.shapes import engine_nodes
 
 SettingValue = bool | int | float | str | list[int | str]
 Role = Literal["prefill", "decode", "both", "host", "measuring"]
@@ -180,19 +180,6 @@ def profile(name: str) -> Profile:
         settings=found.settings,
         ops=found.ops,
     )
-
-
-def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the nodes of each prefill and of each decode engine, from the name of a deployment.
-
-    "P3x3D4" is three prefill engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises
-    ConfigError for other text.
-    """
-    match = re.fullmatch(r"P(?:([1-9]\d?)x)?([1-9]\d?)D(?:([1-9]\d?)x)?([1-9]\d?)", text)
-    if match is None:
-        raise ConfigError(f'a cluster is named like "P3x3D4" or "P4D9", got {clip(text)}')
-    prefills, prefill_nodes, decodes, decode_nodes = (int(number or 1) for number in match.groups())
-    return (prefill_nodes,) * prefills, (decode_nodes,) * decodes
 
 
 def _engine(found: Deployment, role: str, name: str, num_nodes: int) -> EngineProfile:

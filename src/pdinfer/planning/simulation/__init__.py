@@ -3,16 +3,17 @@
     simulator.py    the call that makes a summary; the host's side
     view.py         what a policy is shown
     decode.py       a decode engine
+    learning.py     what it learns of its steps
     tables.py       the pages of its sequences
     prefill.py      a prefill engine
-    engine.py       what both have in common
+    engine.py       what both have in common, and ranks that step together
     links.py        bytes on their way
     job.py          one request, and its record
     pages.py        the pages of a pool
     deployment.py   the cluster that is simulated
     world.py        time, and what is drawn
 
-May import: bench, config, pairing, scheduling, the ground.
+May import: bench, config, pairing, planning.shapes, scheduling, the ground.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,19 +19,27 @@ from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.deployment import EngineModel, StepRows, seconds
 from pdinfer.planning.simulation.engine import SimEngine
 from pdinfer.planning.simulation.job import Job
+from pdinfer.planning.simulation.learning import DecodeLearning
 from pdinfer.planning.simulation.pages import SimPages
 from pdinfer.planning.simulation.tables import SimTables
 from pdinfer.planning.simulation.world import World
 from pdinfer.scheduling.decode import DecodeScheduler, SequenceState
-from pdinfer.stats import DecodeCost, DecodeLoad, changed
+from pdinfer.stats import DecodeLoad, changed
 
 MAX_BURST = 128
 """Steps that are worked out at once."""
 ARRAY_FROM = 4
 """A burst of fewer steps is faster without numpy."""
-LEARN_ALL, LEARN_EVERY = 2048, 128
-"""A decode learns its costs from all of its first steps, and of those after its speed has changed, and later from one
-in so many, which saves time. A real one goes on learning from all."""
+
+
+class _Decided(NamedTuple):
+    """The load before a step, and what the step did."""
+
+    before: DecodeLoad
+    joined: list[Job]
+    ended: list[Job]
+    granted: list[Job]
+    held_back: list[Job]
 
 
 class Decode(SimEngine):
@@ -62,14 +71,14 @@ class Decode(SimEngine):
         self.slot_s = self.max_step_s = 0.0
         self._tell, self._abort, self._token_bytes = tell, abort, token_bytes
         self._drafts = model.engine.num_draft_tokens > 0
-        self._cost: DecodeCost | None = None
+        self._learning = DecodeLearning(self.scheduler.costs)
         self._before: DecodeLoad | None = None  # as long as the first step of a burst is under way
         self._is_planned = False
+        self._decided: _Decided | None = None
         self._finishes: list[tuple[int, int, Job]] = []
         self._burst: list[float] = []
         self._batch: list[Job] = []  # of the step under way, if it drafts
         self._began_s, self._num_batch, self._batch_context = 0.0, 0, 0  # of the next step to end
-        self._learned_at, self._learn_all_until = 0, LEARN_ALL
 
     # -- what comes from outside -------------------------------------------------------------------------------------
 
@@ -85,8 +94,8 @@ class Decode(SimEngine):
                 num_waiting_tokens=load.num_waiting_tokens + job.num_tokens,
             )
         self.poke()
-        if job.deadline_at is not None and self.due_s < math.inf:
-            job.deadline_at += self.due_s - now_s  # what is left of it counts from the step that takes the request
+        if job.deadline_at is not None and (due_s := self.group.due_s) < math.inf:
+            job.deadline_at += due_s - now_s  # what is left of it counts from the step that takes the request
 
     def land(self, job: Job) -> None:
         """Take the last byte of a hand-off."""
@@ -124,15 +133,15 @@ class Decode(SimEngine):
 
     def poke(self) -> None:
         """Decide at the end of the step under way, or now if there is none."""
-        if self.due_s == math.inf:
-            self._world.soon(self.begin)
+        if self.group.due_s == math.inf:
+            self._world.soon(self.group.begin)
         else:
-            self.cut()
+            self.group.cut()
 
     def change_speed(self, speed: float) -> None:
         """Run at another speed from the next step on."""
         super().change_speed(speed)
-        self._learn_all_until = len(self.ends) + LEARN_ALL
+        self._learning.begin_anew(len(self.ends))
         self.cut()
 
     def cut(self) -> None:
@@ -148,9 +157,6 @@ class Decode(SimEngine):
         if self._before is not None:
             return self._before
         scheduler = self.scheduler
-        if self._cost is None:
-            step_s, sequence_s, token_s = scheduler.costs.weights
-            self._cost = DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
         return DecodeLoad(
             address=self.address,
             num_free_pages=self.pages.num_free + (self.tables.needs(1)[0] if self._burst else 0),
@@ -166,7 +172,7 @@ class Decode(SimEngine):
             num_running_requests=len(scheduler.running),
             num_running_tokens=self.context + sum(job.num_tokens for job in scheduler.granted),
             max_running_requests=self.model.engine.max_running_requests,
-            cost=self._cost,
+            cost=self._learning.cost,
         )
 
     def num_found(self, job: Job, writer: int | None = None) -> int:
@@ -183,50 +189,58 @@ class Decode(SimEngine):
         """Whether it has a request."""
         return bool(self.scheduler.running or self.scheduler.granted or self.scheduler.waiting)
 
-    def begin(self) -> None:
-        """Do what `DecodeEngine.step` does, unless a step is under way: what landed joins, pages are granted, and the
-        batch runs. The host learns of it when the step ends."""
-        if not self.has_work or not self.may_begin():
-            return
-        scheduler, told_s = self.scheduler, self._world.now_s
-        before = self.load()
-        overdue = self._expire()
+    def decide(self) -> bool:
+        """Do what `DecodeEngine.step` does before the batch runs: what landed joins, and pages are granted. The host
+        learns of it when the step ends."""
+        self._decided = None
+        if not self.has_work:
+            return False
+        before, overdue = self.load(), self._expire()
         joined, ended = self._join()
         granted = self._grant()
-        held_back = self._held_back() if scheduler.running else []
-        if len(scheduler.running) > len(held_back):
-            self._run(held_back)
-            self._before = before
-            told_s = self._burst[0]
-        elif scheduler.next_turn() is not None:  # what was retracted has left pages
-            self.end_at(told_s)
-        for job in joined:
-            if job not in held_back:
-                job.read_s[-1] = told_s
-        if granted or ended or overdue:
-            self._tell(told_s, granted, [*ended, *overdue])
-
-    def _run(self, held_back: Sequence[Job]) -> None:
-        """Work out when the next steps end: as many as need no decision."""
-        scheduler = self.scheduler
-        num_rows = self._num_batch = len(scheduler.running) - len(held_back)
+        held_back = self._held_back() if self.scheduler.running else []
+        self._decided = _Decided(before, joined, [*ended, *overdue], granted, held_back)
+        if len(self.scheduler.running) == len(held_back):
+            return False
+        self._num_batch = len(self.scheduler.running) - len(held_back)
         context = self.context - sum(job.num_tokens for job in held_back)
         for job in held_back:  # they leave this step out
             job.note_steps()
             job.since += 1
             self._shift(job, -1)
-        self._batch = [job for job in scheduler.running if job not in held_back] if self._drafts else []
-        self._began_s, self._batch_context = self._world.now_s, context
-        self._burst = self._ends_of(num_rows, context, self._num_alike())
+        self._batch = [job for job in self.scheduler.running if job not in held_back] if self._drafts else []
+        self._batch_context = context
+        return True
+
+    def began(self, ends_s: Sequence[float]) -> None:
+        """Note when its steps end, and let the host learn what was decided when the first of them does."""
+        if (decided := self._decided) is None:
+            return
+        told_s = ends_s[0] if ends_s else self._world.now_s
+        if len(self.scheduler.running) > len(decided.held_back):
+            self._run(ends_s)
+            self._before = decided.before
+        elif not ends_s and self.scheduler.next_turn() is not None:  # what was retracted has left pages
+            self.end_at(told_s)
+        for job in decided.joined:
+            if job not in decided.held_back:
+                job.read_s[-1] = told_s
+        if decided.granted or decided.ended:
+            self._tell(told_s, decided.granted, decided.ended)
+
+    def _run(self, ends_s: Sequence[float]) -> None:
+        """Let the next steps end then."""
+        self._began_s, self._burst = self._world.now_s, [*ends_s]
         if not self._is_planned:
             self.pages.take(self.tables.needs(1)[0])
-        before_s, due_s = [self._began_s, *self._burst][-2:]
+        before_s, due_s = [self._began_s, *ends_s][-2:]
         self.max_step_s = max(self.max_step_s, due_s - before_s)  # steps of a burst grow longer with the contexts
-        self.most_slots = max(self.most_slots, len(scheduler.running) + len(scheduler.granted))
+        self.most_slots = max(self.most_slots, len(self.scheduler.running) + len(self.scheduler.granted))
         self.end_at(due_s)
 
-    def _num_alike(self) -> int:
-        """Return for how many steps nothing is to be decided: until a request ends or a page is missing. After one step
+    @property
+    def num_alike(self) -> int:
+        """For how many steps nothing is to be decided: until a request ends or a page is missing. After one step
         a rival may have its turn; one that was planned is followed by another plan; and where requests wait while pages
         are kept for growth, fewer are kept after each."""
         scheduler, finishes = self.scheduler, self._finishes
@@ -238,24 +252,19 @@ class Decode(SimEngine):
             heappop(finishes)
         return self.tables.affordable(min(MAX_BURST, finishes[0][0] - len(self.ends)))
 
-    def _ends_of(self, num_rows: int, context: int, count: int) -> list[float]:
-        """Return when the next `count` steps end, whose contexts grow by a token for each row."""
-        model, now_s, noise = self.model, self._world.now_s, self._world.noise(count)
-        if count >= ARRAY_FROM and model.takes_arrays:
-            contexts = np.arange(context, context + num_rows * count, num_rows)
+    def took_s(self, num_steps: int) -> np.ndarray | list[float]:
+        """Return the seconds of so many steps, whose contexts grow by a token for each row."""
+        model, num_rows, context = self.model, self._num_batch, self._batch_context
+        if num_steps >= ARRAY_FROM and model.takes_arrays:
+            contexts = np.arange(context, context + num_rows * num_steps, num_rows)
             took = np.asarray(model.step_s(StepRows(num_rows, num_rows, contexts, contexts)), dtype=float)
-            took = took * noise / self.speed
             if not (took.min() >= 0 and math.isfinite(took.sum())):
                 raise ConfigError(f"decode_s must return seconds, finite and at least 0, got {clip(took)}")
-            ends_s: list[float] = (took.cumsum() + now_s).tolist()
-            return ends_s
-        ends_s = []
-        for factor in noise.tolist():
-            rows = self._drafted_rows(context) if self._drafts else StepRows(num_rows, num_rows, context, context)
-            now_s += seconds("decode_s", model.step_s, rows) * factor / self.speed
-            context += num_rows
-            ends_s.append(now_s)
-        return ends_s
+            return np.broadcast_to(took, contexts.shape)
+        if self._drafts:
+            return [seconds("decode_s", model.step_s, self._drafted_rows(context))]
+        each = (context + num_rows * step for step in range(num_steps))
+        return [seconds("decode_s", model.step_s, StepRows(num_rows, num_rows, size, size)) for size in each]
 
     def _drafted_rows(self, context: int) -> StepRows:
         """Return the sizes of a step that checks drafts, and decide how many of each request."""
@@ -287,7 +296,8 @@ class Decode(SimEngine):
         for _ in range(0 if self._is_planned else count):
             self.scheduler.learn(num_retracted=0)
         self._is_planned, self._before = False, None
-        self._learn(ended)
+        self._learning.learn(self._began_s, ended, len(self.ends), self._num_batch, self._batch_context)
+        self._batch_context += self._num_batch * count
         took_s, self._began_s = ended[-1] - self._began_s, ended[-1]
         self.slot_s += took_s * self._num_batch
         del self._burst[:count]
@@ -311,19 +321,6 @@ class Decode(SimEngine):
         """Let a request have `by` tokens more than by the steps that it runs."""
         self.tables.shift(job, by)
         heappush(self._finishes, (job.end_step, job.number, job))
-
-    def _learn(self, ended: list[float]) -> None:
-        """Learn what steps take: from every one at first, then from one in LEARN_EVERY."""
-        first = len(self.ends)
-        learns_all = first < self._learn_all_until
-        count = len(ended) if learns_all else int(first + len(ended) >= self._learned_at + LEARN_EVERY)
-        for at in range(len(ended) - count, len(ended)):
-            context = self._batch_context + self._num_batch * at
-            took_s = ended[at] - (ended[at - 1] if at else self._began_s)
-            self.scheduler.costs.add((1.0, float(self._num_batch), float(context)), took_s)
-        self._batch_context += self._num_batch * len(ended)
-        if count:
-            self._learned_at, self._cost = first + len(ended), None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

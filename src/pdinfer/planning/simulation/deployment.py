@@ -6,7 +6,6 @@ Step times are functions that the host gives. They are asked with `StepRows`, th
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ import numpy as np
 from pdinfer.checks import clip, float_in, int_in
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.errors import ConfigError
+from pdinfer.planning.shapes import MAX_ENGINES, engine_nodes
 from pdinfer.values import Value
 
 MANY_PAGES = 2**31 - 1
 """The pages of a pool whose size is not given: more than any load fills."""
-MAX_ENGINES = 1024
-_SHAPE = re.compile(r"P([1-9]\d{0,3})D([1-9]\d{0,3})", re.ASCII)
 _PROBES = (1, 7, 4096, 100_000)
 
 
@@ -46,8 +44,8 @@ StepSeconds = Callable[[StepRows], Any]
 
 @attrs.frozen(kw_only=True)
 class Change(Value):
-    """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on. At a speed of
-    0 it is gone, at once and for good."""
+    """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on, on all its
+    ranks. At a speed of 0 it is gone, at once and for good."""
 
     engine: str
     at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
@@ -84,13 +82,20 @@ class Network(Value):
 
 @attrs.frozen(kw_only=True)
 class EngineModel(Value):
-    """All engines of one side: their limits, their pools, and the seconds of their steps. `takes_arrays` says that
-    `step_s` answers for many steps at once."""
+    """All engines of one side: their data-parallel `ranks`, the limits and pool of each rank, and the seconds of its
+    steps. `takes_arrays` says that `step_s` answers for many steps at once."""
 
     step_s: StepSeconds
     engine: EngineConfig
     cache: CacheConfig
     takes_arrays: bool = False
+    ranks: int = attrs.field(default=1, validator=int_in(1, MAX_ENGINES))
+
+    def name_of(self, side: str, number: int) -> str:
+        """Return the name of the rank that has `number` others before it on its side: D1.3, or D1 if it is the only one
+        of its engine."""
+        engine, rank = divmod(number, self.ranks)
+        return f"{side}{engine}" if self.ranks == 1 else f"{side}{engine}.{rank}"
 
     @property
     def num_pages(self) -> int:
@@ -102,6 +107,7 @@ class EngineModel(Value):
 class Cluster(Value):
     """Engines to simulate. Make it with `cluster`."""
 
+    shape: str
     num_prefills: int
     num_decodes: int
     prefill: EngineModel
@@ -114,10 +120,28 @@ class Cluster(Value):
     step_cv: float = attrs.field(validator=float_in(0.0, 2.0, low_included=True), converter=float)
     accept_rate: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True), converter=float)
 
+    def __attrs_post_init__(self) -> None:
+        for count, ranks in ((self.num_prefills, self.prefill.ranks), (self.num_decodes, self.decode.ranks)):
+            if count * ranks > MAX_ENGINES:
+                raise ConfigError(f"{count} engines of {ranks} ranks are more than {MAX_ENGINES} ranks on one side")
+            if self.colocated and ranks > 1:
+                raise ConfigError(f"colocated engines have one rank each, got ranks={ranks}")
+
     @property
     def name(self) -> str:
-        """Its shape, such as P4D4."""
-        return f"P{self.num_prefills}D{self.num_decodes}" + (" colocated" if self.colocated else "")
+        """Its shape, such as 4P4D or P3x3D4."""
+        return self.shape + (" colocated" if self.colocated else "")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its summaries should know: what its name says of engines of several nodes."""
+        (num_prefills, of_prefill), (num_decodes, of_decode) = ((len(n), n[0]) for n in engine_nodes(self.shape))
+        if of_prefill == of_decode == 1:
+            return ()
+        told = (
+            f"{self.shape} has {num_prefills} x {of_prefill} nodes of prefill and {num_decodes} x {of_decode} of decode"
+        )
+        return (f"{told}; {of_prefill}P{of_decode}D has {of_prefill} prefills and {of_decode} decodes",)
 
 
 def cluster(
@@ -137,24 +161,24 @@ def cluster(
     colocated: bool = False,
     step_cv: float = 0.0,
     accept_rate: float = 0.0,
+    ranks: int = 1,
     **limits: Any,
 ) -> Cluster:
-    """Return `shape` ("P4D4": 4 prefills and 4 decodes) as a value to simulate.
+    """Return `shape` ("4P4D": 4 prefills and 4 decodes; "P3x3D4": 3 prefills of 3 nodes and a decode of 4, see
+    `planning.shapes`) as a value to simulate.
 
     `prefill_s` and `decode_s` give the seconds of a step (`StepRows`). `limits` are fields of EngineConfig and
     CacheConfig, for both sides; `prefill` and `decode` have those of one side. Without `num_pages` a pool never fills.
-    `bytes_per_s` to `latency_s` are those of `Network`. With `colocated`, prefill i and decode i share one device, on
-    which they take turns, and one pool, of which `decode` says the size; they serve each other alone. Steps scatter
-    around their times with the coefficient of variation `step_cv`, drawn by the seed of a run. With `num_draft_tokens`
-    a step of decode checks drafts, each of which is right with the chance `accept_rate` if those before it are. Raises
-    ConfigError for what does not fit together, and for step times that are no seconds.
+    An engine has `ranks` data-parallel ranks, whatever its nodes, or as many as `prefill` or `decode` says. Each is a
+    port with limits, a pool and a link of its own. They take their steps together: one lasts as long as it takes the
+    slowest of them. `bytes_per_s` to `latency_s` are those of `Network`. With `colocated`, prefill i and decode i share
+    one device, on which they take turns, and one pool, of which `decode` says the size; they serve each other alone.
+    Steps scatter around their times with the coefficient of variation `step_cv`, drawn by the seed of a run. With
+    `num_draft_tokens` a step of decode checks drafts, each of which is right with the chance `accept_rate` if those
+    before it are. Raises ConfigError for what does not fit together, and for step times that are no seconds.
     """
-    found = _SHAPE.fullmatch(shape) if isinstance(shape, str) else None
-    if found is None or max(int(found[1]), int(found[2])) > MAX_ENGINES:
-        raise ConfigError(
-            f"the shape of a cluster is P4D4 or alike, with at most {MAX_ENGINES} each, got {clip(shape)}"
-        )
-    num_prefills, num_decodes = int(found[1]), int(found[2])
+    num_prefills, num_decodes = map(len, engine_nodes(shape))
+    limits["ranks"] = ranks
     if colocated and num_prefills != num_decodes:
         raise ConfigError(f"colocated engines come in pairs; {shape} has {num_prefills} and {num_decodes}")
     names = {f"P{at}" for at in range(num_prefills)} | {f"D{at}" for at in range(num_decodes)}
@@ -162,6 +186,7 @@ def cluster(
         if change.engine not in names:
             raise ConfigError(f"a change is for {clip(change.engine)}, and {shape} has P0 to D{num_decodes - 1}")
     return Cluster(
+        shape=shape,
         num_prefills=num_prefills,
         num_decodes=num_decodes,
         prefill=_engine_model("prefill_s", prefill_s, {**limits, **(prefill or {})}, one_token=False),
@@ -178,7 +203,7 @@ def cluster(
 
 def _engine_model(name: str, step_s: StepSeconds, limits: Mapping[str, Any], *, one_token: bool) -> EngineModel:
     engine_fields, cache_fields = (set(attrs.fields_dict(kind)) for kind in (EngineConfig, CacheConfig))
-    unknown = sorted(set(limits) - engine_fields - cache_fields)
+    unknown = sorted(set(limits) - engine_fields - cache_fields - {"ranks"})
     if unknown:
         raise ConfigError(f"{', '.join(unknown)}: no field of EngineConfig or CacheConfig")
     engine = EngineConfig(**{key: value for key, value in limits.items() if key in engine_fields})
@@ -187,6 +212,7 @@ def _engine_model(name: str, step_s: StepSeconds, limits: Mapping[str, Any], *, 
         engine=engine,
         cache=CacheConfig(**{key: value for key, value in limits.items() if key in cache_fields}),
         takes_arrays=_probe(name, step_s, one_token=one_token),
+        ranks=limits["ranks"],
     )
 
 

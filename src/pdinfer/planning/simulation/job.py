@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import attrs
 
 from pdinfer.bench.record import Record
 from pdinfer.bench.traces import Arrival
-from pdinfer.planning.simulation.deployment import Stall
+from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.pages import Held, Keys
 from pdinfer.scheduling.decode import ScheduledSequence, SequenceState
 
@@ -163,13 +161,13 @@ class Job(ScheduledSequence):
                 known = end
         return Keys(tuple(names), tuple(ends))
 
-    def record(self, stalls: Iterable[Stall]) -> Record:
+    def record(self, cluster: Cluster) -> Record:
         """Return its record. What is made while the host stalls is read when it goes on."""
         self.note_steps()
         made, read = self.token_s, self.read_s
         if self.accepted_s:
             made, read = sorted([*made, *self.accepted_s]), sorted([*read, *self.accepted_s])
-        for stall in stalls:
+        for stall in cluster.stalls:
             until_s = stall.at_s + stall.for_s
             read = [until_s if stall.at_s <= at_s < until_s else at_s for at_s in read]
         return Record(
@@ -188,8 +186,8 @@ class Job(ScheduledSequence):
             token_s=tuple(made),
             read_s=tuple(read),
             ended_s=self.ended_s,
-            prefill=None if self.prefill < 0 else f"P{self.prefill}",
-            decode=None if self.decode < 0 else f"D{self.decode}",
+            prefill=None if self.prefill < 0 else cluster.prefill.name_of("P", self.prefill),
+            decode=None if self.decode < 0 else cluster.decode.name_of("D", self.decode),
             score=self.score,
             cached_tokens=self.num_cached,
             num_draft_tokens=self.num_drafted,

@@ -72,7 +72,9 @@ class Prefill(SimEngine):
         """Queue a prompt for which decode has granted pages."""
         self._load = None
         now_s = self._world.now_s
-        taken_s = now_s if self.due_s == math.inf else self.due_s  # what was left at the grant counts from there on
+        taken_s = (
+            now_s if self.group.due_s == math.inf else self.group.due_s
+        )  # what was left at the grant counts from there on
         prompt = SimPrompt(
             job=job,
             room=job.room,
@@ -90,8 +92,8 @@ class Prefill(SimEngine):
 
     def poke(self) -> None:
         """Begin a step if none is under way."""
-        if self.due_s == math.inf:
-            self._world.soon(self.begin)
+        if self.group.due_s == math.inf:
+            self._world.soon(self.group.begin)
 
     def cancel(self, job: Job) -> None:
         """Forget the prompt of a request that goes elsewhere."""
@@ -157,10 +159,13 @@ class Prefill(SimEngine):
         """Whether it has a prompt to compute."""
         return bool(self.scheduler.unfinished)
 
-    def begin(self) -> None:
-        """Do what `PrefillEngine.step` does, unless a step is under way, and plan when the model has run."""
-        if not self.may_begin():
-            return
+    @property
+    def wants_step(self) -> bool:
+        """Always: a step returns pages of what has been sent, if nothing else."""
+        return True
+
+    def decide(self) -> bool:
+        """Do what `PrefillEngine.step` does before the model runs."""
         self._load = None
         self._return_pages(self._world.now_s)
         self._num_begun += 1
@@ -176,23 +181,28 @@ class Prefill(SimEngine):
         if not step and self._sent:
             self._return_pages(math.inf)
             step = self._plan()
-        if step:
-            self._run(step)
+        self._step = step
+        return bool(step)
 
     def _plan(self) -> list[tuple[SimPrompt, int]]:
         while (prompt := self.scheduler.start()) is not None:
             self._admit(prompt)
         return self.scheduler.plan(None)
 
-    def _run(self, step: list[tuple[SimPrompt, int]]) -> None:
-        self._step, self._began_s = step, self._world.now_s
-        took_s = seconds("prefill_s", self.model.step_s, _rows(step)) / self.speed
-        due_s = self._began_s + took_s * float(self._world.noise(1)[0])
-        for prompt, count in step:
+    def took_s(self, num_steps: int) -> list[float]:
+        """Return the seconds of the step, which is always one."""
+        return [seconds("prefill_s", self.model.step_s, _rows(self._step))] * num_steps
+
+    def began(self, ends_s: Sequence[float]) -> None:
+        """Push what the step computes while it runs."""
+        if not self._step:
+            return
+        self._began_s = self._world.now_s
+        for prompt, count in self._step:
             prompt.pushes = max(0, prompt.num_computed + count - prompt.num_pushed)
             if prompt.pushes:
                 prompt.transfer = self._links.push((prompt.job.prefill, prompt.job.decode), prompt.pushes)
-        self.end_at(due_s)
+        self.end_at(ends_s[0])
 
     def finish(self) -> None:
         """Note what the step has computed, and let prompts that are whole land."""

@@ -23,6 +23,7 @@ from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster, EngineModel
+from pdinfer.planning.simulation.engine import Lockstep
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.links import SimLinks
 from pdinfer.planning.simulation.pages import SimPages
@@ -68,7 +69,7 @@ def simulate(
         speed=load.speed,
         seed=seed,
         name=name or load.name,
-        notes=load.notes,
+        notes=(*load.notes, *cluster.notes),
     )
 
 
@@ -105,7 +106,7 @@ class Simulator:
                 shares_pool=cluster.colocated,
                 token_bytes=network.token_bytes,
             )
-            for at in range(cluster.num_decodes)
+            for at in range(cluster.num_decodes * cluster.decode.ranks)
         ]
         self.prefills = [
             Prefill(
@@ -118,11 +119,14 @@ class Simulator:
                 stopped=self._stopped,
                 shares_pool=cluster.colocated,
             )
-            for at in range(cluster.num_prefills)
+            for at in range(cluster.num_prefills * cluster.prefill.ranks)
         ]
         if cluster.colocated:
             for prefill, decode in zip(self.prefills, self.decodes, strict=True):
                 prefill.rival, decode.rival = decode, prefill
+        for ranks, count in ((self.prefills, cluster.prefill.ranks), (self.decodes, cluster.decode.ranks)):
+            for first in range(0, len(ranks), count):
+                Lockstep(ranks[first : first + count], self.world)
         self._view = View(cluster, self.prefills, self.decodes, policy)
         self._queue: list[Job] = []
         self._num_turns = 0
@@ -135,7 +139,7 @@ class Simulator:
     def run(self) -> tuple[Record, ...]:
         """Let everything happen, and return a record of every request in the order of intended sends."""
         self.world.run()
-        records = [job.record(self.cluster.stalls) for job in self.jobs]
+        records = [job.record(self.cluster) for job in self.jobs]
         return tuple(sorted(records, key=lambda record: record.intended_s))
 
     @property
@@ -310,18 +314,22 @@ class Simulator:
     # -- what happens to engines -------------------------------------------------------------------------------------
 
     def _change(self, change: Change) -> None:
+        """Change the speed of all ranks of an engine, or lose them."""
         engines: list[Prefill | Decode] = [*self.prefills, *self.decodes]
-        engine = next(engine for engine in engines if engine.name == change.engine)
-        if change.speed > 0:
-            engine.change_speed(change.speed)
-        elif isinstance(engine, Decode):
-            self._lose_decode(engine)
-        else:
-            self._lose_prefill(engine)
+        ranks = [rank for rank in engines if rank.name.partition(".")[0] == change.engine]
+        for rank in ranks:
+            if change.speed > 0:
+                rank.change_speed(change.speed)
+            else:
+                self._view.drop(rank)
+        for rank in ranks if change.speed == 0 else []:
+            if isinstance(rank, Decode):
+                self._lose_decode(rank)
+            else:
+                self._lose_prefill(rank)
 
     def _lose_prefill(self, prefill: Prefill) -> None:
         """Give what it had to other prefills. Requests that run need one, too, in case they lose their pages."""
-        self._view.drop(prefill)
         prefill.fail()
         for job in [job for job in self.jobs if job.ended_s is None and job.prefill == prefill.number]:
             if job.outcome != "unfinished":
@@ -342,7 +350,6 @@ class Simulator:
 
     def _lose_decode(self, decode: Decode) -> None:
         """Move what it had to other decodes, as far as a Pairing would."""
-        self._view.drop(decode)
         for job in decode.fail():
             self.prefills[job.prefill].cancel(job)
             self._forget(job)

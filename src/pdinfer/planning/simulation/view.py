@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from pdinfer.pairing.choosing import choose
 from pdinfer.pairing.policy import Policy
+from pdinfer.pairing.queue import full
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.job import Job
@@ -50,7 +51,7 @@ class View:
             if job.max_tokens > held:
                 return f"prompt and output make {job.max_tokens} tokens, and {side} holds {held}"
         most = self._cluster.pairing.max_queued_requests
-        return f"the queue already holds {most} requests" if num_queued >= most else None
+        return full(most) if num_queued >= most else None
 
     def choose(self, job: Job) -> bool:
         """Give a request the pair that the policy chooses. Return False to let it wait."""

@@ -16,7 +16,7 @@ MANY = 1 << 20
 def one_queue() -> Cluster:
     """Return a prefill that serves one prompt at a time, SERVICE_S for 1000 tokens; all else takes no time."""
     return planning.cluster(
-        "P1D1",
+        "1P1D",
         prefill_s=lambda rows: rows.num_tokens * SERVICE_S / 1000,
         decode_s=lambda rows: 0.0,
         prefill={"max_running_requests": 1, "chunked_prefill_size": -1},

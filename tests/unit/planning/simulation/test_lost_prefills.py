@@ -13,7 +13,7 @@ from tests.unit.planning.simulation.test_simulate import assert_nothing_is_left,
 def test_pages_of_bytes_on_their_way_return_to_no_other_prefill() -> None:
     """P0 computes 480 tokens until 0.034 s, and their last byte crosses the link at 0.58 s or later."""
     slow = cluster(
-        "P2D1",
+        "2P1D",
         prefill={"num_pages": 400, "chunked_prefill_size": -1},
         bytes_per_s=1e6,
         token_bytes=1000,
@@ -29,7 +29,7 @@ def test_pages_of_bytes_on_their_way_return_to_no_other_prefill() -> None:
 def test_one_that_is_lost_in_a_step_leaves_the_device_to_its_decode() -> None:
     """The prompt of 9000 tokens is computed in one step from about 0.2 s to 0.66 s, and P0 is lost in the middle."""
     shared = cluster(
-        "P1D1",
+        "1P1D",
         colocated=True,
         prefill={"num_pages": 1000, "chunked_prefill_size": -1},
         decode={"num_pages": 1000},

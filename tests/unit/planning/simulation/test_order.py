@@ -8,13 +8,14 @@ from typing import Any
 from pdinfer.bench.traces import Arrival
 from pdinfer.config import CacheConfig, EngineConfig
 from pdinfer.planning.simulation.decode import Decode
+from pdinfer.planning.simulation.deployment import EngineModel
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.pages import SimPages
 from pdinfer.planning.simulation.prefill import Prefill
 from pdinfer.planning.simulation.world import World
 
 LINKS: Any = SimpleNamespace(backlog={})
-MODEL: Any = SimpleNamespace(engine=EngineConfig(), cache=CacheConfig(page_size=16))
+MODEL = EngineModel(step_s=lambda rows: 0.0, engine=EngineConfig(), cache=CacheConfig(page_size=16))
 
 
 def job_of(number: int, *, output: int = 0) -> Job:

@@ -66,9 +66,9 @@ def assert_alike(real: Records, simulated: Records) -> None:
 @pytest.mark.parametrize(
     ("shape", "rate", "num_requests"),
     [
-        pytest.param("P2D2", 28.0, 80),
-        pytest.param("P2D2", 28.0, 500, marks=pytest.mark.full),
-        pytest.param("P4D4", 55.0, 500, marks=pytest.mark.full),
+        pytest.param("2P2D", 28.0, 80),
+        pytest.param("2P2D", 28.0, 500, marks=pytest.mark.full),
+        pytest.param("4P4D", 55.0, 500, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("policy", [pd.policy.round_robin, pd.policy.least_tokens, pd.policy.traffic_aware])
@@ -86,7 +86,7 @@ def test_real_engines_and_simulated_ones_serve_alike(shape: str, rate: float, nu
 
 def test_unlike_prompts_and_full_pools_are_alike_too() -> None:
     load = bench.open_loop(28.0, 150, prompt_tokens=(50, 900), output_tokens=(20, 200))
-    scarce = cluster("P2D2", prefill_pages=2000, decode_pages=450)
+    scarce = cluster("2P2D", prefill_pages=2000, decode_pages=450)
     simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
 
@@ -96,7 +96,7 @@ def test_priorities_are_alike_too() -> None:
     load = attrs.evolve(
         load, arrivals=tuple(attrs.evolve(each, priority=at % 3) for at, each in enumerate(load.arrivals))
     )
-    scarce = cluster("P2D2", prefill_pages=150, decode_pages=200)
+    scarce = cluster("2P2D", prefill_pages=150, decode_pages=200)
     simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     assert sum(record.num_retries for record in simulated) > 0, "no pool was under pressure"
     assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
@@ -110,7 +110,7 @@ def test_deadlines_end_the_same_requests_within_a_step() -> None:
         for number, arrival in enumerate(load.arrivals)
     ]
     load = attrs.evolve(load, arrivals=tuple(arrivals))
-    scarce = cluster("P2D2", prefill_pages=150, decode_pages=160)
+    scarce = cluster("2P2D", prefill_pages=150, decode_pages=160)
     simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     real = Timed(scarce, load, policy=pd.policy.least_tokens).run()
     assert {record.outcome for record in simulated} == {"length", "deadline"}

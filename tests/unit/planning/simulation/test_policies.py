@@ -61,7 +61,7 @@ def assert_won(case: Case, found: dict[str, float]) -> None:
 def attained(case: Case, others: tuple[str, ...], *, seed: int) -> dict[str, float]:
     """Return the share of the requests that kept the SLO, by policy."""
     cluster = planning.cluster(
-        "P2D2",
+        "2P2D",
         prefill_s=lambda rows: 0.03 + rows.num_tokens / 14_000,
         decode_s=lambda rows: 0.02 + 1e-4 * rows.num_rows + 2e-8 * rows.num_context_tokens,
         prefill={"num_pages": 2000},
@@ -128,7 +128,7 @@ def test_policies_are_shown_what_real_engines_say_but_for_a_few_fields() -> None
         return pd.policy.round_robin(shape, prefills, decodes)
 
     planning.simulate(
-        planning.cluster("P1D1", prefill_s=lambda rows: 0.5, decode_s=lambda rows: 0.1, page_size=16, token_bytes=64),
+        planning.cluster("1P1D", prefill_s=lambda rows: 0.5, decode_s=lambda rows: 0.1, page_size=16, token_bytes=64),
         bench.open_loop(4.0, 40, prompt_tokens=100, output_tokens=50),
         policy=note,
     )

@@ -33,7 +33,7 @@ def test_a_million_requests_wait_as_long_as_the_formula_says(kind: str) -> None:
     assert found_s == pytest.approx(expected_s, rel=0.02)
 
 
-def cluster(shape: str = "P2D2", **more: Any) -> Cluster:
+def cluster(shape: str = "2P2D", **more: Any) -> Cluster:
     settings: dict[str, Any] = {
         "prefill_s": lambda rows: 0.01 + rows.num_tokens / 20_000,
         "decode_s": lambda rows: 0.01 + 1e-7 * rows.num_context_tokens + 1e-4 * rows.num_rows,
@@ -168,7 +168,7 @@ def test_compute_hides_what_the_link_can_carry_meanwhile() -> None:
 
 
 def test_a_slower_engine_takes_longer_from_then_on() -> None:
-    slowed = cluster("P1D1", changes=(Change(engine="D0", at_s=5.0, speed=0.5),))
+    slowed = cluster("1P1D", changes=(Change(engine="D0", at_s=5.0, speed=0.5),))
     records = Simulator(slowed, load(2.0, 40, output_tokens=50)).run()
     gaps = [(at, gap) for r in records for at, gap in zip(r.read_s[1:], r.itl_s(), strict=True) if gap]
     before = np.mean([gap for at, gap in gaps if at < 5.0])
@@ -190,7 +190,7 @@ def test_requests_of_an_engine_that_is_gone_end_elsewhere(engine: str) -> None:
 
 
 def test_when_nobody_is_left_requests_fail() -> None:
-    gone = cluster("P1D1", changes=(Change(engine="D0", at_s=1.0, speed=0.0),))
+    gone = cluster("1P1D", changes=(Change(engine="D0", at_s=1.0, speed=0.0),))
     summary = planning.simulate(gone, load())
     assert summary.completed + summary.failed == summary.num_requests
     assert summary.failed > 100
@@ -220,7 +220,7 @@ def test_colocated_engines_take_turns() -> None:
 
 
 def test_what_lands_together_joins_one_step() -> None:
-    one, other = Simulator(cluster("P1D1"), bench.burst(2, prompt_tokens=100, output_tokens=3)).run()
+    one, other = Simulator(cluster("1P1D"), bench.burst(2, prompt_tokens=100, output_tokens=3)).run()
     assert one.prefill_ended_s == other.prefill_ended_s
     assert one.read_s == other.read_s
 
@@ -239,20 +239,32 @@ def test_a_closed_loop_keeps_its_clients_busy() -> None:
 def test_a_cap_on_concurrency_is_part_of_latency() -> None:
     rows = [Arrival(at_s=at / 10, prompt_tokens=1000, output_tokens=1) for at in range(8)]
     capped = bench.Load(mode="open_loop", arrivals=tuple(rows), max_concurrency=1)
-    half_a_second = planning.cluster("P1D1", prefill_s=lambda rows: 0.5, decode_s=lambda rows: 0.0)
+    half_a_second = planning.cluster("1P1D", prefill_s=lambda rows: 0.5, decode_s=lambda rows: 0.0)
     summary = planning.simulate(half_a_second, capped)
     assert summary.mean_e2el_ms == pytest.approx(1900.0)
 
 
 def test_a_queue_that_is_full_refuses() -> None:
     tight = cluster(
-        "P1D1",
+        "1P1D",
         pairing=pd.PairingConfig(max_queued_requests=4, max_queued_per_decode=2),
         decode={"max_running_requests": 2},
     )
     summary = planning.simulate(tight, bench.burst(50, prompt_tokens=500, output_tokens=20))
     assert summary.completed == 4
     assert summary.failed == 46
+    assert summary.refusals == {"the queue already holds 4 requests (PairingConfig.max_queued_requests)": 46}
+    assert "46 refused: the queue already holds 4 requests" in str(summary.findings[0])
+    assert "refused 46: the queue already holds 4 requests (PairingConfig.max_queued_requests)" in str(summary)
+
+
+def test_a_burst_beyond_the_default_queue_says_how_many_it_loses() -> None:
+    large = bench.burst(2048, prompt_tokens=8, output_tokens=1)
+    summary = planning.simulate(cluster("1P1D"), large)
+    assert (summary.completed, sum(summary.refusals.values())) == (1024, 1024)
+    assert bench.merge([summary, summary]).refusals == {next(iter(summary.refusals)): 2048}
+    roomy = cluster("1P1D", pairing=pd.PairingConfig(max_queued_requests=5000))
+    assert planning.simulate(roomy, large).refusals == {}
 
 
 def test_a_request_that_no_pool_holds_is_refused() -> None:
@@ -272,7 +284,7 @@ def test_a_policy_must_take_a_port_that_it_was_shown() -> None:
 def test_policies_see_what_pages_hold() -> None:
     rows = [Arrival(at_s=float(at), prompt_tokens=1024, output_tokens=2, hash_ids=(1, 2)) for at in range(12)]
     same = bench.Load(mode="replay", arrivals=tuple(rows))
-    records = Simulator(cluster("P4D1"), same, policy=pd.policy.cache_aware).run()
+    records = Simulator(cluster("4P1D"), same, policy=pd.policy.cache_aware).run()
     assert len({record.prefill for record in records}) == 1
     assert all(record.cached_tokens == 1008 for record in records[1:])
     shown = []
@@ -281,7 +293,7 @@ def test_policies_see_what_pages_hold() -> None:
         shown.append((dict(shape.found_tokens), [load.cost for load in decodes], shape.links[0].backlog_bytes))
         return Choice(prefill=prefills[0].address, decode=decodes[0].address)
 
-    Simulator(cluster("P1D1", bytes_per_s=1e6, token_bytes=1000), same, policy=look).run()
+    Simulator(cluster("1P1D", bytes_per_s=1e6, token_bytes=1000), same, policy=look).run()
     assert sorted(shown[-1][0].values()) == [1008, 1008]
     assert shown[-1][1][0].seconds(1, 1025) == pytest.approx(0.01 + 1025e-7 + 1e-4, rel=0.01)
     assert shown[1][2] == 1024 * 1000  # the first prompt takes 1.024 s to cross
@@ -317,7 +329,10 @@ def test_bursts_are_the_steps_that_walking_gives() -> None:
 def test_a_summary_says_that_it_is_simulated() -> None:
     summary = planning.simulate(cluster(), load(), slo=pd.bench.SLO(ttft_s=1.0, tpot_s=0.05), name="mine")
     assert (summary.source, summary.mode, summary.name) == ("simulated", "open_loop", "mine")
-    assert summary.environment["cluster"] == "P2D2"
+    assert summary.environment["cluster"] == "2P2D"
+    assert not any("nodes" in note for note in summary.notes)
+    grouped = planning.simulate(cluster("P3x3D4"), load())
+    assert "P3x3D4 has 3 x 3 nodes of prefill and 1 x 4 of decode; 3P4D has 3 prefills and 4 decodes" in grouped.notes
     assert {(use.role, use.name) for use in summary.engines} == {
         ("prefill", "P0"),
         ("prefill", "P1"),
