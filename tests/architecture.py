@@ -84,7 +84,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("joining", "following"),
+        ("joining", "following", "switching"),
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
@@ -112,6 +112,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "remote.directory": (("announcing",), ("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (
+        ("roles",),
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),
         ("experts", "sequence"),

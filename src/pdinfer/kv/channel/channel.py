@@ -268,6 +268,16 @@ class KVChannel(OfOneProcess):
             self.transport.close()
             self.wake()
 
+    def vacate(self, listener: Callable[[], None]) -> None:
+        """Close every link for good, so that no peer writes our pages any more, and let go of the engine, and of its
+        `listener`: another engine may be made over this end, whose address stays. Open rooms settle ABORTED, which
+        the engine that leaves has to `poll`."""
+        self.links.book.wanted.clear()
+        for peer in self.links.book.peers():
+            peer.fence()
+        self._listeners = [other for other in self._listeners if other != listener]
+        self.engine = None
+
     # -- after an interrupt or a loss -------------------------------------------------------------------------------
 
     def _doubt(self, error: BaseException) -> None:
