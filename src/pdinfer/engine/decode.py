@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -174,13 +174,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.decode()
 
-    def _close(self, shut: Callable[[], None]) -> None:
-        """End what is unfinished with CANCELLED; a last `step` returns the events. After `shut` no peer can write, and
-        every page is free or cached."""
+    def _close(self) -> None:
+        """End what is unfinished with CANCELLED (a last `step` returns the events) and close the channel. After that no
+        peer can write, and every page is free."""
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
-        shut()
+        self._channel.close()
         self._land()
 
     def _held(self) -> Held:

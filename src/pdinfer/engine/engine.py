@@ -102,7 +102,8 @@ class Interruptible(OfOneProcess, Generic[Command]):
 class Engine(Interruptible[Command], ABC, Generic[Command]):
     """An engine over the pages of its channel's pool, which no other engine uses. `close` also closes the channel.
 
-    A request may name any of `logits_processors`. Give the engines of both roles the same ones.
+    A request may name any of `logits_processors`. Give the engines of both roles the same ones. `other_config` is for
+    the engine of the other role that this one may become (`Pairing.switch`), and by default like `config`.
 
     `submit`, `cancel` and `load` may be called from any thread, everything else only from the thread that steps.
 
@@ -421,16 +422,15 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def close(self) -> None:
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
-        if self._closed:
-            return
-        self.ranks.close(begin=self._begin_call, end=lambda: self._close(self._channel.close))
-        self._leave()
+        if not self._closed:
+            self.ranks.close(begin=self._begin_call, end=self._close)
+            self._leave()
 
     def _become(self, other: type[AnyEngine]) -> AnyEngine:
-        """Close the engine as `close` does, but leave its channel open, without links, and its pages cached. Return an
-        engine of the `other` role in its place. See `engine.roles`."""
+        """Close the engine, which has nothing unfinished, but leave its channel open, without links, and its pages
+        cached. Return an engine of the `other` role in its place. See `engine.roles`."""
         self._begin_call()
-        self._close(lambda: self.channel.vacate(self._inbox.wake))
+        self.channel.vacate(self._inbox.wake)
         self._has_left = True
         self._leave()
         more: Any = {"other_config": self.config, "logits_processors": self._factories, "clock": self._clock}
@@ -445,8 +445,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._trace.write()
 
     @abstractmethod
-    def _close(self, shut: Callable[[], None]) -> None:
-        """End what is unfinished, and call `shut`, which closes the channel's links."""
+    def _close(self) -> None:
+        """End what is unfinished and close the channel."""
 
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""

@@ -125,12 +125,13 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.prefill()
 
-    def _close(self, shut: Callable[[], None]) -> None:
+    def _close(self) -> None:
+        """Abort what is unfinished and close the channel."""
         self._take_inbox()
         self._abort(self._scheduler.unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
         self._closed = True
-        shut()
+        self._channel.close()
         self._return_pages()
 
     def _held(self) -> Held:

@@ -28,8 +28,26 @@ def check_role(engine: PrefillEngine | DecodeEngine, role: str) -> None:
     ENGINES[role]._check_steps(engine.model, engine._other_config)  # noqa: SLF001 - hosts have no use for them
 
 
-def become(engine: PrefillEngine | DecodeEngine, role: str) -> PrefillEngine | DecodeEngine:
+def roles_of(engine: PrefillEngine | DecodeEngine) -> tuple[str, ...]:
+    """Return the roles that an engine can take instead of its own."""
+    found = []
+    for role in ENGINES:
+        try:
+            check_role(engine, role)
+        except ConfigError:
+            continue
+        found.append(role)
+    return tuple(found)
+
+
+def become(engine: PrefillEngine | DecodeEngine, role: str) -> PrefillEngine | DecodeEngine | None:
     """Close an engine, and return one of the other role with its model, channel, clock and logits processors, which
-    runs with its `other_config`. What is unfinished ends as in `close`. Raise ConfigError as `check_role` does."""
+    runs with its `other_config`. While anything is unfinished, cancel it and return None: step the engine, which may
+    still have to wait for peers that write its pages or read them, and call again. Raise ConfigError as `check_role`
+    does."""
     check_role(engine, role)
+    if engine.num_unfinished:
+        for request_id in engine.request_ids:
+            engine.cancel(request_id)
+        return None
     return engine._become(ENGINES[role])  # noqa: SLF001 - as above

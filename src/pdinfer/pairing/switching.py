@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pdinfer.bounds import cause
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.roles import become, check_role
@@ -46,8 +47,13 @@ def switched(port: Port, role: str) -> PrefillPort | DecodePort | None:
     """Return the port that a port without requests has become, or None while it changes: ask again. Raise TransferError
     when it was lost meanwhile."""
     if isinstance(port, PrefillEngine | DecodeEngine):
+        lost = f"{port.address} was lost before it could change its role"
         if port.closed:
-            raise TransferError(f"{port.address} was lost before it could change its role")
+            raise TransferError(lost)
+        try:
+            port.step()  # what it ends was given to other ports
+        except Exception as error:
+            raise TransferError(f"{lost}: {cause(error)}") from error
         return become(port, role)
     assert isinstance(port, SwitchingPort)
     return port.become(role)

@@ -269,9 +269,8 @@ class KVChannel(OfOneProcess):
             self.wake()
 
     def vacate(self, listener: Callable[[], None]) -> None:
-        """Close every link for good, so that no peer writes our pages any more, and let go of the engine, and of its
-        `listener`: another engine may be made over this end, whose address stays. Open rooms settle ABORTED, which
-        the engine that leaves has to `poll`."""
+        """Close every link for good, and let go of the engine, which has no room open, and of its `listener`. Another
+        engine may then be made over this end, whose address stays."""
         self.links.book.wanted.clear()
         for peer in self.links.book.peers():
             peer.fence()
