@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -111,6 +114,49 @@ def test_pages_that_an_engine_computed_itself_are_found_in_either_role() -> None
         alone(setup, other)
 
 
+def test_what_a_prefill_writes_behind_them_is_found_for_that_prefill_alone() -> None:
+    (one,) = prompts(0, 1)
+    longer = attrs.evolve(one, prompt=(*one.prompt, *prompt_of(12, seed=9)))
+    with setup_of(3, 1) as setup:
+        only, late, last = setup.prefills
+        for port in (late, last):
+            setup.pairing.remove(port, drain_s=0.0)
+        alone(setup, one)
+        setup.pairing.add(late)
+        decode = switch(setup, only, "decode")
+        setup.pairing.remove(next(port for port in setup.decodes if port is not decode), drain_s=0.0)
+        hits = []
+        for port, other in ((late, last), (late, last), (last, late)):
+            if port not in setup.pairing.ports:
+                setup.pairing.add(port)
+                setup.pairing.remove(other, drain_s=0.0)
+            before = found(decode)
+            alone(setup, longer)
+            hits.append(found(decode) - before)
+        own, all_full = LENGTH // 4 * 4, (len(longer.prompt) - 1) // 4 * 4
+        assert hits == [own, all_full, own]
+
+
+def test_a_prefill_does_not_dial_a_decode_that_became_one() -> None:
+    with setup_of(1, 2) as setup:
+        (dialling,) = setup.prefills
+        changed = switch(setup, setup.decodes[0], "prefill")
+        assert changed.address not in dialling.channel.snapshot().wanted
+        assert not dialling.channel.connected(changed.address)
+        assert changed.channel.connected(setup.decodes[0].address)
+
+
+def test_an_engine_that_was_switched_away_touches_nothing_any_more() -> None:
+    with setup_of(2, 1) as setup:
+        old = setup.prefills[0]
+        new = switch(setup, old, "decode")
+        new.channel.in_doubt = True  # which a step of the engine that has it deals with
+        assert old.step() == []
+        assert new.channel.in_doubt
+        new.step()
+        assert not new.channel.in_doubt
+
+
 def test_pages_that_another_prefill_wrote_are_not_found_as_a_prefill() -> None:
     (one,) = prompts(0, 1)
     for trust, hits in (("writer", 0), ("all", LENGTH // 4 * 4)):
@@ -165,6 +211,29 @@ def test_each_role_has_its_own_config() -> None:
         again = pairing.switch(decode, "prefill", drain_s=0.0)
         assert isinstance(again, pd.PrefillEngine)
         assert again.config == config
+
+
+def test_each_time_in_a_role_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    model, config = model_of(), pd.EngineConfig(trace=str(tmp_path))
+    ends = pd.KVChannel.loopback(*(pool_of(model) for _ in range(3)))
+    first = pd.PrefillEngine(model, ends[0], config)
+    with pd.Pairing([first, pd.PrefillEngine(model, ends[1])], pd.DecodeEngine(model, ends[2])) as pairing:
+        pairing.switch(pairing.switch(first, "decode", drain_s=0.0), "prefill", drain_s=0.0)
+    short = first.address.engine_id[:4].hex()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"decode-{short}.json", f"prefill-{short}-2.json", f"prefill-{short}.json"]
+
+
+def test_engines_that_were_switched_away_are_not_kept() -> None:
+    model = model_of()
+    ends = pd.KVChannel.loopback(*(pool_of(model) for _ in range(3)))
+    first = pd.PrefillEngine(model, ends[0])
+    gone = weakref.ref(first)
+    with pd.Pairing([first, pd.PrefillEngine(model, ends[1])], pd.DecodeEngine(model, ends[2])) as pairing:
+        pairing.switch(first, "decode", drain_s=0.0)
+        del first
+        gc.collect()
+        assert gone() is None
 
 
 def test_a_request_that_no_other_port_holds_keeps_its_port_in_its_role() -> None:

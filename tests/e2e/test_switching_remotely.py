@@ -60,8 +60,12 @@ def test_requests_that_are_not_drained_move_and_give_the_same_tokens() -> None:
         for one in prompts(0, 6):
             pairing.submit(one)
         pairing.step()
-        pairing.switch(ports[2], "prefill", drain_s=0.0)
+        changed = pairing.switch(ports[2], "prefill", drain_s=0.0)
         check_tokens(prompts(0, 6), collect(pairing))
+        other = pairing.ports[0]
+        pairing.switch(changed, "decode", drain_s=30.0)
+        pairing.switch(other, "prefill", drain_s=30.0)
+        check_tokens(prompts(0, 6), list(pairing.generate(prompts(0, 6))))  # ids that it may still have had are free
 
 
 def test_an_engine_of_an_older_pdinfer_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from pdinfer.types import Event, PeerAddress, RequestLimits
 Command = TypeVar("Command")
 AnyEngine = TypeVar("AnyEngine", bound="Engine[Any]")
 
-
 DRAIN_POLL_S = 0.1
 
 _log = logging.getLogger("pdinfer")

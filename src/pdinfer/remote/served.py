@@ -259,15 +259,15 @@ class _Host(OfOneProcess):
         """Send Ready for a session that is new or renewed, once nothing runs for the client: its ids may come again."""
         if self.renewal is None:
             return
-        if self.has_begun:
-            for request_id in self.engine.request_ids:
-                self.engine.cancel(request_id)
-        if self.session is None or self.session.loss is not None or (self.has_begun and self.engine.num_unfinished):
-            return
-        if self.role != self.engine.role:
-            self.engine = become(self.engine, self.role) or self.engine
-            self.listen()
         engine = self.engine
+        if self.has_begun:
+            for request_id in engine.request_ids:
+                engine.cancel(request_id)
+        if self.session is None or self.session.loss is not None or (self.has_begun and engine.num_unfinished):
+            return
+        if self.role != engine.role:
+            engine = self.engine = become(engine, self.role) or engine
+            self.listen()
         hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
         self.session.post(
             Ready(

@@ -114,10 +114,7 @@ class _Spawned(EngineClient[AnyLoad]):
             other_engine=_fields("other_engine", other_engine or engine, EngineConfig),
             remote=_fields("config", config, RemoteConfig),
             transport=Named.of("transport", transport),
-            logits_processors={
-                name: Named.of(f"logits processor {name!r}", made_by)
-                for name, made_by in (logits_processors or {}).items()
-            },
+            logits_processors=_named(logits_processors or {}),
             trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
             key=key,
             warm_up=warm_up,
@@ -156,6 +153,10 @@ def _path(what: str, folder: AnyPath) -> str:
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"{what} must be the path of a folder, got {clip(folder)}")
     return os.fspath(folder)
+
+
+def _named(processors: Mapping[str, LogitsProcessorFactory]) -> dict[str, Named]:
+    return {name: Named.of(f"logits processor {name!r}", made_by) for name, made_by in processors.items()}
 
 
 def _fields(what: str, config: attrs.AttrsInstance | None, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
