@@ -82,14 +82,15 @@ class PageTables(_Tables):
     def _chain(self, sequence: Sequence) -> PrefixChain:
         """Return the chain by which a waiting sequence finds most: that of its writers or, where this process was a
         prefill before, one that begins with pages of its own."""
-        scheme, salt, tokens = self._pool.key_scheme, sequence.request.cache_salt, sequence.all_tokens()
-        own = scheme.chain(salt)
-        if self._channel.shares_pool(sequence.writers):
+        scheme, request = self._pool.key_scheme, sequence.request
+        own = scheme.chain(request.cache_salt)
+        if not scheme.by_writer or self._channel.shares_pool(sequence.writers):
             return own
-        written = scheme.chain(salt, writers=sequence.writers)
-        own.extend(tokens[: own.page_size + own.lookahead])
-        if own.root == written.root or not self._pool.count_known(own.keys):
+        written, width = scheme.chain(request.cache_salt, writers=sequence.writers), own.page_size + own.lookahead
+        own.extend((*request.prompt[:width], *sequence.output[:width])[:width])
+        if not self._pool.count_known(own.keys):  # as in an engine that never was a prefill
             return written
+        tokens = sequence.all_tokens()
         own.extend(tokens)
         num_own = self._pool.count_known(self._to_find(own.keys, sequence.num_tokens))
         if not num_own:
