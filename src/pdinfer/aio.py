@@ -169,6 +169,7 @@ class AsyncPairing(NotCopied):
     async def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Let go of a port as `Pairing.remove` does; streams go on meanwhile. Raises as `stream` does when the host is
         closed before. Cancelling the task does not stop it."""
+        self._check_open()
         await self._changed(self.pairing.removal(port, drain_s=drain_s))
 
     async def switch(
@@ -176,13 +177,13 @@ class AsyncPairing(NotCopied):
     ) -> PrefillPort | DecodePort:
         """Let a port serve the other role, and return the one that it has become, as `Pairing.switch` does; in all else
         like `remove`."""
+        self._check_open()
         switching = self.pairing.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
         changed: PrefillPort | DecodePort = await self._changed(switching)
         return changed
 
     async def _changed(self, change: Iterator[float]) -> Any:
         """Have the thread that steps go on with a change of ports, and return what came of it."""
-        self._check_open()
         changed = asyncio.get_running_loop().create_future()
         self._changes.append((change, changed))
         return await asyncio.shield(changed)

@@ -137,7 +137,8 @@ def test_a_spawned_process_changes_its_role_and_may_be_killed_in_between() -> No
     cache = pd.CacheConfig(page_size=4, num_pages=256)
     with ThreadPoolExecutor() as pool:
         kinds = pd.remote.spawn_prefill, pd.remote.spawn_prefill, pd.remote.spawn_decode
-        first, second, decode = pool.map(lambda spawn: spawn(TINY, cache=cache, progress=False), kinds)
+        more: Any = {"cache": cache, "progress": False, "other_engine": pd.EngineConfig(max_running_requests=3)}
+        first, second, decode = pool.map(lambda spawn: spawn(TINY, **more), kinds)
     requests = [
         pd.Request(request_id=f"r{number}", prompt=(256, *b"calc 47+38="), sampling=greedy(3)) for number in range(4)
     ]
@@ -151,6 +152,7 @@ def test_a_spawned_process_changes_its_role_and_may_be_killed_in_between() -> No
         check(list(pairing.generate(requests)))
         changed = pairing.switch(first, "decode", drain_s=30.0)
         assert changed.process is first.process  # type: ignore[union-attr]
+        assert changed.load().max_running_requests == 3  # type: ignore[union-attr]
         pairing.remove(decode, drain_s=30.0)
         check(list(pairing.generate(requests)))
         pairing.add(decode)
