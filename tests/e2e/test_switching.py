@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,32 @@ def test_an_asyncio_host_switches_while_streams_go_on() -> None:
 
     with setup_of(2, 1) as setup:
         check_tokens([*prompts(0), *prompts(10)], asyncio.run(serve(setup.pairing)))
+
+
+def test_a_switch_keeps_no_id_reserved_and_its_directories_know_the_new_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted:
+        """A directory that names nothing, and how it is followed."""
+
+        def watch(self) -> list[Any]:
+            return []
+
+        def dial(self, entry: Any) -> Any:
+            raise NotImplementedError
+
+    with setup_of(1, 2) as setup:
+        setup.pairing.follow(Noted())
+        (following,) = setup.pairing._followings
+        old = setup.decodes[0]
+        following._ports["a"] = (Any, old)  # type: ignore[assignment]
+        setup.pairing._broker._awaiting_release.add("r0", old.address)
+        joining = setup.pairing.joining
+
+        def looked_at(port: Any) -> Iterator[float]:
+            following.look()  # while the engine has neither role
+            assert following._ports["a"][1] is old
+            yield from joining(port)
+
+        monkeypatch.setattr(setup.pairing, "joining", looked_at)
+        changed = setup.pairing.switch(old, "prefill", drain_s=0.0)
+        assert following._ports["a"][1] is changed
+        assert len(setup.pairing._broker._awaiting_release) == 0

@@ -81,6 +81,7 @@ class Pairing(OfOneProcess):
         self._stepping = threading.RLock()
         self._stepper: threading.Thread | None = None
         self._followings: list[Following] = []
+        self._switching: set[Port] = set()
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
         self._unfinished_call = False
@@ -384,20 +385,26 @@ class Pairing(OfOneProcess):
         """Do the same for a host that steps meanwhile, as `removal` does; it returns the new port. Closed while it
         drains, it leaves the port in use."""
         check_switch(self._ports, port, role, list(self._broker.requests.values()), leaves_none=leaves_none)
-        with contextlib.closing(self.removal(port, drain_s=drain_s)) as removal:
-            for left_s in removal:
-                yield left_s
-                if port not in self._ports.all:
-                    raise TransferError(f"{port.address} was lost while it was drained, and keeps its role")
-        with self._stepping:
-            self._change(partial(self._broker.switch, port))
-            changed = switched(port, role)
-        while changed is None:
-            yield SWITCH_POLL_S
-            changed = switched(port, role)
-        yield from self.joining(changed)
-        self._broker.num_switches += 1
-        return changed
+        self._switching.add(port)
+        try:
+            with contextlib.closing(self.removal(port, drain_s=drain_s)) as removal:
+                for left_s in removal:
+                    yield left_s
+                    if port not in self._ports.all:
+                        raise TransferError(f"{port.address} was lost while it was drained, and keeps its role")
+            with self._stepping:
+                self._change(partial(self._broker.switch, port))
+                changed = switched(port, role)
+            while changed is None:
+                yield SWITCH_POLL_S
+                changed = switched(port, role)
+            yield from self.joining(changed)
+            self._broker.num_switches += 1
+            for following in self._followings:
+                following.replace(port, changed)
+            return changed
+        finally:
+            self._switching.discard(port)
 
     def _part_with(self, port: Port) -> None:
         self._broker.remove(port)
@@ -422,7 +429,7 @@ class Pairing(OfOneProcess):
         following.start()
 
     def _has(self, port: Port) -> bool:
-        return port in self._ports.all or port in list(self._broker.lost_ports.away.values())
+        return port in (*self._ports.all, *list(self._broker.lost_ports.away.values()), *list(self._switching))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
