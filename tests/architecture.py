@@ -84,7 +84,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("joining", "following"),
+        ("joining", "following", "switching"),
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
@@ -112,6 +112,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "remote.directory": (("announcing",), ("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (
+        ("roles",),
         ("prefill", "decode"),
         ("engine", "page_tables", "shown"),
         ("experts", "sequence"),
@@ -134,12 +135,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "moe": (("migration",), ("layer",), ("parallel", "balance"), ("dispatchers", "placement")),
     "moe.migration": (("rebalancing",), ("migration",), ("transfer", "status")),
-    "moe.balance": (
-        ("__main__",),
-        ("solver", "process"),
-        ("exchange", "deepseek"),
-        ("assignment",),
-    ),
+    "moe.balance": (("__main__",), ("solver", "process"), ("exchange", "deepseek"), ("assignment",)),
     "moe.dispatchers": (
         ("choose",),
         ("all_to_all_int8", "deep_ep_elastic"),

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import attrs
 
@@ -30,7 +31,7 @@ from pdinfer.types import FinishReason, Request, TokenEvent
 
 MAX_UNREAD = 4096
 WAIT_S = 0.05
-"""How long the stepping thread sleeps at most. A removal, or the end of the loop, may be noticed this late."""
+"""How long the stepping thread sleeps at most. A change of ports, or the end, may be noticed this late."""
 MAX_AT_ONCE = 32
 """After so many events that were there already, a reader lets other tasks run."""
 
@@ -70,7 +71,7 @@ class AsyncPairing(NotCopied):
         self._streams: dict[str, _Stream] = {}  # until the last event of each has come
         self._fresh: dict[_Stream, None] = {}
         self._is_told = False
-        self._removals: deque[tuple[Iterator[float], asyncio.Future[None]]] = deque()
+        self._changes: deque[tuple[Iterator[float], asyncio.Future[Any]]] = deque()
         self._failure: PDInferError | None = None
         self._is_closing = False
         self._num_drains = 0
@@ -169,9 +170,23 @@ class AsyncPairing(NotCopied):
         """Let go of a port as `Pairing.remove` does; streams go on meanwhile. Raises as `stream` does when the host is
         closed before. Cancelling the task does not stop it."""
         self._check_open()
-        removed = asyncio.get_running_loop().create_future()
-        self._removals.append((self.pairing.removal(port, drain_s=drain_s), removed))
-        await asyncio.shield(removed)
+        await self._changed(self.pairing.removal(port, drain_s=drain_s))
+
+    async def switch(
+        self, port: PrefillPort | DecodePort, role: str, *, drain_s: float, leaves_none: bool = False
+    ) -> PrefillPort | DecodePort:
+        """Let a port serve the other role, and return the one that it has become, as `Pairing.switch` does; in all else
+        like `remove`."""
+        self._check_open()
+        switching = self.pairing.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
+        changed: PrefillPort | DecodePort = await self._changed(switching)
+        return changed
+
+    async def _changed(self, change: Iterator[float]) -> Any:
+        """Have the thread that steps go on with a change of ports, and return what came of it."""
+        changed = asyncio.get_running_loop().create_future()
+        self._changes.append((change, changed))
+        return await asyncio.shield(changed)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until the last event of every stream has come or `timeout_s` is over, and return whether they all have.
@@ -237,8 +252,8 @@ class AsyncPairing(NotCopied):
             stream = self._streams.pop(request_id)
             stream.fail(closed)
             stream.came.set()
-        for _, removed in self._removals:
-            removed.set_exception(closed)
+        for _, changed in self._changes:
+            changed.set_exception(closed)
         self._news.set()
 
     # -- in other threads ---------------------------------------------------------------------------------------------
@@ -265,7 +280,7 @@ class AsyncPairing(NotCopied):
         assert self._loop is not None
         try:
             while not self._is_closing and not self._loop.is_closed():
-                self._remove()
+                self._change()
                 if self.pairing.wait(WAIT_S):
                     self._deliver(self.pairing.step())
         except BaseException as error:  # noqa: BLE001 - whatever it is, readers must not wait for ever
@@ -279,18 +294,18 @@ class AsyncPairing(NotCopied):
         self._submitting.shutdown(wait=False)  # the loop may be gone, and nobody else ends it then
         self._call(self._stop)
 
-    def _remove(self) -> None:
-        """Go on with each removal, and settle those that have ended."""
-        for _ in range(len(self._removals)):
-            removal, removed = self._removals.popleft()
+    def _change(self) -> None:
+        """Go on with each change of ports, and settle those that have ended."""
+        for _ in range(len(self._changes)):
+            change, changed = self._changes.popleft()
             try:
-                next(removal)
-            except StopIteration:
-                self._call(removed.set_result, None)
+                next(change)
+            except StopIteration as ended:
+                self._call(changed.set_result, ended.value)
             except Exception as error:  # noqa: BLE001 - raised in the coroutine
-                self._call(removed.set_exception, error)
+                self._call(changed.set_exception, error)
             else:
-                self._removals.append((removal, removed))
+                self._changes.append((change, changed))
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Put events where their readers find them, and have the loop tell them once."""

@@ -314,6 +314,7 @@ class PairingStats(Value):
 
     `ended` counts requests by the reason in their last event. `num_retries` counts grants after a request's first one
     at its decode, `num_reroutes` requests that got another prefill, and `num_moved` requests that got another decode.
+    `num_switches` counts ports that have changed their role.
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     `loads` are those of all ports in use, as policies see them.
@@ -334,3 +335,4 @@ class PairingStats(Value):
     ports_away: tuple[PeerAddress, ...] = ()
     loads: tuple[PrefillLoad | DecodeLoad, ...] = ()
     refused: tuple[tuple[str, int], ...] = ()
+    num_switches: int = 0

@@ -33,7 +33,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -105,14 +105,16 @@ class Trace:
 
     @classmethod
     def in_folder(cls, folder: str | os.PathLike[str], role: str, engine_id: bytes) -> Trace:
-        """Return the trace of one engine, which will be `folder/<role>-<its id>.json`. Makes the folder, and raises
-        ConfigError when that is impossible."""
+        """Return the trace of one engine, which will be `folder/<role>-<its id>.json`, or with a number behind where it
+        had that role before. Makes the folder, and raises ConfigError when that is impossible."""
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"trace names a folder that cannot be made: {error}; name another one") from error
         short = engine_id[:4].hex()
-        return cls(Path(folder) / f"{role}-{short}.json", f"{role} {short}", int(short, 16))
+        names = (f"{role}-{short}{number}.json" for number in chain([""], (f"-{number}" for number in count(2))))
+        path = next(path for name in names if not (path := Path(folder) / name).exists())
+        return cls(path, f"{role} {short}", int(short, 16))
 
     def mark(self, name: str, **values: int) -> None:
         """Mark that the innermost open span is at `name` from now on. The part it was at ends."""

@@ -258,6 +258,7 @@ COMMANDS: dict[str, messages.Command] = {
     "close": messages.Close(),
     "disconnect": messages.Disconnect(PREFILL),
     "renew": messages.Renew(3),
+    "become": messages.Become("decode"),
 }
 REPORTS: dict[str, messages.Report] = {
     "beat of an engine": messages.BeatMessage(0.5),
@@ -274,6 +275,7 @@ REPORTS: dict[str, messages.Report] = {
         hung_s=60.0,
         key_scheme=KeyScheme(layout_id=b"l" * 32, page_size=64, lookahead=1, by_writer=True),
         pages=messages.PageChanges(True, b"a" * 16),
+        roles=("decode",),
     ),
     "connected": messages.Connected(DECODE, LayoutMismatch("they differ"), DIFFERENCES),
     "stepped decode": messages.Stepped(

@@ -6,6 +6,7 @@
     sequence.py      one request in an engine: a command, then a prompt at prefill, a sequence at decode
     page_tables.py   the pages of the prompts or sequences in an engine
     shown.py         what an engine shows of its requests: a snapshot, and stages in its trace
+    roles.py         how an engine changes its role
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 

@@ -10,6 +10,7 @@ import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
+from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
@@ -23,6 +24,7 @@ from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.rooms import by_room, first_error
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
+from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.scheduling.rules import largest_decode_step
@@ -45,15 +47,16 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     role = "decode"
     _run_empty = staticmethod(empty_decode)
 
-    def _check_steps(self) -> None:
-        num_drafts = self.config.num_draft_tokens
-        if num_drafts and self.model.mtp is None:
+    @staticmethod
+    def _check_steps(model: Model, config: EngineConfig) -> None:
+        num_drafts = config.num_draft_tokens
+        if num_drafts and model.mtp is None:
             raise ConfigError(
                 f"num_draft_tokens is {num_drafts} and the model was loaded without the MTP layer that drafts: load it "
                 "with mtp=True, or leave num_draft_tokens 0"
             )
-        self.model.experts.check_step(
-            *largest_decode_step(self.config), tp_size=self.model.topology.tp_size, num_queries=1 + num_drafts
+        model.experts.check_step(
+            *largest_decode_step(config), tp_size=model.topology.tp_size, num_queries=1 + num_drafts
         )
 
     def _prepare(self) -> None:

@@ -45,7 +45,7 @@ from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits
 
 Command = TypeVar("Command")
-
+AnyEngine = TypeVar("AnyEngine", bound="Engine[Any]")
 
 DRAIN_POLL_S = 0.1
 
@@ -101,7 +101,8 @@ class Interruptible(OfOneProcess, Generic[Command]):
 class Engine(Interruptible[Command], ABC, Generic[Command]):
     """An engine over the pages of its channel's pool, which no other engine uses. `close` also closes the channel.
 
-    A request may name any of `logits_processors`. Give the engines of both roles the same ones.
+    A request may name any of `logits_processors`. Give the engines of both roles the same ones. `other_config` is for
+    the engine of the other role that this one may become (`Pairing.switch`), and by default like `config`.
 
     `submit`, `cancel` and `load` may be called from any thread, everything else only from the thread that steps.
 
@@ -113,6 +114,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """
 
     role = "engine"
+    _has_left = False
     _run_empty: RunEmpty
     _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
@@ -124,13 +126,15 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        other_config: EngineConfig | None = None,
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
-        self._check_steps()
+        self._other_config = other_config or self.config
+        self._check_steps(model, self.config)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
         if channel.engine is not None:
@@ -176,8 +180,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._prepare()
         self.pool.hold(self._held)
 
+    @staticmethod
     @abstractmethod
-    def _check_steps(self) -> None:
+    def _check_steps(model: Model, config: EngineConfig) -> None:
         """Raise ConfigError when a step of this role may be larger than the model can run, before anything is made."""
 
     @abstractmethod
@@ -329,6 +334,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             raise
 
     def _change(self) -> None:
+        if self._has_left:  # its channel and its pages are another engine's
+            return
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
@@ -414,11 +421,24 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def close(self) -> None:
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
-        if self._closed:
-            return
-        self.ranks.close(begin=self._begin_call, end=self._close)
+        if not self._closed:
+            self.ranks.close(begin=self._begin_call, end=self._close)
+            self._leave()
+
+    def _become(self, other: type[AnyEngine]) -> AnyEngine:
+        """Close the engine, which has nothing unfinished, but leave its channel open, without links, and its pages
+        cached. Return an engine of the `other` role in its place. See `engine.roles`."""
+        self._begin_call()
+        self.channel.vacate(self._inbox.wake)
+        self._has_left = True
+        self._leave()
+        more: Any = {"other_config": self.config, "logits_processors": self._factories, "clock": self._clock}
+        return other(self.model, self.channel, self._other_config, **more)
+
+    def _leave(self) -> None:
         self._rebalancing.close()
         self._closed, self._unfinished_call = True, False
+        self.pool.release_holder(self._held)
         self._inbox.wake()
         if self._trace is not None:
             self._trace.write()

@@ -13,6 +13,7 @@ from pdinfer.errors import TransferError
 from pdinfer.execution.drafting import Draft
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held, PagePool
+from pdinfer.kv.prefix import PrefixChain
 from pdinfer.types import PageGrant, PeerAddress
 
 
@@ -69,14 +70,35 @@ class PageTables(_Tables):
 
     def num_in_use(self, sequence: Sequence, /) -> int:
         """Return how many pages with the beginning of a waiting sequence are in use anyway. It may find those that its
-        current writers wrote; in a pool that is shared with them there are only our own."""
-        writers = () if self._channel.shares_pool(sequence.writers) else sequence.writers
-        chain = self._pool.key_scheme.chain(sequence.request.cache_salt, writers=writers)
+        current writers wrote, or those that this process computed itself; in a pool that is shared with the writers
+        there are only the latter."""
+        chain = self._chain(sequence)
         if chain.root != sequence.chain.root:
             sequence.chain = chain
         sequence.extend_chain()
         known = self._known(sequence)
         return len(known) - self._pool.num_unused(known)
+
+    def _chain(self, sequence: Sequence) -> PrefixChain:
+        """Return the chain by which a waiting sequence finds most: that of its writers or, where this process was a
+        prefill before, one that begins with pages of its own."""
+        scheme, request = self._pool.key_scheme, sequence.request
+        own = scheme.chain(request.cache_salt)
+        if not scheme.by_writer or self._channel.shares_pool(sequence.writers):
+            return own
+        written, width = scheme.chain(request.cache_salt, writers=sequence.writers), own.page_size + own.lookahead
+        own.extend((*request.prompt[:width], *sequence.output[:width])[:width])
+        if not self._pool.count_known(own.keys):  # as in an engine that never was a prefill
+            return written
+        tokens = sequence.all_tokens()
+        own.extend(tokens)
+        num_own = self._pool.count_known(self._to_find(own.keys, sequence.num_tokens))
+        if not num_own:
+            return written
+        chains = written, own.continued(num_own, written.root)
+        for chain in chains:
+            chain.extend(tokens)
+        return max(chains, key=lambda chain: self._pool.count_known(chain.keys))
 
     def reserve(self, sequence: Sequence, room: bytes, destinations: tuple[PeerAddress, ...]) -> PageGrant:
         """Take the pages of an attempt: known and granted pages for its tokens so far, owned pages for those that may

@@ -9,6 +9,7 @@ import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
+from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
@@ -19,6 +20,7 @@ from pdinfer.execution.sampling import Draw, Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
+from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import largest_prefill_step
@@ -39,9 +41,10 @@ class PrefillEngine(Engine[SubmitPrefill]):
     role = "prefill"
     _run_empty = staticmethod(empty_prefill)
 
-    def _check_steps(self) -> None:
-        largest = largest_prefill_step(self.config, self.model.config.max_position_embeddings)
-        self.model.experts.check_step(*largest, tp_size=self.model.topology.tp_size)
+    @staticmethod
+    def _check_steps(model: Model, config: EngineConfig) -> None:
+        largest = largest_prefill_step(config, model.config.max_position_embeddings)
+        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
 
     def _prepare(self) -> None:
         self.channel.window_bytes = self.config.send_window_bytes

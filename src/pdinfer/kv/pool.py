@@ -268,6 +268,10 @@ class PagePool(OfOneProcess):
         """Register the method `holder`, which tells `rebuild` the pages that its object holds while that lives."""
         self._holders = [*filter(lambda known: known() is not None, self._holders), WeakMethod(holder)]
 
+    def release_holder(self, holder: Callable[[], Held]) -> None:
+        """Forget a `holder` that holds nothing any more: a closed engine that its host keeps stays out of `rebuild`."""
+        self._holders = [known for known in self._holders if known() not in (None, holder)]
+
     @own_modes()
     def rebuild(self) -> None:
         """Rebuild the accounts from the pages that the engines of this pool hold, after an interrupt may have left a

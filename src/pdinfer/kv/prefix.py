@@ -6,6 +6,9 @@ also the token after that). Only full pages have a key.
 
     root = H(layout_id, salt, domain)
     key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
+
+A sequence whose first pages this process computed itself, and whose later ones others write, changes the root between
+them: to H(key of the last page of our own, root of those others).
 """
 
 from __future__ import annotations
@@ -48,12 +51,20 @@ def domain_of(writers: Iterable[PeerAddress]) -> bytes:
 @attrs.define
 class PrefixChain:
     """The keys of one sequence's full pages, in order. The chain grows with the sequence. A page is full when its
-    tokens and the `lookahead` tokens after them are there."""
+    tokens and the `lookahead` tokens after them are there. `root` takes the place of a key before page `first`; keys
+    before that are those of another chain."""
 
     page_size: int
     root: bytes
     lookahead: int = 0
     keys: list[bytes] = attrs.field(factory=list)
+    first: int = 0
+
+    def continued(self, num_pages: int, root: bytes) -> PrefixChain:
+        """Return the chain of a sequence whose first pages are those of this chain, and whose later ones are filled by
+        those who fill pages below `root`. Nobody who may not find those finds them."""
+        keys = self.keys[:num_pages]
+        return PrefixChain(self.page_size, digest(keys[-1], root), self.lookahead, keys, num_pages)
 
     def num_full(self, num_tokens: int) -> int:
         """Return how many pages a sequence of `num_tokens` fills."""
@@ -64,7 +75,7 @@ class PrefixChain:
         size, width = self.page_size, self.page_size + self.lookahead
         for at in range(len(self.keys), self.num_full(len(tokens))):
             page = struct.pack(f"<{width}i", *tokens[at * size : at * size + width])
-            self.keys.append(digest(self.keys[-1] if self.keys else self.root, page))
+            self.keys.append(digest(self.keys[-1] if at > self.first else self.root, page))
 
 
 @attrs.frozen(kw_only=True)

@@ -8,6 +8,7 @@
     losses.py     the ports that it has lost, and whether it may go on
     queue.py      which requests wait, for how long, and which is next
     choosing.py   how a policy is asked for a pair, and what it is shown: loads, links, and pages that hold the prompt
+    switching.py whether a port may change its role, and how it does
     port.py       what an engine must offer
     ports.py      which ports there are, which are linked, which were lost and may come back
     policy/       which pair takes a request: pure functions of loads and links

@@ -71,6 +71,7 @@ class Broker:
         self._num_retries = 0
         self._num_reroutes = 0
         self._num_moved = 0
+        self.num_switches = 0
         self._ended: Counter[FinishReason] = Counter()
         self.refused: Counter[str] = Counter()
 
@@ -114,6 +115,7 @@ class Broker:
             num_retries=self._num_retries,
             num_reroutes=self._num_reroutes,
             num_moved=self._num_moved,
+            num_switches=self.num_switches,
             num_ports_lost=self.lost_ports.num_lost,
             links_down=tuple(sorted(self._ports.links_down, key=str)),
             ports_lost=self.lost_ports.told(now),
@@ -310,6 +312,11 @@ class Broker:
             if tracked.attempt.decode == port.address:
                 self._recall(tracked)
         self._part_with(port.address, TransferError("its port was removed from the pairing"))
+
+    def switch(self, port: Port) -> None:
+        """Note that a port which was removed lets go of everything, and have the others close their links to it."""
+        self._awaiting_release.drop(port.address)
+        self._ports.part(port)
 
     def _part_with(self, address: PeerAddress, error: Exception) -> None:
         """Remove a port, and move what it had to other ports as far as possible. What runs at a decode needs no

@@ -152,6 +152,13 @@ class Following:
             else:
                 self._leaving.append((port, removal))
 
+    def replace(self, port: Port, changed: Port) -> None:
+        """Have a port that has changed its role in the place of the one that it was."""
+        with self._changing:
+            self._ports = {
+                name: (entry, changed if known is port else known) for name, (entry, known) in self._ports.items()
+            }
+
     def _let_go(self, ports: Sequence[Port]) -> None:
         """Begin to let go of the ports whose engines have asked for it."""
         self._asked &= {port.address for port in ports}

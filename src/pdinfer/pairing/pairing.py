@@ -13,14 +13,14 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -36,12 +36,16 @@ from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import failed
+from pdinfer.pairing.switching import check_switch, switched
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, Request, TokenEvent
+
+SWITCH_POLL_S = 0.02
+"""How often an engine in another process is asked whether it has changed its role."""
 
 
 class Pairing(OfOneProcess):
@@ -77,6 +81,7 @@ class Pairing(OfOneProcess):
         self._stepping = threading.RLock()
         self._stepper: threading.Thread | None = None
         self._followings: list[Following] = []
+        self._switching: set[Port] = set()
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
         self._unfinished_call = False
@@ -332,7 +337,7 @@ class Pairing(OfOneProcess):
             self._advance()
             self._sleep(min(0.05, left_s))
 
-    def removal(self, port: PrefillPort | DecodePort, *, drain_s: float) -> Iterator[float]:
+    def removal(self, port: PrefillPort | DecodePort, *, drain_s: float) -> Generator[float, None, None]:
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
         steps until there is none. A removal that is closed before leaves the port in use."""
         address, end = port.address, time.monotonic() + drain_s
@@ -349,6 +354,57 @@ class Pairing(OfOneProcess):
                 self._change(partial(self._broker.step_port, port))
         finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
+
+    @typed
+    @interruptible
+    def switch(
+        self, port: PrefillPort | DecodePort, role: str, *, drain_s: float, leaves_none: bool = False
+    ) -> PrefillPort | DecodePort:
+        """Let a port serve the other role ("prefill" or "decode"), and return the port that it has become. It leaves as
+        in `remove`, becomes an engine of that role over the same model and cached pages, with its `other_config`, and
+        joins as in `add`. Events stay for the next `step`.
+
+        Raises ConfigError, before anything changes, for a port that is not here, has that role or cannot take it; for
+        the last one of its role, and one that holds a request which no other port can hold, unless `leaves_none`:
+        then what needs the old role waits for `PairingConfig.port_wait_s`. Raises TransferError when the port is lost
+        meanwhile, and what `add` raises when it cannot join; it is then out of the pairing, and the host's to close.
+        """
+        switching = self.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
+        while True:
+            try:
+                left_s = next(switching)
+            except StopIteration as ended:
+                changed: PrefillPort | DecodePort = ended.value
+                return changed
+            self._advance()
+            self._sleep(min(0.05, left_s))
+
+    def switching(
+        self, port: PrefillPort | DecodePort, role: str, *, drain_s: float, leaves_none: bool = False
+    ) -> Generator[float, None, PrefillPort | DecodePort]:
+        """Do the same for a host that steps meanwhile, as `removal` does; it returns the new port. Closed while it
+        drains, it leaves the port in use."""
+        check_switch(self._ports, port, role, list(self._broker.requests.values()), leaves_none=leaves_none)
+        self._switching.add(port)
+        try:
+            with contextlib.closing(self.removal(port, drain_s=drain_s)) as removal:
+                for left_s in removal:
+                    yield left_s
+                    if port not in self._ports.all:
+                        raise TransferError(f"{port.address} was lost while it was drained, and keeps its role")
+            with self._stepping:
+                self._change(partial(self._broker.switch, port))
+                changed = switched(port, role)
+            while changed is None:
+                yield SWITCH_POLL_S
+                changed = switched(port, role)
+            yield from self.joining(changed)
+            self._broker.num_switches += 1
+            for following in self._followings:
+                following.replace(port, changed)
+            return changed
+        finally:
+            self._switching.discard(port)
 
     def _part_with(self, port: Port) -> None:
         self._broker.remove(port)
@@ -373,7 +429,7 @@ class Pairing(OfOneProcess):
         following.start()
 
     def _has(self, port: Port) -> bool:
-        return port in self._ports.all or port in list(self._broker.lost_ports.away.values())
+        return port in (*self._ports.all, *list(self._broker.lost_ports.away.values()), *list(self._switching))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,17 @@ class ReturningPort(Port, Protocol):
 
 
 @runtime_checkable
+class SwitchingPort(Protocol):
+    """A port that can change its role, while it is not part of a pairing."""
+
+    def check_role(self, role: str) -> None:
+        """Raise ConfigError when it cannot take this role."""
+
+    def become(self, role: str) -> PrefillPort | DecodePort | None:
+        """Return the port that it has become, None while that is under way. Raise TransferError when it is lost."""
+
+
+@runtime_checkable
 class BriefPort(Protocol):
     """A port that quickly reports the part of its load that policies need, and its links, which are the load's
     `kv.peers`. Others are asked for all of their load."""

@@ -58,7 +58,8 @@ class EnginePlan(Value):
     cache cannot have such sizes, and where memory does not suffice: for weights, drivers and a page of KV, within
     `mem_fraction_static` if it is given, and beside these for DeepEP's buffer, the rows at experts and captured steps.
     What a step of prefill takes beside is not counted. Without `device_bytes` memory is not checked. `prompt_tokens` is
-    the longest prompt that it is for: text says where a pool is smaller.
+    the longest prompt that it is for: text says where a pool is smaller. One with `other_engine` may change its role,
+    and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
     """
 
     name: str
@@ -66,6 +67,7 @@ class EnginePlan(Value):
     topology: Topology
     cache: CacheConfig = attrs.field(factory=CacheConfig)
     engine: EngineConfig = attrs.field(factory=EngineConfig)
+    other_engine: EngineConfig | None = None
     experts: ExpertConfig = attrs.field(factory=ExpertConfig)
     mtp: bool = False
     stored: str = attrs.field(default=attrs.Factory(_stored, takes_self=True))
@@ -79,8 +81,10 @@ class EnginePlan(Value):
             check_divides(self.config, self.topology)
             if self.mtp and not self.config.num_nextn_predict_layers:
                 raise ConfigError("mtp=True and the config has no MTP layer; leave it out")
-            if self.engine.num_draft_tokens and not self.mtp:
-                raise ConfigError(f"num_draft_tokens is {self.engine.num_draft_tokens}, which needs mtp=True")
+            if (num_drafts := max(one.num_draft_tokens for one in self._engines)) and not self.mtp:
+                raise ConfigError(f"num_draft_tokens is {num_drafts}, which needs mtp=True")
+            if self.other_engine is not None and (num_ranks := self.topology.world_size) > 1:
+                raise ConfigError(f"other_engine is for one rank, and one of {num_ranks} keeps its role: leave it out")
             _ = self.layout
             self._check_memory()
         except PDInferError as error:
@@ -134,7 +138,12 @@ class EnginePlan(Value):
         is_shared = at.apart().attention.size > 1 or (at.world_size > 1 and self.mtp)
         if self.device.type != "cuda" or is_shared or not graph_safe(at.ep_size, self.experts):
             return 0
-        return graph_bytes(self.config, self.engine.graph_batch_sizes or (), 1 + self.engine.num_draft_tokens)
+        captured = [(one.graph_batch_sizes or (), 1 + one.num_draft_tokens) for one in self._engines]
+        return max(graph_bytes(self.config, sizes, num_queries) for sizes, num_queries in captured)
+
+    @property
+    def _engines(self) -> tuple[EngineConfig, ...]:
+        return (self.engine,) if self.other_engine is None else (self.engine, self.other_engine)
 
     @property
     def _beside_bytes(self) -> int:

@@ -60,7 +60,7 @@ def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None
 def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngine:
     """Load the model, telling the parent how far it is, and make the engine with a channel of its own. Raises what
     `load_model`, the channel and the engine raise."""
-    cache, config = CacheConfig(**order.cache), EngineConfig(**order.engine)
+    cache, config, other = CacheConfig(**order.cache), EngineConfig(**order.engine), EngineConfig(**order.other_engine)
     make_transport = order.transport.find()
     processors = {name: named.find() for name, named in order.logits_processors.items()}
     with _watched(parent) as progress:
@@ -68,7 +68,7 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
             order.checkpoint,
             device=order.device,
             dtype=order.dtype,
-            mtp=config.num_draft_tokens > 0,
+            mtp=config.num_draft_tokens > 0 or other.num_draft_tokens > 0,
             cache=cache,
             trusted_roots=order.trusted_roots,
             progress=progress,
@@ -76,7 +76,7 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
     channel = KVChannel(PagePool(model, cache), make_transport(), key=order.key)
     try:
         kind = PrefillEngine if order.role == "prefill" else DecodeEngine
-        engine = kind(model, channel, config, logits_processors=processors)
+        engine = kind(model, channel, config, other_config=other, logits_processors=processors)
         if order.warm_up:
             engine.warm_up(progress=lambda done, total: _say(parent, Warming(done, total)))
     except BaseException:

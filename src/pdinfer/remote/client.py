@@ -4,22 +4,24 @@
 stand for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end
 of `multiprocessing.Pipe()`. Each process hosts its own loop, and KV never passes through here.
 
-    client ── Connect, Submit, Cancel, Renew, Close, Beat ──► serve          one message, one send_bytes
+    client ── Connect, Submit, Cancel, Renew, Become, Close, Beat ──► serve          one message, one send_bytes
     client ◄── Ready, Connected, Computing, Stepped, Beat ─── serve
 
 Neither end waits for the other. Messages leave in threads of their own (`pdinfer.remote.session`), which also notice
 when a process is gone or stands still.
 
 A session lasts as long as its connection. A client that hears from a lost engine again asks to renew the session, and
-gets Ready when nothing runs any more of what it asked for before.
+gets Ready when nothing runs any more of what it asked for before. So does one that asks the engine to become one of
+the other role; a client of that role takes over the session.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 import attrs
 
@@ -66,19 +68,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         timeout_s: float = READY_S,
         config: RemoteConfig | None = None,
     ) -> None:
-        self._config = config or RemoteConfig()
-        self._inbox: Inbox[list[Event]] = Inbox()
-        self._lock = new_lock()
-        self._answered = threading.Condition(new_lock())
-        self._answers: dict[PeerAddress, Connected | None] = {}
-        self._engine: KnownEngine[AnyLoad] = KnownEngine(self.role)
-        self._num_losses_seen = 0
-        self.is_draining = False
-        self._reason = ""
-        self._gone = False
-        self._closing = threading.Event()
-        self._dial = connection if callable(connection) else None
-        self._session: Session[Report]
+        self._begin(config or RemoteConfig(), connection if callable(connection) else None)
         self._meet(connection() if callable(connection) else connection)
         try:
             ready = self._await_ready(timeout_s)
@@ -88,9 +78,23 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         except BaseException:
             self.close()
             raise
-        self.address = ready.address
-        self.limits = ready.limits
-        self.addresses = ready.addresses or (ready.address,)
+
+    def _begin(self, config: RemoteConfig, dial: Callable[[], MessageStream] | None, *, follows: bool = False) -> None:
+        """Know of no engine yet."""
+        self._config = config
+        self._dial = dial
+        self._inbox: Inbox[list[Event]] = Inbox()
+        self._lock = new_lock()
+        self._answered = threading.Condition(new_lock())
+        self._answers: dict[PeerAddress, Connected | None] = {}
+        self._engine: KnownEngine[AnyLoad] = KnownEngine(self.role, follows=follows)
+        self._num_losses_seen = 0
+        self.is_draining = False
+        self._reason = ""
+        self._gone = False
+        self._closing = threading.Event()
+        self._session: Session[Report]
+        self._successor: PrefillClient | DecodeClient | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address}{', lost' if self._is_lost else ''})"
@@ -171,8 +175,47 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def close(self) -> None:
         """Make the engine's process close it, without waiting for that. A second call does nothing."""
+        if self._successor is not None:
+            self._successor.close()
+            return
         self._closing.set()
         self._session.close(messages.Close())
+
+    @typed
+    def check_role(self, role: str) -> None:
+        """Raise ConfigError when the engine cannot take this role."""
+        self._engine.check_role(role)
+
+    @typed
+    def become(self, role: str) -> PrefillClient | DecodeClient | None:
+        """Make the engine change its role, and return the client of what it has become, None until it says so: ask
+        again. This client is of no use any more. Raise ConfigError as `check_role` does, and TransferError when the
+        process is lost."""
+        successor = self._successor
+        if successor is None:
+            self.check_role(role)
+            if not self._engine.is_live:
+                raise self._loss()
+            kind = self._other()
+            self._successor = successor = kind.__new__(kind)
+            successor._follow(self)  # noqa: SLF001 - another of us
+            self._session.post(messages.Become(role))
+        return successor if successor._has_come() else None  # noqa: SLF001 - another of us
+
+    @abstractmethod
+    def _other(self) -> type[PrefillClient] | type[DecodeClient]:
+        """Return what clients of the other role are."""
+
+    def _follow(self, before: EngineClient[Any]) -> None:
+        """Hear what comes over the session of a client whose engine will be ours."""
+        self._begin(before._config, before._dial, follows=True)
+        self._session = before._session
+        self._session.report_to(self._deliver, self._silent)
+
+    def _has_come(self) -> bool:
+        if self._engine.ready is None and self._gone:
+            raise self._loss()
+        return self._engine.ready is not None
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         with self._lock:  # so that numbers are in the order of sending
@@ -301,7 +344,11 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def _take(self, report: Ready | messages.Computing | Stepped) -> bool:
         with self._lock:
-            return self._engine.take(report)
+            is_news = self._engine.take(report)
+            if is_news and isinstance(report, Ready):
+                self.address, self.limits = report.address, report.limits
+                self.addresses = report.addresses or (report.address,)
+            return is_news
 
     def _loss(self) -> TransferError:
         return TransferError(f"the process at the other end of a port {self._reason}")
@@ -331,6 +378,9 @@ class PrefillClient(EngineClient[PrefillLoad]):
         message = messages.SubmitPrefillMessage(PackedRequest.of(request), PackedGrant.of(grant))
         self._send_submit(message, len(request.prompt) + len(request.output))
 
+    def _other(self) -> type[DecodeClient]:
+        return DecodeClient
+
 
 class DecodeClient(EngineClient[DecodeLoad]):
     """A decode engine behind a connection: a `DecodePort`. In all else like `PrefillClient`."""
@@ -345,3 +395,6 @@ class DecodeClient(EngineClient[DecodeLoad]):
     @typed
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
         self._session.post(messages.ChangeWritersMessage(request_id, tuple(writers)))
+
+    def _other(self) -> type[PrefillClient]:
+        return PrefillClient

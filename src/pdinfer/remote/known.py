@@ -8,7 +8,8 @@ from typing import Generic, cast
 
 import attrs
 
-from pdinfer.errors import TransferError
+from pdinfer.checks import clip
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import count_known
 from pdinfer.remote import messages
 from pdinfer.remote.messages import KEY_BYTES, AnyLoad, Computing, PageChanges, Ready, Stepped
@@ -50,10 +51,12 @@ def _split(packed: bytes) -> list[bytes]:
 class KnownEngine(Generic[AnyLoad]):
     """An engine as its reports describe it. It `is_live` from a Ready until it is lost, for which `num_losses` are
     counted. `pages` are those that it can find, and `computing` are the requests of which it last reported to compute
-    rows. `num_renewals` is the number of the last Renew that was sent. The client calls it under one lock."""
+    rows. One that `follows` begins with the Ready of its role: reports of another engine, which come before, are
+    ignored. `num_renewals` is the number of the last Renew that was sent. The client calls it under one lock."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, *, follows: bool = False) -> None:
         self.role = role
+        self._follows = follows
         self.ready: Ready | None = None
         self.is_live = False
         self.num_losses = 0
@@ -123,6 +126,9 @@ class KnownEngine(Generic[AnyLoad]):
         is_renewing = self.ready is not None and not self.is_live
         if is_renewing and (not isinstance(report, Ready) or report.session < self.num_renewals):
             return False
+        is_ours = isinstance(report, Ready) and report.load.of_role(self.role) is not None
+        if self._follows and self.ready is None and not is_ours:
+            return False
         if isinstance(report, Computing):
             self.computing = frozenset(report.request_ids)
             return False
@@ -150,6 +156,23 @@ class KnownEngine(Generic[AnyLoad]):
         self._load, self._brief = load, None
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
+
+    def check_role(self, role: str) -> None:
+        """Raise ConfigError when the engine has not said that it can take this role."""
+        ready = self.ready
+        assert ready is not None
+        if role == self.role:
+            raise ConfigError(f"{ready.address} is a {role} engine already: name the other role")
+        if ready.minor < messages.BECOMING_MINOR:
+            raise ConfigError(
+                f"the process of {ready.address} speaks version {ready.version}.{ready.minor}, without a change of "
+                f"role, which came with {messages.VERSION}.{messages.BECOMING_MINOR}: update pdinfer there"
+            )
+        if role not in ready.roles:
+            raise ConfigError(
+                f"{ready.address} cannot become {clip(role)}; it can become {', '.join(ready.roles) or 'nothing'}: "
+                "one of several ranks keeps its role, and the model must be able to run the steps of the other one"
+            )
 
     def _check_ready(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:

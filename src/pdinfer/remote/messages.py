@@ -21,10 +21,12 @@ from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Event, Granted, PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 from pdinfer.values import changed_fields, fields_of
 
-VERSION, MINOR = 7, 0
+VERSION, MINOR = 7, 1
 """The version of these messages. An engine tells its own in Ready, and a client refuses another VERSION. Within one,
 unknown fields are ignored and missing ones have their defaults, so a new field with a default raises neither number.
 MINOR counts what else is new: an end makes use of it when the other one is of that MINOR."""
+BECOMING_MINOR = 1
+"""The MINOR that brought Become."""
 FEATURES: frozenset[str] = frozenset()
 """What an engine may require of its client. A client refuses an engine that requires anything else."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
@@ -185,6 +187,12 @@ class Renew(msgspec.Struct, tag="renew"):
     session: Count
 
 
+class Become(msgspec.Struct, tag="become"):
+    """Cancel what is unfinished, change to the role of this name, and send Ready as an engine of that role."""
+
+    role: Name
+
+
 class Close(msgspec.Struct, tag="close"):
     """Close the engine."""
 
@@ -198,6 +206,7 @@ Command = (
     | ChangeWritersMessage
     | CancelMessage
     | Renew
+    | Become
     | Close
 )
 
@@ -206,6 +215,7 @@ class Ready(msgspec.Struct, tag="ready"):
     """The first message of a session, and the first after each renewal, whose number is `session`. It tells who the
     engine is, with the addresses of all ranks behind this port. `version` is the VERSION it speaks, 1 where it says
     none, with its MINOR and the FEATURES that it requires of its client. `hung_s` is how long its steps may take.
+    `roles` are the roles that it can change to, see Become.
     `key_scheme` says how the keys of its cached pages are made, and `pages` has all of them; both are None where none
     are cached."""
 
@@ -220,6 +230,7 @@ class Ready(msgspec.Struct, tag="ready"):
     hung_s: Seconds | None = None
     key_scheme: KeyScheme | None = None
     pages: PageChanges | None = None
+    roles: Annotated[tuple[Name, ...], FEW] = ()
 
 
 class Connected(msgspec.Struct, tag="connected"):

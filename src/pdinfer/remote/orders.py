@@ -62,7 +62,7 @@ class Named(msgspec.Struct):
 
 
 class Order(msgspec.Struct):
-    """An engine to make and serve. `cache`, `engine` and `remote` are the fields of the three configurations."""
+    """An engine to make and serve. `cache`, `engine`, `other_engine` and `remote` are the fields of configurations."""
 
     role: str
     checkpoint: str
@@ -70,6 +70,7 @@ class Order(msgspec.Struct):
     dtype: str | None
     cache: dict[str, Any]
     engine: dict[str, Any]
+    other_engine: dict[str, Any]
     remote: dict[str, Any]
     transport: Named
     logits_processors: dict[str, Named]

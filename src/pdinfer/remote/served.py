@@ -19,11 +19,12 @@ from typing import Protocol, runtime_checkable
 import attrs
 from msgspec import UNSET
 
-from pdinfer.checks import typed
+from pdinfer.checks import clip, typed
 from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.engine.roles import become, roles_of
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import turn_away
@@ -103,7 +104,7 @@ def serve(
         host.dismissed = True
         if announcer is not None:
             announcer.close()
-        engine.close()
+        host.engine.close()
         host.close()
 
 
@@ -132,20 +133,25 @@ class _Host(OfOneProcess):
         self.reported: tuple[EngineLoad, list[PeerStats]] | None = None
         self.reported_at = 0.0
         self.dismissed = False
+        self.role = engine.role
         self.links: dict[PeerAddress, threading.Thread] = {}
         self.ended = threading.Event()
         self.exits = threading.current_thread() is threading.main_thread()
         self.is_armed = self.exits and orphan.arm()
         self.session: Session[Command] | None = None
         self.listener: SessionListener | None = None
-        engine.notify(self.inbox.wake)
-        engine.tell_computing(self.tell_computing)
+        self.listen()
         if isinstance(connection, SessionListener):
             self.listener = connection
             _start(self.accept)
         else:
             self.meet(connection)
         _start(self.watch)
+
+    def listen(self) -> None:
+        """Hear of news of the engine, and of what it is about to compute."""
+        self.engine.notify(self.inbox.wake)
+        self.engine.tell_computing(self.tell_computing)
 
     def close(self) -> None:
         """End the connection and our threads. The thread that accepts ends with the next connection."""
@@ -259,6 +265,9 @@ class _Host(OfOneProcess):
                 engine.cancel(request_id)
         if self.session is None or self.session.loss is not None or (self.has_begun and engine.num_unfinished):
             return
+        if self.role != engine.role:
+            engine = self.engine = become(engine, self.role) or engine
+            self.listen()
         hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
         self.session.post(
             Ready(
@@ -272,6 +281,7 @@ class _Host(OfOneProcess):
                 hung_s=hung_s,
                 key_scheme=engine.key_scheme,
                 pages=None if self.pages is None else self.pages.all(),
+                roles=roles_of(engine),
             )
         )
         self.renewal, self.has_begun, self.num_seen = None, True, 0
@@ -284,6 +294,11 @@ class _Host(OfOneProcess):
                 _start(self.accept)
         elif isinstance(item, messages.Renew):
             self.renewal = item.session
+        elif isinstance(item, messages.Become):
+            if item.role in roles_of(self.engine):
+                self.role, self.renewal = item.role, 0
+            else:
+                _log.error("a %s engine was asked to become %s, which it cannot", self.engine.role, clip(item.role))
         elif not isinstance(item, Command):
             self.meet(item)
         elif self.renewal is None:

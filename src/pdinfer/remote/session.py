@@ -95,6 +95,10 @@ class Session(OfOneProcess, Generic[M]):
         for thread in self._threads:
             thread.start()
 
+    def report_to(self, deliver: Callable[[M | None], None], on_silence: Callable[[bool], None]) -> None:
+        """Call these functions from now on, instead of those that were given at first."""
+        self._deliver, self._on_silence = deliver, on_silence
+
     @property
     def is_behind(self) -> bool:
         return bool(self._outgoing)

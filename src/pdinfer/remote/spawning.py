@@ -57,10 +57,16 @@ class _Spawned(EngineClient[AnyLoad]):
         self.process = process
         super().__init__(connection, config=config)
 
+    def _follow(self, before: EngineClient[Any]) -> None:
+        assert isinstance(before, _Spawned)
+        self.process = before.process
+        super()._follow(before)
+
     def close(self) -> None:
         """Make the process close the engine and end, without waiting for that. One that does not is killed."""
         super().close()
-        _end(self.process, self._config.exit_s + GRACE_S)
+        if self._successor is None:  # which ends it
+            _end(self.process, self._config.exit_s + GRACE_S)
 
     @classmethod
     def _spawn(
@@ -69,6 +75,7 @@ class _Spawned(EngineClient[AnyLoad]):
         *,
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
+        other_engine: EngineConfig | None = None,
         transport: Callable[[], Transport] = same_host_transport,
         device: Device = "cpu",
         dtype: DType | None = None,
@@ -83,11 +90,12 @@ class _Spawned(EngineClient[AnyLoad]):
         """Start a process with an engine of one rank, wait until it is ready, and return the port.
 
         The process loads `checkpoint` with `device`, `dtype` and `trusted_roots`, and makes a pool of `cache`, a
-        channel with `key`, and an engine of `engine`. `transport` is called there to make the channel's: it is a class
-        or function of a module, or a `functools.partial` of one with plain arguments, and so is each of
-        `logits_processors`. With `warm_up` the engine is warmed up first. `progress(done_bytes, total_bytes)` is called
-        here while the model is loaded; True draws a line on stderr, and one of the warm-up. `timeout_s` is how long the
-        process may say nothing before it is ready. `config` is for both ends of the connection. Any thread may call it.
+        channel with `key`, and an engine of `engine`; `other_engine` is for the other role (`Pairing.switch`), and by
+        default the same. `transport` is called there to make the channel's: it is a class or function of a module, or a
+        `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With `warm_up` the
+        engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is loaded; True
+        draws a line on stderr, and one of the warm-up. `timeout_s` is how long the process may say nothing before it is
+        ready. `config` is for both ends of the connection. Any thread may call it.
 
         The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this
         over a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends with the port or with this process.
@@ -103,12 +111,10 @@ class _Spawned(EngineClient[AnyLoad]):
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             cache=_fields("cache", cache, CacheConfig),
             engine=_fields("engine", engine, EngineConfig),
+            other_engine=_fields("other_engine", other_engine or engine, EngineConfig),
             remote=_fields("config", config, RemoteConfig),
             transport=Named.of("transport", transport),
-            logits_processors={
-                name: Named.of(f"logits processor {name!r}", made_by)
-                for name, made_by in (logits_processors or {}).items()
-            },
+            logits_processors=_named(logits_processors or {}),
             trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
             key=key,
             warm_up=warm_up,
@@ -128,9 +134,15 @@ class _Spawned(EngineClient[AnyLoad]):
 class SpawnedPrefill(_Spawned[PrefillLoad], PrefillClient):
     """A prefill engine that `spawn_prefill` started."""
 
+    def _other(self) -> type[SpawnedDecode]:
+        return SpawnedDecode
+
 
 class SpawnedDecode(_Spawned[DecodeLoad], DecodeClient):
     """A decode engine that `spawn_decode` started."""
+
+    def _other(self) -> type[SpawnedPrefill]:
+        return SpawnedPrefill
 
 
 spawn_prefill = SpawnedPrefill._spawn  # noqa: SLF001 - one function, under a name for each role
@@ -141,6 +153,10 @@ def _path(what: str, folder: AnyPath) -> str:
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"{what} must be the path of a folder, got {clip(folder)}")
     return os.fspath(folder)
+
+
+def _named(processors: Mapping[str, LogitsProcessorFactory]) -> dict[str, Named]:
+    return {name: Named.of(f"logits processor {name!r}", made_by) for name, made_by in processors.items()}
 
 
 def _fields(what: str, config: attrs.AttrsInstance | None, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:

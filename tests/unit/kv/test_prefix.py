@@ -488,3 +488,22 @@ def test_check_notices(damage: Callable[[PagePool], object]) -> None:
     damage(pool)
     with pytest.raises(PDInferError):
         pool.check()
+
+
+def test_pages_behind_pages_of_our_own_are_found_for_their_writers_alone() -> None:
+    scheme = KeyScheme(layout_id=b"l", page_size=SIZE, by_writer=True)
+    one, other = (PeerAddress(engine_id=bytes([number] * 16), epoch=1, rank=0, endpoints=()) for number in (1, 2))
+    own, tokens = scheme.chain(b""), tuple(range(4 * SIZE))
+    own.extend(tokens)
+    of_one, of_other, again = (
+        own.continued(2, scheme.chain(b"", writers=(writer,)).root) for writer in (one, other, one)
+    )
+    all_of_one = scheme.chain(b"", writers=(one,))
+    for chain in (of_one, of_other, again, all_of_one):
+        chain.extend(tokens)
+    assert of_one.keys[:2] == of_other.keys[:2] == own.keys[:2]
+    assert of_one.keys == again.keys
+    assert len({*of_one.keys[2:], *of_other.keys[2:], *own.keys[2:], *all_of_one.keys}) == 10
+    deeper = own.continued(3, scheme.chain(b"", writers=(one,)).root)
+    deeper.extend(tokens)
+    assert deeper.keys[3] != of_one.keys[3]

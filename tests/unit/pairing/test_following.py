@@ -283,3 +283,17 @@ def test_a_removal_that_fails_is_begun_anew(world: World) -> None:
     for _ in range(world.steps_to_drain + 1):
         world.following.act()
     assert world.ports == {}
+
+
+def test_a_port_that_has_changed_its_role_is_let_go_of_when_it_drains(world: World) -> None:
+    world.entries = [Named("a")]
+    world.look()
+    changed = FakePort("a")
+    world.following.replace(world.ports["a"], changed)  # type: ignore[arg-type]
+    world.ports["a"] = changed
+    world.look(100.0)
+    assert len(world.dials) == 1
+    changed.is_draining = True
+    world.look(1.0)
+    world.following.act()
+    assert world.removals == [changed]

@@ -21,7 +21,7 @@ from pdinfer.planning import ClusterPlan, EnginePlan, profile
 from pdinfer.planning import plan as plan_module
 from pdinfer.planning.rank_weights import STORED, RankWeights
 from pdinfer.planning.shapes import engine_nodes
-from pdinfer.testing import tiny_config_dict, write_checkpoint
+from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.unit.config import published_configs
 
 V3_SIZES = {
@@ -155,6 +155,8 @@ def engine(**changes: Any) -> EnginePlan:
         ({"cache": CacheConfig(kv_format="float32")}, 'P: kv_format "float32" was asked for and the model runs in'),
         ({"mtp": True, "config": attrs.evolve(V3, num_nextn_predict_layers=0)}, "P: mtp=True and the config has no"),
         ({"engine": EngineConfig(num_draft_tokens=2)}, "P: num_draft_tokens is 2, which needs mtp=True"),
+        ({"other_engine": EngineConfig(num_draft_tokens=2)}, "P: num_draft_tokens is 2, which needs mtp=True"),
+        ({"other_engine": EngineConfig()}, "P: other_engine is for one rank, and one of 8 keeps its role"),
         ({"experts": ExpertConfig(moe_a2a_backend="local")}, 'P: moe_a2a_backend "local" is for one rank .* over 8'),
         (
             {"topology": Topology(world_size=72, dp_size=72, ep_size=72), "experts": NORMAL},
@@ -382,3 +384,13 @@ def test_a_plan_counts_what_its_dispatcher_takes() -> None:
     told = r"1\.00 GiB of drivers .* do not fit into .* beside 4\.03 GiB of .* and 0\.55 GiB of captured steps .*; use"
     with pytest.raises(ConfigError, match=told):
         attrs.evolve(decode, cache=one, device_bytes=least - 1)
+
+
+def test_a_plan_of_both_roles_has_memory_for_the_one_that_needs_more() -> None:
+    prefill, decode = EngineConfig(chunked_prefill_size=512), EngineConfig(graph_batch_sizes=(1, 64))
+    alone, both, back = (
+        engine(config=tiny_config(), topology=Topology(), engine=one, other_engine=other, device_bytes=4 * GIB)
+        for one, other in ((prefill, None), (prefill, decode), (decode, prefill))
+    )
+    assert alone.graph_bytes == 0 < both.graph_bytes == back.graph_bytes
+    assert both.weight_bytes == alone.weight_bytes

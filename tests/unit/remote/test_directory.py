@@ -363,7 +363,22 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
         return announcement(3, endpoint=endpoint, **more)
 
     monkeypatch.setattr(Announcement, "of", of)
-    return SimpleNamespace(stepped_at=0.0, is_taken=False, drain=threading.Event())
+    return SimpleNamespace(engine=None, stepped_at=0.0, is_taken=False, drain=threading.Event())
+
+
+def test_an_engine_that_has_changed_its_role_is_announced_in_the_new_one(
+    tmp_path: Path, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(engine: Any, endpoint: str, **more: Any) -> Announcement:
+        return announcement(3, endpoint=endpoint, role=engine, **more)
+
+    monkeypatch.setattr(Announcement, "of", of)
+    directory = Directory(Folder(tmp_path), key=KEY)
+    announcer = Announcer(directory, "prefill", "10.0.0.3:7000")  # type: ignore[arg-type]
+    for now, role in enumerate(("prefill", "decode")):
+        served.engine, served.stepped_at = role, float(now)
+        announcer.look(served, 20.0 * now)
+        assert [entry.announced.role for entry in directory.watch() if entry.announced] == [role]
 
 
 def test_an_engine_is_announced_while_its_loop_goes_round(tmp_path: Path, served: Any) -> None:

@@ -231,6 +231,7 @@ def order_of(checkpoint: Path, **more: Any) -> bytes:
         "dtype": None,
         "cache": {"page_size": 4, "num_pages": 32},
         "engine": {},
+        "other_engine": {},
         "remote": {},
         "transport": Named.of("transport", pd.kv.SocketTransport),
         "logits_processors": {},

@@ -268,6 +268,15 @@ class KVChannel(OfOneProcess):
             self.transport.close()
             self.wake()
 
+    def vacate(self, listener: Callable[[], None]) -> None:
+        """Close every link for good, and let go of the engine, which has no room open, and of its `listener`. Another
+        engine may then be made over this end, whose address stays."""
+        self.links.book.wanted.clear()
+        for peer in self.links.book.peers():
+            peer.fence()
+        self._listeners = [other for other in self._listeners if other != listener]
+        self.engine = None
+
     # -- after an interrupt or a loss -------------------------------------------------------------------------------
 
     def _doubt(self, error: BaseException) -> None:

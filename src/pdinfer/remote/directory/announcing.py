@@ -31,9 +31,10 @@ _log = logging.getLogger("pdinfer")
 
 
 class Served(Protocol):
-    """What is known of a served engine: when its loop has last gone round, whether it is to be drained, and whether a
-    client has it."""
+    """What is known of a served engine: in which role it is, when its loop has last gone round, whether it is to be
+    drained, and whether a client has it."""
 
+    engine: PrefillEngine | DecodeEngine
     stepped_at: float
     drain: threading.Event
 
@@ -91,6 +92,7 @@ class Announcer:
         if served.stepped_at == self._seen_at or not (is_news or now >= self._due_at):
             return
         self._seen_at, self._due_at = served.stepped_at, now + self._directory.ttl_s / REFRESHES
+        self._engine = served.engine
         try:
             self._announced = self._describe(self._announced.beat + 1, is_taken=served.is_taken)
             self._directory.announce(self._announced)
