@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pdinfer.bench.load import Load
 from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import Record, Recorder
-from pdinfer.bench.slo import SLO
+from pdinfer.config import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdinfer.bench.checks import LEAST_TOKENS, check
 from pdinfer.bench.record import REFUSED, STAGES, Record
-from pdinfer.bench.slo import SLO
+from pdinfer.config import SLO
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError

@@ -75,6 +75,15 @@ class Board:
             decode_loads = {address: decode_loads[address] for address in at_decodes if address not in self._full}
         return prefill_loads, decode_loads
 
+    @property
+    def all(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
+        """The loads of the ports that are not leaving, full or not."""
+        prefills, decodes = self._ports.fitting(0)
+        return (
+            {address: load for address, load in self._prefills.items() if address in prefills},
+            {address: load for address, load in self._decodes.items() if address in decodes},
+        )
+
     def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
         if len(prefills) == len(self._prefills) and len(decodes) == len(self._decodes):
             return self._links

@@ -445,6 +445,7 @@ class Pairing(OfOneProcess):
     def _go_on(self) -> None:
         self._intake.act()
         self._broker.advance()
+        self._intake.look_up()
 
     def _change(self, change: Callable[[], None]) -> None:
         """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the

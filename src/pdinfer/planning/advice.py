@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from pdinfer.bench.slo import SLO
+from pdinfer.config import SLO
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost

@@ -11,7 +11,7 @@ from statistics import fmean
 import attrs
 
 from pdinfer.bench.load import Load, replay
-from pdinfer.bench.slo import SLO
+from pdinfer.config import SLO
 from pdinfer.bench.summary import Summary
 from pdinfer.bench.traces import Trace
 from pdinfer.checks import check_int, typed
