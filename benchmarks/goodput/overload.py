@@ -43,7 +43,7 @@ def overload(
             return planning.simulate(cluster_of, load, slo=setting.slo, seed=seed)  # noqa: B023
 
         found = bench.find_goodput(
-            lambda rate, seed: run(rate, seed, door=False),  # noqa: B023
+            lambda rate, seed: run(rate, seed, door=False),
             *setting.rates,
             num_steps=num_steps,
             max_seeds=3,

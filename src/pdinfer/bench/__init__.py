@@ -16,7 +16,7 @@
     prompts.py             prompts made from prefix hashes
     traces.py              readers of traces
 
-May import: engine, the ground.
+May import: config, engine, the ground.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run
 from pdinfer.bench.search import Goodput, find_goodput
-from pdinfer.config import SLO
 from pdinfer.bench.summarize import merge, summarize
 from pdinfer.bench.summary import SCHEMA, Summary, json_schema
 from pdinfer.bench.traces import Arrival, Trace, read_trace
+from pdinfer.config import SLO
 
 __all__ = [
     "SCHEMA",

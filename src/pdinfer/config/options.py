@@ -63,8 +63,8 @@ def _promised(_instance: Any, attribute: attrs.Attribute[Any], value: object) ->
     late = [name for name in ("itl_p99_s", "e2e_s") if getattr(value, name, None) is not None]
     if late:
         raise ConfigError(
-            f"{attribute.name} limits {' and '.join(late)}, and nobody knows at submit how long an answer gets: promise "
-            "ttft_s, ttft_per_token_s and tpot_s, and measure the others with bench.run(slo=)"
+            f"{attribute.name} limits {' and '.join(late)}, and nobody knows at submit how long an answer gets: "
+            "promise ttft_s, ttft_per_token_s and tpot_s, and measure the others with bench.run(slo=)"
         )
 
 

@@ -18,8 +18,6 @@ from pdinfer.errors import Overloaded
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad, QueuedSizes, changed
 from pdinfer.types import Link, PeerAddress, RequestShape
 
-MARGIN = 0.8
-"""The share of a limit that a prediction may reach: requests that come later and are shorter overtake this one."""
 MAX_CLASSES = 1024
 """Answers are learned for this many classes."""
 MAX_WEIGHT = 64
@@ -55,13 +53,18 @@ def at_decode(load: DecodeLoad, cost: DecodeCost, num_tokens: int, known: int) -
     line for pages and slots (0 when it need not wait), the seconds of a step once it and those ahead of it have joined,
     and the share of the pool that they hold."""
     waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
-    holding = load.num_running_requests + load.num_granted_requests
-    available = (load.num_free_pages + load.num_cached_pages) * page_size
+    holding = _holding(load)
+    available = load.num_available_pages * page_size
     waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
     together = holding + waiting + 1
     context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
     step_s = cost.seconds(min(together, most) if most else together, context)
     return waiting + 1 if waits else 0, step_s, context / (load.num_total_pages * page_size)
+
+
+def _holding(load: DecodeLoad) -> int:
+    """Return how many requests hold pages of a decode."""
+    return load.num_running_requests + load.num_granted_requests
 
 
 def over_link(link: Link, num_bytes: float) -> float:
@@ -126,7 +129,7 @@ def predict(
 def _share_to_end(load: DecodeLoad, num_tokens: int) -> float:
     """Return which share of the sequences that hold pages has to end before one with `num_tokens` more has its turn
     behind those that wait: for slots, or for pages. It is 0 where there is room for all of them."""
-    holding = load.num_running_requests + load.num_granted_requests
+    holding = _holding(load)
     slots = holding + load.num_waiting_requests + 1 - load.max_running_requests if load.max_running_requests else 0
     tokens = load.num_waiting_tokens + num_tokens - load.num_available_pages * load.page_size
     return max(0.0, slots / max(1, holding), tokens / max(1, load.num_running_tokens))
@@ -241,22 +244,22 @@ class Door:
     ) -> None:
         limit_s, step_limit_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s
         reasons, retry_s = [], 0.0
-        if limit_s is not None and found.wait_s > 0 and (late_s := found.ttft_s - MARGIN * limit_s) > 0:
+        if limit_s is not None and found.wait_s > 0 and (late_s := found.ttft_s - limit_s) > 0:
             next_s = prefill.cost.seconds(_chunk(prefill))
             late_s = min(late_s, found.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
             if late_s > 0:
-                reasons.append(f"its first token would come after about {found.ttft_s:.2g} s, and may take {limit_s:g} s")
+                reasons.append(
+                    f"its first token would come after about {found.ttft_s:.2g} s, and may take {limit_s:g} s"
+                )
                 retry_s = max(late_s, next_s / 2)  # nothing changes before its step ends
-        holding = decode.num_running_requests + decode.num_granted_requests + decode.num_waiting_requests
-        if step_limit_s is not None and holding and found.step_s > MARGIN * step_limit_s:
+        holding = _holding(decode) + decode.num_waiting_requests
+        if step_limit_s is not None and holding and found.step_s > step_limit_s:
             reasons.append(f"its tokens would come every {found.step_s:.2g} s, and may take {step_limit_s:g} s")
             fixed_s = decode.cost.step_s / max(1.0, decode.accept_length)
-            share = (found.step_s - MARGIN * step_limit_s) / max(found.step_s - fixed_s, 1e-9)
+            share = (found.step_s - step_limit_s) / max(found.step_s - fixed_s, 1e-9)
             retry_s = max(retry_s, min(1.0, share) * self.answers.expect() * found.step_s)
         if reasons:
-            raise Overloaded(
-                f"{'; '.join(reasons)}: a request is taken when {MARGIN:g} of a limit is enough", retry_after_s=retry_s
-            )
+            raise Overloaded(f"the promise would be broken: {'; '.join(reasons)}", retry_after_s=retry_s)
 
     def _seen_from(self, priority: int) -> _Ports:
         """Return the loads without those of lower priorities."""
@@ -317,7 +320,7 @@ class _Ports:
         """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest
         among those that reach it; None where no two ports reach each other. Links are looked at only then: each of the
         N prefills and M decodes is judged once, and not N * M pairs."""
-        num_tokens, found = shape.num_prompt_tokens + shape.num_output_tokens, shape.found_tokens
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
         most = shape.num_prompt_tokens + shape.max_new_tokens
         decodes = [load for load in self.decodes.values() if most <= load.num_total_pages * load.page_size]
         prefills = [load for load in self.prefills.values() if most <= load.num_total_pages * load.page_size]
@@ -327,7 +330,9 @@ class _Ports:
             near = [load for load in prefills if not links or links.between(load.address, decode.address) is not None]
             if near:
                 known = shape.found_at([load.address for load in near])
-                turns = [at_prefill(load, load.cost, max(1, num_tokens - at)) for load, at in zip(near, known, strict=True)]
+                turns = [
+                    at_prefill(load, load.cost, max(1, num_tokens - at)) for load, at in zip(near, known, strict=True)
+                ]
                 sums = [queue_s + own_s for queue_s, own_s, _ in turns]
                 prefill = near[sums.index(min(sums))]
                 link = links.between(prefill.address, decode.address)

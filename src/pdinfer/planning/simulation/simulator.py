@@ -14,10 +14,10 @@ import attrs
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.config import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import attrs
 import pytest
 
 import pdinfer as pd
@@ -19,7 +18,7 @@ from pdinfer.planning.simulation.simulator import Simulator
 from tests.unit.planning.simulation.test_policies import SLO
 
 PROMPTS, ANSWERS = "prompts", "answers"
-KNEES = {PROMPTS: 9.0, ANSWERS: 4.5}
+KNEES = {PROMPTS: 4.8, ANSWERS: 4.45}
 """Rates at which about 90 % keep the SLO with an open door. `test_the_knees_are_where_they_are_said_to_be` holds it."""
 KEPT = {PROMPTS: 0.9, ANSWERS: 0.85}
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3, 4)))
@@ -61,9 +60,7 @@ def load(of: str, rate: float, seed: int) -> bench.Load:
 @cache
 def attained(of: str, factor: float, seed: int, *, door: bool) -> tuple[float, int]:
     """Return the share of the requests that kept the SLO at so many times the knee, and how many were refused."""
-    summary = planning.simulate(
-        cluster(of, door=door), load(of, factor * KNEES[of], seed), slo=SLO, seed=seed
-    )
+    summary = planning.simulate(cluster(of, door=door), load(of, factor * KNEES[of], seed), slo=SLO, seed=seed)
     assert summary.attainment is not None
     assert summary.completed + summary.failed == len(load(of, 1.0, seed).arrivals)
     return summary.attainment, summary.failed
@@ -90,7 +87,9 @@ def test_nobody_is_refused_at_half_the_knee(of: str, seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("of", KNEES)
 def test_the_knees_are_where_they_are_said_to_be(of: str) -> None:
-    around = [statistics.mean(attained(of, factor, seed, door=False)[0] for seed in range(5)) for factor in (0.85, 1.15)]
+    around = [
+        statistics.mean(attained(of, factor, seed, door=False)[0] for seed in range(5)) for factor in (0.85, 1.15)
+    ]
     assert around[0] > 0.9 > around[1]
 
 
@@ -103,26 +102,31 @@ class Asking(Simulator):
         refusal = self._view.refusal
 
         def refused(job: Job, *, num_queued: int) -> str | None:
-            try:
-                door.take(self._view._shape(job), (0, b""), None, 0.0)
-            except Overloaded as error:
-                assert error.retry_after_s
-                self.world.at(self.world.now_s + 0.02, self._ask, job, self.world.now_s, error.retry_after_s)
+            if (retry_after_s := self._retry_after_s(job)) is not None:
+                self._ask_later(job, self.world.now_s, retry_after_s)
             self._view.look(self._queue)
             return refusal(job, num_queued=num_queued)
 
+        self._view.refusal = refused  # type: ignore[method-assign]
+
+    def _retry_after_s(self, job: Job) -> float | None:
         door = self._view._door
         assert door is not None
-        self._door, self._view.refusal = door, refused  # type: ignore[method-assign]
-
-    def _ask(self, job: Job, refused_at: float, retry_after_s: float) -> None:
         self._view.look(self._queue)
         try:
-            self._door.take(self._view._shape(job), (0, b""), None, 0.0)
-        except Overloaded:
-            self.world.at(self.world.now_s + 0.02, self._ask, job, refused_at, retry_after_s)
+            door.take(self._view._shape(job), (0, b""), None, 0.0)
+        except Overloaded as error:
+            return error.retry_after_s
+        return None
+
+    def _ask_later(self, job: Job, refused_at: float, told_s: float) -> None:
+        self.world.at(self.world.now_s + 0.02, self._ask, job, refused_at, told_s)
+
+    def _ask(self, job: Job, refused_at: float, told_s: float) -> None:
+        if self._retry_after_s(job) is not None:
+            self._ask_later(job, refused_at, told_s)
         else:
-            self.told.append((retry_after_s, self.world.now_s - refused_at))
+            self.told.append((told_s, self.world.now_s - refused_at))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -133,5 +137,4 @@ def test_the_time_to_retry_is_about_right(of: str, factor: float, seed: int) -> 
     simulator.run()
     ratios = sorted(told / took for told, took in simulator.told)
     assert len(ratios) > 20
-    print(of, factor, seed, len(ratios), statistics.median(ratios), sum(1 / 3 < r < 3 for r in ratios) / len(ratios))
     assert 1 / 3 < statistics.median(ratios) < 3
