@@ -76,9 +76,11 @@ def test_generate_waits_instead() -> None:
         assert sum(event.finish_reason is pd.FinishReason.LENGTH for event in events) == 7
 
 
-def test_those_who_wait_are_still_counted_after_a_step() -> None:
+@pytest.mark.parametrize("most", [256, 1])
+def test_those_who_wait_are_still_counted_after_a_step(most: int) -> None:
     """They are known to the Pairing, to the decode or to the prefill, and are counted once wherever they are."""
-    with guarded(SLO(ttft_s=0.45)) as setup:
+    with guarded(SLO(ttft_s=0.45), max_queued_per_decode=most) as setup:
+        setup.decodes[0].step = list  # type: ignore[method-assign]
         setup.prefills[0].step = list  # it computes nothing  # type: ignore[method-assign]
         assert taken(setup, 3) == 3
         setup.pairing.step()

@@ -151,6 +151,13 @@ class FoundTokens(TokensByPort):
                 return list(side.values())
         return [self._all.get(address, 0) for address in addresses]
 
+    def at_prefill(self, address: PeerAddress) -> int:
+        """Return what a prefill holds, without a look at other ports."""
+        for scheme, ports in self._prefills.items():
+            if (port := ports.get(address)) is not None:
+                return port.count_known(self._keys.of(scheme)) * scheme.page_size
+        return 0
+
     def at_pair(self, prefill: PeerAddress, decode: PeerAddress) -> tuple[int, int]:
         """Return the tokens that a prefill finds, and those that a decode finds when this prefill writes for it."""
         writers: tuple[PeerAddress, ...] = ()

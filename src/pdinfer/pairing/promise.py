@@ -15,8 +15,8 @@ import attrs
 
 from pdinfer.config import SLO
 from pdinfer.errors import Overloaded
-from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad, QueuedSizes, changed
-from pdinfer.types import Link, PeerAddress, RequestShape
+from pdinfer.stats import DecodeCost, DecodeLoad, EngineLoad, Links, PrefillCost, PrefillLoad, QueuedSizes, changed
+from pdinfer.types import Link, PeerAddress, RequestShape, TokensByPort
 
 MAX_CLASSES = 1024
 """Answers are learned for this many classes."""
@@ -116,12 +116,12 @@ def predict(
     `answer_tokens` each: with n of them one ends, and leaves its slot and pages, every 1/n of that many steps. 0 is not
     known, and then no line takes time."""
     num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-    at_ports = shape.found_at([prefill.address, decode.address])
-    queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - at_ports[0]))
-    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), at_ports[1])
+    known, held = shape.found_at([prefill.address, decode.address])
+    queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - known))
+    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), held)
     pace_s = step_s / max(1.0, decode.accept_length)
-    line_s = _share_to_end(decode, num_tokens - at_ports[1]) * answer_tokens * pace_s
-    num_bytes = TAIL_SHARE * (num_tokens - at_ports[1]) * decode.token_bytes
+    line_s = _share_to_end(decode, num_tokens - held) * answer_tokens * pace_s
+    num_bytes = TAIL_SHARE * (num_tokens - held) * decode.token_bytes
     link_s = 0.0 if link is None else over_link(link, num_bytes)
     return Prediction(line_s=line_s, queue_s=queue_s, own_s=own_s, link_s=link_s, step_s=pace_s)
 
@@ -200,6 +200,7 @@ class Door:
         self._slo = slo
         self._links = Links()
         self._at = -math.inf
+        self._turn = 0
         self._coming: list[Coming] = []
         self._lowest: float = math.inf
         self._ports = _Ports({}, {})
@@ -226,40 +227,53 @@ class Door:
     def take(self, shape: RequestShape, kind: Class, expected: int | None, now: float) -> None:
         """Count a request among those that come. Raise Overloaded, and count nothing, if no pair would keep the SLO.
 
-        `expected` is how many tokens its answer takes, if its host knows."""
-        new_tokens = self.answers.expect(kind) if expected is None else expected
-        pair = self._seen_from(shape.priority).soonest(
-            shape, self._links, new_tokens=min(new_tokens, shape.max_new_tokens), answer_tokens=self.answers.expect()
-        )
-        if pair is None:  # who waits for a port or a link waits in the queue
-            return
-        prefill, decode, found = pair
-        self._check(shape, prefill, decode, found, age_s=now - self._at)
-        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-        to_compute = max(1, num_tokens - shape.found_tokens.get(prefill.address, 0))
-        self._add(Coming(shape.priority, to_compute, num_tokens, prefill.address, decode.address))
+        `expected` is how many tokens its answer takes, if its host knows. A pair in turn is asked first, and all ports
+        only if that one would miss: most requests are taken by the first."""
+        new_tokens = min(self.answers.expect(kind) if expected is None else expected, shape.max_new_tokens)
+        ports, answer_tokens = self._seen_from(shape.priority), self.answers.expect()
+        self._turn += 1
+        pair = ports.in_turn(shape, self._links, self._turn)
+        if pair is not None:
+            found, at = shape.found_tokens, pair[0].address
+            known = found.at_prefill(at) if isinstance(found, TokensByPort) else found.get(at, 0)
+            first = attrs.evolve(shape, found_tokens={at: known})
+            told = predict(first, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
+            if self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at) is None:
+                self._take(first, pair[0], pair[1])
+                return
+        pair = ports.soonest(shape, self._links)
+        if pair is not None:  # who waits for a port or a link waits in the queue
+            told = predict(shape, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
+            refusal = self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at)
+            if refusal is not None:
+                raise refusal
+            self._take(shape, pair[0], pair[1])
 
-    def _check(
-        self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad, found: Prediction, *, age_s: float
-    ) -> None:
+    def _take(self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad) -> None:
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        known = shape.found_tokens.get(prefill.address, 0)
+        self._add(Coming(shape.priority, max(1, num_tokens - known), num_tokens, prefill.address, decode.address))
+
+    def _refusal(
+        self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad, told: Prediction, *, age_s: float
+    ) -> Overloaded | None:
+        """Return why a request would miss at a pair because of others, or None if it would not."""
         limit_s, step_limit_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s
-        reasons, retry_s = [], 0.0
-        if limit_s is not None and found.wait_s > 0 and (late_s := found.ttft_s - limit_s) > 0:
+        reasons, retry_s, ttft_s = [], 0.0, told.ttft_s
+        if limit_s is not None and ttft_s > limit_s:
             next_s = prefill.cost.seconds(_chunk(prefill))
-            late_s = min(late_s, found.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
+            late_s = min(ttft_s - limit_s, told.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
             if late_s > 0:
-                reasons.append(
-                    f"its first token would come after about {found.ttft_s:.2g} s, and may take {limit_s:g} s"
-                )
+                reasons.append(f"its first token would come after about {ttft_s:.2g} s, and may take {limit_s:g} s")
                 retry_s = max(late_s, next_s / 2)  # nothing changes before its step ends
-        holding = _holding(decode) + decode.num_waiting_requests
-        if step_limit_s is not None and holding and found.step_s > step_limit_s:
-            reasons.append(f"its tokens would come every {found.step_s:.2g} s, and may take {step_limit_s:g} s")
+        if step_limit_s is not None and told.step_s > step_limit_s and _holding(decode) + decode.num_waiting_requests:
+            reasons.append(f"its tokens would come every {told.step_s:.2g} s, and may take {step_limit_s:g} s")
             fixed_s = decode.cost.step_s / max(1.0, decode.accept_length)
-            share = (found.step_s - step_limit_s) / max(found.step_s - fixed_s, 1e-9)
-            retry_s = max(retry_s, min(1.0, share) * self.answers.expect() * found.step_s)
-        if reasons:
-            raise Overloaded(f"the promise would be broken: {'; '.join(reasons)}", retry_after_s=retry_s)
+            share = (told.step_s - step_limit_s) / max(told.step_s - fixed_s, 1e-9)
+            retry_s = max(retry_s, min(1.0, share) * self.answers.expect() * told.step_s)
+        if not reasons:
+            return None
+        return Overloaded(f"the promise would be broken: {'; '.join(reasons)}", retry_after_s=retry_s)
 
     def _seen_from(self, priority: int) -> _Ports:
         """Return the loads without those of lower priorities."""
@@ -314,16 +328,25 @@ class _Ports:
                 num_waiting_tokens=max(0, decode.num_waiting_tokens + sign * one.waiting_tokens),
             )
 
-    def soonest(
-        self, shape: RequestShape, links: Links, *, new_tokens: float, answer_tokens: float
-    ) -> tuple[PrefillLoad, DecodeLoad, Prediction] | None:
+    def in_turn(self, shape: RequestShape, links: Links, turn: int) -> Pair | None:
+        """Return the pair whose turn it is, or None if it does not hold the request or reach each other."""
+        if not self.prefills or not self.decodes:
+            return None
+        prefill, decode = (list(side.values())[turn % len(side)] for side in (self.prefills, self.decodes))
+        link = links.between(prefill.address, decode.address)
+        return (
+            (prefill, decode, link)
+            if _holds(prefill, shape) and _holds(decode, shape) and (link or not links)
+            else None
+        )
+
+    def soonest(self, shape: RequestShape, links: Links) -> Pair | None:
         """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest
-        among those that reach it; None where no two ports reach each other. Links are looked at only then: each of the
-        N prefills and M decodes is judged once, and not N * M pairs."""
+        among those that reach it; None where no two ports reach each other. Each of the N prefills and M decodes is
+        judged once, and not N * M pairs."""
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-        most = shape.num_prompt_tokens + shape.max_new_tokens
-        decodes = [load for load in self.decodes.values() if most <= load.num_total_pages * load.page_size]
-        prefills = [load for load in self.prefills.values() if most <= load.num_total_pages * load.page_size]
+        decodes = [load for load in self.decodes.values() if _holds(load, shape)]
+        prefills = [load for load in self.prefills.values() if _holds(load, shape)]
         while decodes and prefills:
             steps = [at_decode(load, load.cost, num_tokens, 0) for load in decodes]
             decode = decodes.pop(steps.index(min(steps)))
@@ -335,10 +358,17 @@ class _Ports:
                 ]
                 sums = [queue_s + own_s for queue_s, own_s, _ in turns]
                 prefill = near[sums.index(min(sums))]
-                link = links.between(prefill.address, decode.address)
-                told = predict(shape, prefill, decode, link, new_tokens=new_tokens, answer_tokens=answer_tokens)
-                return prefill, decode, told
+                return prefill, decode, links.between(prefill.address, decode.address)
         return None
+
+
+Pair = tuple[PrefillLoad, DecodeLoad, Link | None]
+"""Two ports, and the link between them where links are known."""
+
+
+def _holds(load: EngineLoad, shape: RequestShape) -> bool:
+    """Return whether the pool of a port has room for a request when nothing else is there."""
+    return shape.num_prompt_tokens + shape.max_new_tokens <= load.num_total_pages * load.page_size
 
 
 def _minus(queued: QueuedSizes, size: int) -> QueuedSizes:
