@@ -270,7 +270,7 @@ class Door:
             reasons.append(f"its tokens would come every {told.step_s:.2g} s, and may take {step_limit_s:g} s")
             fixed_s = decode.cost.step_s / max(1.0, decode.accept_length)
             share = (told.step_s - step_limit_s) / max(told.step_s - fixed_s, 1e-9)
-            retry_s = max(retry_s, min(1.0, share) * self.answers.expect() * told.step_s)
+            retry_s = max(retry_s, told.step_s, min(1.0, share) * self.answers.expect() * told.step_s)
         if not reasons:
             return None
         return Overloaded(f"the promise would be broken: {'; '.join(reasons)}", retry_after_s=retry_s)
@@ -332,13 +332,11 @@ class _Ports:
         """Return the pair whose turn it is, or None if it does not hold the request or reach each other."""
         if not self.prefills or not self.decodes:
             return None
-        prefill, decode = (list(side.values())[turn % len(side)] for side in (self.prefills, self.decodes))
+        prefill = list(self.prefills.values())[turn % len(self.prefills)]
+        decode = list(self.decodes.values())[turn % len(self.decodes)]
         link = links.between(prefill.address, decode.address)
-        return (
-            (prefill, decode, link)
-            if _holds(prefill, shape) and _holds(decode, shape) and (link or not links)
-            else None
-        )
+        fits = _holds(prefill, shape) and _holds(decode, shape) and (link is not None or not links)
+        return (prefill, decode, link) if fits else None
 
     def soonest(self, shape: RequestShape, links: Links) -> Pair | None:
         """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest

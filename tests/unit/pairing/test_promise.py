@@ -163,6 +163,7 @@ def test_tokens_that_come_too_slowly_are_refused_until_enough_answers_end() -> N
     error = refusal(door([queue()], [slow], answers=100, tpot_s=0.04))
     assert "tokens would come every 0.051 s, and may take 0.04 s" in str(error)
     assert error.retry_after_s == pytest.approx((0.051 - 0.04) / 0.051 * 100 * 0.051)
+    assert refusal(door([queue()], [slow], tpot_s=0.04)).retry_after_s == pytest.approx(0.051)  # nothing ends before
     assert takes(door([queue()], [attrs.evolve(slow, num_running_requests=38)], answers=100, tpot_s=0.04))
 
 
