@@ -137,7 +137,11 @@ class Intake:
             found_tokens=FoundTokens(tracked.keys, *self._ports.caching),
         )
         kind = self._broker.class_of(tracked)
-        self._broker.door.take(shape, kind, request.expected_new_tokens, self._clock())
+        try:
+            self._broker.door.take(shape, kind, request.expected_new_tokens, self._clock())
+        except Overloaded:
+            self._broker.refused["it would miss the SLO"] += 1
+            raise
 
     def _queued(self) -> list[TrackedRequest]:
         """Return the requests that hold a place in the queue or, since the last step, will get one."""
