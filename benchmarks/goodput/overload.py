@@ -18,7 +18,7 @@ import pdinfer as pd
 from pdinfer import bench, planning
 
 FACTORS = (0.5, 1.0, 1.3, 2.0)
-DECODE_BOUND = Setting(trace="", num_requests=1500, shape="P2D2", rates=(1.0, 30.0), sequence_s=3e-4)
+DECODE_BOUND = Setting(trace="", num_requests=1500, shape="2P2D", rates=(1.0, 30.0), sequence_s=3e-4)
 
 
 def overload(

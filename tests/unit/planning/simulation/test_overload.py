@@ -28,7 +28,7 @@ def cluster(of: str, *, door: bool) -> Cluster:
     """Return engines for long prompts, where prefill binds, or for long answers, where decode does."""
     sequence_s = {PROMPTS: 1e-4, ANSWERS: 3e-4}[of]
     return planning.cluster(
-        "P2D2",
+        "2P2D",
         prefill_s=lambda rows: 0.03 + rows.num_tokens / 14_000,
         decode_s=lambda rows: 0.02 + sequence_s * rows.num_rows + 2e-8 * rows.num_context_tokens,
         prefill={"num_pages": 2000},
