@@ -4,6 +4,7 @@
 
     checks      the honesty checks on the rows of a published study
     decisions   microseconds that a Pairing takes for each request that it sends on, at several sizes
+    overload    simulated: goodput beyond the knee, with a promise and without (minutes; --settings and --requests)
     policies    simulated: the goodput of six policies on real traces (hours; --settings and --requests take some)
     queues      the simulator against the formulas of queues (half an hour)
     recording   what the bench costs while it records
@@ -27,8 +28,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CASES = ("checks", "decisions", "policies", "queues", "recording", "sessions", "speed")
-NEED_TRACES = ("policies", "speed")
+CASES = ("checks", "decisions", "overload", "policies", "queues", "recording", "sessions", "speed")
+NEED_TRACES = ("overload", "policies", "speed")
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ Panels = dict[str, list[tuple[str, float]]]
 NAMED_BY = {
     "checks": (),
     "decisions": ("ports", "prompt_tokens", "policy"),
+    "overload": ("setting", "factor", "door"),
     "policies": ("setting", "policy"),
     "queues": ("queue", "rho"),
     "recording": (),
@@ -159,6 +160,31 @@ def policies(lines: list[Line]) -> str:
     )
 
 
+def overload(lines: list[Line]) -> str:
+    """Goodput as a share of the knee's."""
+    fields = ("setting", "num_requests", "num_seeds", "knee_req_s", "factor")
+    rows = [
+        [
+            *(line[field] for field in fields),
+            "yes" if line["door"] else "",
+            line["of_the_knees_goodput"],
+            line["refused"],
+        ]
+        for line in lines
+    ]
+    heads = (
+        "setting",
+        "requests",
+        "seeds",
+        "knee, requests/s",
+        "times the knee",
+        "promise",
+        "of its goodput",
+        "refused",
+    )
+    return table(heads, rows)
+
+
 def queues(lines: list[Line]) -> str:
     """Waits against formulas."""
     keys = [key for key in lines[0] if key not in ("case", "python", "cores", "date")]
@@ -210,12 +236,26 @@ def _bars(name: str, value: str, panel: Callable[[Line], str] = lambda _: "") ->
     return bars
 
 
+def _overloads(lines: list[Line]) -> Panels:
+    panels: Panels = {}
+    for line in lines:
+        name = f"{line['factor']:g} x{', promised' if line['door'] else ''}"
+        panels.setdefault(line["setting"], []).append((name, line["of_the_knees_goodput"]))
+    return panels
+
+
 CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Line]], Panels]]] = {
     "policies": (
         "Policies on real traces, simulated",
         policies,
         "requests/s within the SLO",
         _bars("policy", "goodput_req_s", lambda line: line["setting"]),
+    ),
+    "overload": (
+        "Overload with a promise and without, simulated",
+        overload,
+        "share of the knee's goodput",
+        _overloads,
     ),
     "sessions": ("Policies on real engines", sessions, "attainment, median", _bars("policy", "attainment")),
     "decisions": (

@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("summarize",),
         ("checks",),
         ("summary", "record"),
-        ("load", "prompts", "slo"),
+        ("load", "prompts"),
         ("traces",),
     ),
     "bench.plots": (("requests", "runs"), ("plot",)),
@@ -90,6 +90,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("choosing", "queue"),
         ("ports", "request", "health"),
         ("port", "losses", "stopping", "policy"),
+        ("promise",),
     ),
     "pairing.policy": (("traffic_aware",), ("by_load",)),
     "text": (
@@ -178,7 +179,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
-    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope")),
+    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope", "slo")),
     "parallel": (("topology",), ("groups", "slices", "roll_call")),
     "kernels": (
         ("resolve",),

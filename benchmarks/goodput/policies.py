@@ -157,7 +157,7 @@ def goodput(setting: Setting, folder: Path, policy: pd.policy.Policy, *, num_ste
     cluster = setting.cluster()
 
     def run_at(rate: float, seed: int) -> bench.Summary:
-        trace = _trace(folder / setting.trace, seed)
+        trace = trace_of(folder / setting.trace, seed)
         chosen = trace.arrivals[: setting.num_requests]
         natural = (len(chosen) - 1) / (chosen[-1].at_s - chosen[0].at_s)
         load = bench.replay(trace, speed=rate / natural, num_requests=setting.num_requests, seed=seed)
@@ -167,7 +167,8 @@ def goodput(setting: Setting, folder: Path, policy: pd.policy.Policy, *, num_ste
 
 
 @cache
-def _trace(path: Path, seed: int) -> bench.Trace:
+def trace_of(path: Path, seed: int) -> bench.Trace:
+    """Return a trace whose bins are spread by a seed."""
     return bench.read_trace(path, seed=seed)
 
 

@@ -311,6 +311,10 @@ class TokensByPort(Mapping[PeerAddress, int]):
         """Return what each of these ports holds, 0 for one that does not report it."""
         return [self.get(address, 0) for address in addresses]
 
+    def at_prefill(self, address: PeerAddress) -> int:
+        """Return what a prefill holds, without a look at other ports."""
+        return self.get(address, 0)
+
 
 @attrs.frozen(kw_only=True)
 class RequestShape(Value):

@@ -15,9 +15,8 @@
     load.py                what is sent when: burst, closed loop, open loop, replay
     prompts.py             prompts made from prefix hashes
     traces.py              readers of traces
-    slo.py                 what a service promises for each request
 
-May import: engine, the ground.
+May import: config, engine, the ground.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run
 from pdinfer.bench.search import Goodput, find_goodput
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import merge, summarize
 from pdinfer.bench.summary import SCHEMA, Summary, json_schema
 from pdinfer.bench.traces import Arrival, Trace, read_trace
+from pdinfer.config import SLO
 
 __all__ = [
     "SCHEMA",

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from pdinfer.bench.load import Load
 from pdinfer.bench.prompts import PromptMaker
 from pdinfer.bench.record import Record, Recorder
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
 from pdinfer.checks import typed
+from pdinfer.config import SLO
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, PDInferError

@@ -13,9 +13,9 @@ import numpy as np
 
 from pdinfer.bench.checks import LEAST_TOKENS, check
 from pdinfer.bench.record import REFUSED, STAGES, Record
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
 from pdinfer.checks import typed
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 
 PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}

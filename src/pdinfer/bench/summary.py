@@ -14,7 +14,7 @@ import attrs
 import msgspec
 from msgspec import Meta
 
-from pdinfer.bench.slo import SLO
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.files import unambiguous
 from pdinfer.values import brief, table

@@ -6,6 +6,7 @@
     hf.py         the fields of a Hugging Face config.json as plain values
     fields.py     which fields are read, and which change nothing; all others are refused by name
     families.py   a row for each family of models
+    slo.py        what a service promises for each request
     rope.py       rotary frequencies, with and without YaRN
 
 May import: process, the ground.
@@ -18,8 +19,10 @@ from pdinfer.config.hf import IndexerType
 from pdinfer.config.model import ModelConfig
 from pdinfer.config.options import CacheConfig, EngineConfig, ExpertConfig, PairingConfig, RemoteConfig
 from pdinfer.config.rope import YarnScaling
+from pdinfer.config.slo import SLO
 
 __all__ = [
+    "SLO",
     "CacheConfig",
     "EngineConfig",
     "ExpertConfig",

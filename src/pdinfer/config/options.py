@@ -13,6 +13,7 @@ import attrs
 
 from pdinfer.checks import Validator, a_bool, clip, float_field, int_field, is_int, one_of
 from pdinfer.config.hf import STORED_DTYPES
+from pdinfer.config.slo import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.process.silence import SESSIONS
 from pdinfer.values import Value
@@ -54,6 +55,17 @@ def _path_of(what: str) -> Validator:
             raise ConfigError(f"{attribute.name} must be the path of a {what}, got {clip(value)}")
 
     return check
+
+
+def _promised(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not isinstance(value, SLO):
+        raise ConfigError(f"{attribute.name} must be an SLO or None, got {clip(value)}")
+    late = [name for name in ("itl_p99_s", "e2e_s") if getattr(value, name, None) is not None]
+    if late:
+        raise ConfigError(
+            f"{attribute.name} limits {' and '.join(late)}, and nobody knows at submit how long an answer gets: "
+            "promise ttft_s, ttft_per_token_s and tpot_s, and measure the others with bench.run(slo=)"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -215,6 +227,7 @@ class PairingConfig(Value):
     port_wait_s: float | None = float_field(0, 3600, default=None, low_included=True)
     continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
     fair_share: bool = attrs.field(default=False, validator=a_bool)
+    slo: SLO | None = attrs.field(default=None, validator=_promised)
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,7 @@
     switching.py whether a port may change its role, and how it does
     port.py       what an engine must offer
     ports.py      which ports there are, which are linked, which were lost and may come back
+    promise.py    what a request would get from a pair, and the door that refuses what would come too late
     policy/       which pair takes a request: pure functions of loads and links
     health.py     whether it serves, and with all that it was given
     following.py  the ports are those that a directory names

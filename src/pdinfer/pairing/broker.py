@@ -24,6 +24,7 @@ from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LostPorts, Ports
+from pdinfer.pairing.promise import Class, Coming, Door
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.stats import PairingStats
@@ -44,7 +45,8 @@ _log = logging.getLogger("pdinfer")
 
 class Broker:
     """The requests under way and the decisions about them. `requests` holds all that have not ended, and the host's
-    threads add to it. `refused` counts those that were not taken, by reason. `emit` takes every event for the host."""
+    threads add to it. `refused` counts those that were not taken, by reason. `emit` takes every event for the host.
+    `door` is there if a promise has to be kept."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Broker:
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.queue = Queue(fair_share=config.fair_share)
+        self.door = None if config.slo is None else Door(config.slo)
         self.lost_ports = LostPorts(ports, config.port_wait_s)
         self._ports = ports
         self._config = config
@@ -140,6 +143,29 @@ class Broker:
         self.queue.clear()
         for tracked in requests:
             self.heed(tracked)
+
+    # -- the door ----------------------------------------------------------------------------------------------------
+
+    def show(self, door: Door) -> None:
+        """Let the door see how things are after a step."""
+        board = self._chooser.board(self.requests)
+        prefills, decodes = board.all
+        coming = [
+            Coming(
+                tracked.request.priority,
+                attempt.prefill_tokens or tracked.num_prompt_tokens,
+                0 if attempt.num_grants else tracked.num_prompt_tokens,
+                attempt.prefill,
+                attempt.decode,
+            )
+            for tracked in list(self.requests.values())
+            if not (attempt := tracked.attempt).landed
+        ]
+        door.look(prefills, decodes, board.links(prefills.keys(), decodes.keys()), coming, self._clock())
+
+    def class_of(self, tracked: TrackedRequest) -> Class:
+        """Return the class whose answers tell how long that of a request will be."""
+        return tracked.request.priority, tracked.request.cache_salt if self._config.fair_share else b""
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -253,6 +279,8 @@ class Broker:
         if event.finish_reason is not None and self.requests.get(tracked.request_id) is tracked:
             del self.requests[tracked.request_id]
             self._ended[event.finish_reason] += 1
+            if self.door is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.door.answers.note(self.class_of(tracked), tracked.num_tokens)
         self._emitting = None
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:

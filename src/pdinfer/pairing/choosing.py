@@ -75,6 +75,15 @@ class Board:
             decode_loads = {address: decode_loads[address] for address in at_decodes if address not in self._full}
         return prefill_loads, decode_loads
 
+    @property
+    def all(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
+        """The loads of the ports that are not leaving, full or not."""
+        prefills, decodes = self._ports.fitting(0)
+        return (
+            {address: load for address, load in self._prefills.items() if address in prefills},
+            {address: load for address, load in self._decodes.items() if address in decodes},
+        )
+
     def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
         if len(prefills) == len(self._prefills) and len(decodes) == len(self._decodes):
             return self._links
@@ -141,6 +150,13 @@ class FoundTokens(TokensByPort):
             if len(side) == len(addresses) and all(map(is_, side, addresses)):  # takes less than hashing them
                 return list(side.values())
         return [self._all.get(address, 0) for address in addresses]
+
+    def at_prefill(self, address: PeerAddress) -> int:
+        """Return what a prefill holds, without a look at other ports."""
+        for scheme, ports in self._prefills.items():
+            if (port := ports.get(address)) is not None:
+                return port.count_known(self._keys.of(scheme)) * scheme.page_size
+        return 0
 
     def at_pair(self, prefill: PeerAddress, decode: PeerAddress) -> tuple[int, int]:
         """Return the tokens that a prefill finds, and those that a decode finds when this prefill writes for it."""

@@ -10,12 +10,13 @@ from pdinfer.config import PairingConfig
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.pairing.broker import Broker
+from pdinfer.pairing.choosing import FoundTokens
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
-from pdinfer.types import Request
+from pdinfer.types import Request, RequestShape
 
 
 class Intake:
@@ -75,6 +76,12 @@ class Intake:
             for tracked in self.inbox.take():
                 self._broker.heed(tracked)
 
+    def look_up(self) -> None:
+        """Let the door see how things are after a step, in the thread that steps."""
+        if self._broker.door is not None:
+            with self.lock:  # so that no request is counted twice, or not at all
+                self._broker.show(self._broker.door)
+
     @property
     def num_unfinished(self) -> int:
         return len(self._broker.requests)
@@ -86,7 +93,8 @@ class Intake:
     def _find_place(self, tracked: TrackedRequest) -> TrackedRequest | None:
         """Return the request of a lower priority that gives its place in a full queue to this one, or None.
 
-        Raises Overloaded when there is no place, or when the request's deadline would probably pass before its turn.
+        Raises Overloaded when there is no place, when the request's deadline would probably pass before its turn, or
+        when it would probably miss the SLO.
         """
         displaced, reason = None, full(self._config.max_queued_requests)
         if not self.has_room:
@@ -95,6 +103,7 @@ class Intake:
                 self._broker.refused["the queue is full"] += 1
                 raise Overloaded(reason, retry_after_s=self._half_empty_in_s())
         self._check_deadline(tracked)
+        self._check_promise(tracked)
         if displaced is not None:
             displaced.displaced = Overloaded(
                 f"{reason}, and one of priority {tracked.request.priority} took the place of this one, "
@@ -114,6 +123,25 @@ class Intake:
                 f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
                 retry_after_s=waits_s - left_s,
             )
+
+    def _check_promise(self, tracked: TrackedRequest) -> None:
+        if self._broker.door is None:
+            return
+        request = tracked.request
+        shape = RequestShape(
+            ordinal=0,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=tracked.num_tokens,
+            max_new_tokens=request.sampling.max_new_tokens,
+            priority=request.priority,
+            found_tokens=FoundTokens(tracked.keys, *self._ports.caching),
+        )
+        kind = self._broker.class_of(tracked)
+        try:
+            self._broker.door.take(shape, kind, request.expected_new_tokens, self._clock())
+        except Overloaded:
+            self._broker.refused["it would miss the SLO"] += 1
+            raise
 
     def _queued(self) -> list[TrackedRequest]:
         """Return the requests that hold a place in the queue or, since the last step, will get one."""

@@ -169,7 +169,8 @@ class Pairing(OfOneProcess):
         """Take a request and return its id. An id and a seed are made up where it has none. Never blocks.
 
         Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
-        that the request's deadline would probably pass before its turn. Nothing was taken then. In a full queue the
+        that the request's deadline would probably pass before its turn, or when the request would probably miss
+        `PairingConfig.slo`. Nothing was taken then. In a full queue the
         request takes the place of the youngest one of the lowest priority below its own, which ends FAILED with
         Overloaded.
         """
@@ -445,6 +446,7 @@ class Pairing(OfOneProcess):
     def _go_on(self) -> None:
         self._intake.act()
         self._broker.advance()
+        self._intake.look_up()
 
     def _change(self, change: Callable[[], None]) -> None:
         """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from pdinfer.bench.slo import SLO
 from pdinfer.checks import clip, typed
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost
 from pdinfer.planning.simulation import StepRows

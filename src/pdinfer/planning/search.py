@@ -11,11 +11,10 @@ from statistics import fmean
 import attrs
 
 from pdinfer.bench.load import Load, replay
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import Summary
 from pdinfer.bench.traces import Trace
 from pdinfer.checks import check_int, typed
-from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
+from pdinfer.config import SLO, CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.calibration import Cost, StepCost

@@ -10,8 +10,8 @@ import numpy as np
 
 from pdinfer.bench.plots.plot import GREY, Columns, Plot, are_known, by_name, groups, legend, look, table, titled
 from pdinfer.bench.record import Record
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import EngineUse
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import attrs
 
 from pdinfer.checks import as_float, float_in
 from pdinfer.pairing.policy.by_load import weight
+from pdinfer.pairing.promise import TAIL_SHARE, at_decode, at_prefill, over_link
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
 from pdinfer.types import Choice, Link, RequestShape
 
@@ -23,9 +24,8 @@ UNMEASURED_DECODE = DecodeCost(step_s=0.02, sequence_s=1e-4, token_s=2e-8)
 class TrafficAware:
     """Choose the pair with the least predicted seconds, over every pair that reaches each other:
 
-    - `prefill_s`: until the prefill is done, at the pace of recent steps. It computes only the tokens that its pages
-      lack. Half of its steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
-      and itself, or after all of its queue and itself, whichever is sooner;
+    - `prefill_s`: until the prefill is done, at the pace of recent steps (`promise.at_prefill`). It computes only the
+      tokens that its pages lack;
     - `work_s`: `work_weight` times the seconds that the prefill computes it: later requests will wait for them;
     - `delay_s`: `delay_weight` times these seconds for every longer prompt queued there, which it overtakes;
     - `link_s`: the backlog of the link, and `tail_share` of the prompt's own bytes. The others cross the link while the
@@ -42,7 +42,7 @@ class TrafficAware:
 
     work_weight: float = weight(1.0)
     delay_weight: float = weight(1.0)
-    tail_share: float = weight(0.1)
+    tail_share: float = weight(TAIL_SHARE)
     line_s: float = weight(5.0)
     pool_weight: float = weight(0.02)
     prefill_slack_s: float = weight(0.01)
@@ -85,20 +85,8 @@ class TrafficAware:
         costs = _reckoned(costs, seconds, self.pace_ratio, _mean_prefill, UNMEASURED_PREFILL)
         terms = []
         for load, cost, known in zip(loads, costs, found, strict=True):
-            size = max(1, num_tokens - known)
-            own_s = cost.seconds(size)
-            token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
-            queued, counts = load.queued.num_tokens, load.queued.num_requests
-            if not queued:  # an idle port, or one that does not tell sizes
-                terms.append((load.num_queued_tokens * token_s + own_s, self.work_weight * own_s, 0.0))
-                continue
-            bits = size.bit_length()
-            shorter, longer = sum(queued[:bits]), float(sum(counts[bits + 1 :]))
-            if bits < len(queued):  # of about its own size: half of them are shorter
-                shorter += queued[bits] // 2
-                longer += counts[bits] / 2
-            ahead = min(2 * shorter + size, sum(queued))
-            terms.append((ahead * token_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer))
+            queue_s, own_s, longer = at_prefill(load, cost, max(1, num_tokens - known))
+            terms.append((queue_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer))
         return terms
 
     def _decodes(
@@ -113,26 +101,13 @@ class TrafficAware:
         costs = _reckoned(costs, seconds, self.pace_ratio, _mean_decode, UNMEASURED_DECODE)
         terms = []
         for load, cost, known in zip(loads, costs, found, strict=True):
-            waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
-            holding = load.num_running_requests + load.num_granted_requests
-            available = (load.num_free_pages + load.num_cached_pages) * page_size
-            waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
-            together = holding + waiting + 1
-            context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
-            terms.append(
-                (
-                    self.line_s * (waiting + 1) if waits else 0.0,
-                    cost.seconds(min(together, most) if most else together, context),
-                    self.pool_weight * context / (load.num_total_pages * page_size),
-                )
-            )
+            place, step_s, share = at_decode(load, cost, num_tokens, known)
+            terms.append((self.line_s * place, step_s, self.pool_weight * share))
         return terms
 
     def _link_s(self, shape: RequestShape, decode: DecodeLoad, link: Link) -> float:
-        if not link.bytes_per_s:
-            return 0.0
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens - shape.found_tokens.get(decode.address, 0)
-        return (link.backlog_bytes + self.tail_share * num_tokens * decode.token_bytes) / link.bytes_per_s
+        return over_link(link, self.tail_share * num_tokens * decode.token_bytes)
 
     def _best_pair(
         self,

@@ -14,10 +14,10 @@ import attrs
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
+from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.losses import MAX_COMPUTING
 from pdinfer.pairing.policy import Policy, traffic_aware
@@ -247,6 +247,7 @@ class Simulator:
             job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens, deadline_s)
             self.jobs.append(job)
             self._num_in_flight += 1
+            self._view.look(self._queue)
             refusal = self._view.refusal(job, num_queued=len(self._queue))
             if refusal is None:
                 insort(self._queue, job, key=_turn)
@@ -258,6 +259,7 @@ class Simulator:
 
     def _end(self, job: Job, outcome: str, error: str | None = None) -> None:
         job.outcome, job.error, job.ended_s = outcome, error, self.world.now_s
+        self._view.ended(job)
         self._num_in_flight -= 1
         self._num_ended += 1
         self._progress(self._num_ended, len(self.load.arrivals))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from pdinfer.errors import Overloaded
 from pdinfer.pairing.choosing import choose
 from pdinfer.pairing.policy import Policy
+from pdinfer.pairing.promise import Coming, Door
 from pdinfer.pairing.queue import full
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
@@ -28,6 +30,7 @@ class View:
         self._decodes = {each.address: each for each in decodes}
         self._promised: dict[PeerAddress, dict[Job, int]] = {each.address: {} for each in prefills}
         self._num_choices = 0
+        self._door = Door(cluster.pairing.slo) if cluster.pairing.slo is not None else None
         self._limits = {"prefill": prefills[0].max_tokens, "decode": decodes[0].max_tokens}
         rate = cluster.network.bytes_per_s
         self._counts_bytes = rate is not None and not cluster.colocated
@@ -51,7 +54,36 @@ class View:
             if job.max_tokens > held:
                 return f"prompt and output make {job.max_tokens} tokens, and {side} holds {held}"
         most = self._cluster.pairing.max_queued_requests
-        return full(most) if num_queued >= most else None
+        if num_queued >= most:
+            return full(most)
+        if self._door is not None:
+            try:
+                self._door.take(self._shape(job), (job.priority, b""), None, 0.0)
+            except Overloaded as error:
+                return str(error)
+        return None
+
+    def look(self, queue: Iterable[Job]) -> None:
+        """Let the door see how things are now. `queue` has the requests that wait for a pair."""
+        if self._door is not None:
+            prefills = {address: self._prefill_load(address) for address in self._prefills}
+            decodes = {address: decode.load() for address, decode in self._decodes.items()}
+            self._door.look(prefills, decodes, self._links, self._coming(queue), 0.0)
+
+    def ended(self, job: Job) -> None:
+        """Let the door learn what an answer took."""
+        if self._door is not None and job.is_whole:
+            self._door.answers.note((job.priority, b""), job.num_output)
+
+    def _coming(self, queue: Iterable[Job]) -> Iterator[Coming]:
+        for job in queue:
+            yield Coming(job.priority, job.num_tokens, job.num_tokens)
+        for address, promised in self._promised.items():
+            for job, to_compute in promised.items():
+                yield Coming(job.priority, to_compute, job.num_tokens, address, self._pair(job)[1])
+        for address, prefill in self._prefills.items():
+            for prompt in prefill.scheduler.unfinished:
+                yield Coming(prompt.job.priority, prompt.num_tokens, 0, address, self._pair(prompt.job)[1])
 
     def choose(self, job: Job) -> bool:
         """Give a request the pair that the policy chooses. Return False to let it wait."""
@@ -123,6 +155,7 @@ class View:
             num_prompt_tokens=job.asked.prompt_tokens,
             num_output_tokens=job.num_output,
             max_new_tokens=job.asked.output_tokens,
+            priority=job.priority,
             found_tokens=self._found(job),
         )
 

@@ -6,6 +6,7 @@ import attrs
 
 from pdinfer.checks import as_float, float_in
 from pdinfer.errors import ConfigError
+from pdinfer.values import Value
 
 _limit = attrs.validators.optional(float_in(0.0, 1e6))
 
@@ -19,7 +20,7 @@ def _field() -> float | None:
 
 
 @attrs.frozen(kw_only=True)
-class SLO:
+class SLO(Value):
     """Limits in seconds that a request has to keep, all of them. None means no limit.
 
     TTFT may take max(`ttft_s`, `ttft_per_token_s` * prompt tokens), so that long prompts get more time. TPOT is

@@ -1,0 +1,383 @@
+"""What a request would get from a pair of ports, and the door that takes only requests whose limits a pair would keep.
+
+    loads, link ─► predict ─► Prediction ─► Door ─► taken, or Overloaded(retry_after_s=)
+
+`predict` is a pure function of snapshots. Its terms are those by which `policy.traffic_aware` chooses. A Pairing and
+`planning.simulate` have the same `Door`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from pdinfer.config import SLO
+from pdinfer.errors import Overloaded
+from pdinfer.stats import DecodeCost, DecodeLoad, EngineLoad, Links, PrefillCost, PrefillLoad, QueuedSizes, changed
+from pdinfer.types import Link, PeerAddress, RequestShape, TokensByPort
+
+MAX_CLASSES = 1024
+"""Answers are learned for this many classes."""
+MAX_WEIGHT = 64
+"""A mean of answers follows the last ones as if there had been this many."""
+FEW_ANSWERS = 8
+"""A class with fewer answers is taken to be like all of them."""
+
+
+# -- the terms of a prediction ----------------------------------------------------------------------------------------
+
+
+def at_prefill(load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
+    """Return, for a prompt of which `size` tokens have to be computed, the seconds until its turn, those that it takes,
+    and how many longer prompts it overtakes.
+
+    Half of a prefill's steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
+    and itself, or after all of its queue and itself, whichever is sooner."""
+    own_s = cost.seconds(size)
+    token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
+    queued, counts = load.queued.num_tokens, load.queued.num_requests
+    if not queued:  # an idle port, or one that does not tell sizes
+        return load.num_queued_tokens * token_s, own_s, 0.0
+    bits = size.bit_length()
+    shorter, longer = sum(queued[:bits]), float(sum(counts[bits + 1 :]))
+    if bits < len(queued):  # of about its own size: half of them are shorter
+        shorter += queued[bits] // 2
+        longer += counts[bits] / 2
+    return min(2 * shorter + size, sum(queued)) * token_s, own_s, longer
+
+
+def at_decode(load: DecodeLoad, cost: DecodeCost, num_tokens: int, known: int) -> tuple[int, float, float]:
+    """Return, for a request whose context has `num_tokens`, of which the decode's pages hold `known`, its place in the
+    line for pages and slots (0 when it need not wait), the seconds of a step once it and those ahead of it have joined,
+    and the share of the pool that they hold."""
+    waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
+    holding = _holding(load)
+    available = load.num_available_pages * page_size
+    waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
+    together = holding + waiting + 1
+    context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
+    step_s = cost.seconds(min(together, most) if most else together, context)
+    return waiting + 1 if waits else 0, step_s, context / (load.num_total_pages * page_size)
+
+
+def _holding(load: DecodeLoad) -> int:
+    """Return how many requests hold pages of a decode."""
+    return load.num_running_requests + load.num_granted_requests
+
+
+def over_link(link: Link, num_bytes: float) -> float:
+    """Return the seconds until `num_bytes` have crossed a link behind its backlog; 0 where no speed was measured."""
+    return (link.backlog_bytes + num_bytes) / link.bytes_per_s if link.bytes_per_s else 0.0
+
+
+TAIL_SHARE = 0.1
+"""The share of a prompt's bytes that crosses the link after the prefill has computed the prompt."""
+
+
+@attrs.frozen(kw_only=True)
+class Prediction:
+    """Seconds of one request at one pair: in the line of the decode, in the queue of the prefill, for its own prompt,
+    on the link, and for a step of the decode with it.
+
+    `line_s` and `queue_s` pass at the same time. Behind the prompt come two steps of the decode: one is under way when
+    the KV lands, and the next brings the token."""
+
+    line_s: float
+    queue_s: float
+    own_s: float
+    link_s: float
+    step_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the prefill begins with it."""
+        return max(self.line_s, self.queue_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds until its first token."""
+        return self.wait_s + self.own_s + self.link_s + 2 * self.step_s
+
+
+def predict(
+    shape: RequestShape,
+    prefill: PrefillLoad,
+    decode: DecodeLoad,
+    link: Link | None,
+    *,
+    new_tokens: float = 0.0,
+    answer_tokens: float = 0.0,
+) -> Prediction:
+    """Return what a request would get from this pair, by the costs that the loads tell.
+
+    It is expected to be answered with `new_tokens`, and grows by half of them on average. Those that run take
+    `answer_tokens` each: with n of them one ends, and leaves its slot and pages, every 1/n of that many steps. 0 is not
+    known, and then no line takes time."""
+    num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+    known, held = shape.found_at([prefill.address, decode.address])
+    queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - known))
+    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), held)
+    pace_s = step_s / max(1.0, decode.accept_length)
+    line_s = _share_to_end(decode, num_tokens - held) * answer_tokens * pace_s
+    num_bytes = TAIL_SHARE * (num_tokens - held) * decode.token_bytes
+    link_s = 0.0 if link is None else over_link(link, num_bytes)
+    return Prediction(line_s=line_s, queue_s=queue_s, own_s=own_s, link_s=link_s, step_s=pace_s)
+
+
+def _share_to_end(load: DecodeLoad, num_tokens: int) -> float:
+    """Return which share of the sequences that hold pages has to end before one with `num_tokens` more has its turn
+    behind those that wait: for slots, or for pages. It is 0 where there is room for all of them."""
+    holding = _holding(load)
+    slots = holding + load.num_waiting_requests + 1 - load.max_running_requests if load.max_running_requests else 0
+    tokens = load.num_waiting_tokens + num_tokens - load.num_available_pages * load.page_size
+    return max(0.0, slots / max(1, holding), tokens / max(1, load.num_running_tokens))
+
+
+# -- what answers take ------------------------------------------------------------------------------------------------
+
+Class = tuple[int, bytes]
+"""A priority and a tenant, or b"" where tenants are not told apart."""
+
+
+class Answers:
+    """How many tokens answers took, as running means of each class and of all: `max_new_tokens` says little of it. One
+    thread notes them, any may ask."""
+
+    def __init__(self) -> None:
+        self._all = 0, 0.0
+        self._of: dict[Class, tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def note(self, kind: Class, num_tokens: int) -> None:
+        """Note an answer of a class. The class that had one longest ago is forgotten when there are too many."""
+        self._all = _moved(self._all, num_tokens)
+        self._of[kind] = _moved(self._of.pop(kind, (0, 0.0)), num_tokens)
+        if len(self._of) > MAX_CLASSES:
+            del self._of[next(iter(self._of))]
+
+    def expect(self, kind: Class | None = None) -> float:
+        """Return how many tokens an answer takes: of this class, or of any where it has too few; 0 before the first."""
+        count, mean = self._of.get(kind, (0, 0.0)) if kind is not None else (0, 0.0)
+        return mean if count >= FEW_ANSWERS else self._all[1]
+
+
+def _moved(known: tuple[int, float], num_tokens: int) -> tuple[int, float]:
+    count, mean = min(known[0] + 1, MAX_WEIGHT), known[1]
+    return count, mean + (num_tokens - mean) / count
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Coming:
+    """A request without a first token: what its prefill has to compute, the tokens with which it waits for pages at its
+    decode, 0 once it has them, and its ports, None before they are chosen."""
+
+    priority: int
+    to_compute: int
+    waiting_tokens: int
+    prefill: PeerAddress | None = None
+    decode: PeerAddress | None = None
+
+
+class Door:
+    """Takes the requests for which some pair would keep `slo`, by what was seen at the last `look` and who came since.
+
+    A request waits only for those of its priority and above. Limits that a port would miss with nothing else to do are
+    no reason to refuse: waiting would not help, and a port that was slow once would stay shut for good. A port that was
+    not measured yet is taken to need no time. Loads are as old as the last step, or older from another process, and a
+    port may have done a step's work since: that much waiting is not held against a request.
+
+    Its host sees to it that one thread calls at a time."""
+
+    def __init__(self, slo: SLO) -> None:
+        self.answers = Answers()
+        self._slo = slo
+        self._links = Links()
+        self._at = -math.inf
+        self._turn = 0
+        self._coming: list[Coming] = []
+        self._lowest: float = math.inf
+        self._ports = _Ports({}, {})
+        self._from: dict[int, _Ports] = {}
+
+    def look(
+        self,
+        prefills: Mapping[PeerAddress, PrefillLoad],
+        decodes: Mapping[PeerAddress, DecodeLoad],
+        links: Links,
+        coming: Iterable[Coming],
+        now: float,
+    ) -> None:
+        """See the loads of the ports, their links, and the requests under way. Loads count those that have ports."""
+        self._ports, self._links, self._at = _Ports(dict(prefills), dict(decodes)), links, now
+        self._from = {}
+        everybody = list(coming)
+        self._coming = [one for one in everybody if one.prefill is not None]
+        self._lowest = min((one.priority for one in self._coming), default=math.inf)
+        for one in everybody:
+            if one.prefill is None and prefills and decodes:
+                self._add(attrs.evolve(one, prefill=self._ports.idlest_prefill, decode=self._ports.idlest_decode))
+
+    def take(self, shape: RequestShape, kind: Class, expected: int | None, now: float) -> None:
+        """Count a request among those that come. Raise Overloaded, and count nothing, if no pair would keep the SLO.
+
+        `expected` is how many tokens its answer takes, if its host knows. A pair in turn is asked first, and all ports
+        only if that one would miss: most requests are taken by the first."""
+        new_tokens = min(self.answers.expect(kind) if expected is None else expected, shape.max_new_tokens)
+        ports, answer_tokens = self._seen_from(shape.priority), self.answers.expect()
+        self._turn += 1
+        pair = ports.in_turn(shape, self._links, self._turn)
+        if pair is not None:
+            found, at = shape.found_tokens, pair[0].address
+            known = found.at_prefill(at) if isinstance(found, TokensByPort) else found.get(at, 0)
+            first = attrs.evolve(shape, found_tokens={at: known})
+            told = predict(first, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
+            if self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at) is None:
+                self._take(first, pair[0], pair[1])
+                return
+        pair = ports.soonest(shape, self._links)
+        if pair is not None:  # who waits for a port or a link waits in the queue
+            told = predict(shape, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
+            refusal = self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at)
+            if refusal is not None:
+                raise refusal
+            self._take(shape, pair[0], pair[1])
+
+    def _take(self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad) -> None:
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        known = shape.found_tokens.get(prefill.address, 0)
+        self._add(Coming(shape.priority, max(1, num_tokens - known), num_tokens, prefill.address, decode.address))
+
+    def _refusal(
+        self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad, told: Prediction, *, age_s: float
+    ) -> Overloaded | None:
+        """Return why a request would miss at a pair because of others, or None if it would not."""
+        limit_s, step_limit_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s
+        reasons, retry_s, ttft_s = [], 0.0, told.ttft_s
+        if limit_s is not None and ttft_s > limit_s:
+            next_s = prefill.cost.seconds(_chunk(prefill))
+            late_s = min(ttft_s - limit_s, told.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
+            if late_s > 0:
+                reasons.append(f"its first token would come after about {ttft_s:.2g} s, and may take {limit_s:g} s")
+                retry_s = max(late_s, next_s / 2)  # nothing changes before its step ends
+        if step_limit_s is not None and told.step_s > step_limit_s and _holding(decode) + decode.num_waiting_requests:
+            reasons.append(f"its tokens would come every {told.step_s:.2g} s, and may take {step_limit_s:g} s")
+            fixed_s = decode.cost.step_s / max(1.0, decode.accept_length)
+            share = (told.step_s - step_limit_s) / max(told.step_s - fixed_s, 1e-9)
+            retry_s = max(retry_s, told.step_s, min(1.0, share) * self.answers.expect() * told.step_s)
+        if not reasons:
+            return None
+        return Overloaded(f"the promise would be broken: {'; '.join(reasons)}", retry_after_s=retry_s)
+
+    def _seen_from(self, priority: int) -> _Ports:
+        """Return the loads without those of lower priorities."""
+        if priority <= self._lowest:
+            return self._ports
+        if priority not in self._from:
+            ports = _Ports(dict(self._ports.prefills), dict(self._ports.decodes))
+            for one in self._coming:
+                if one.priority < priority:
+                    ports.count(one, -1)
+            self._from[priority] = ports
+        return self._from[priority]
+
+    def _add(self, one: Coming) -> None:
+        self._coming.append(one)
+        self._lowest = min(self._lowest, one.priority)
+        self._ports.count(one, 1)
+        for priority, ports in self._from.items():
+            if one.priority >= priority:
+                ports.count(one, 1)
+
+
+@attrs.define
+class _Ports:
+    """Loads of both sides, with requests counted in or out."""
+
+    prefills: dict[PeerAddress, PrefillLoad]
+    decodes: dict[PeerAddress, DecodeLoad]
+
+    @property
+    def idlest_prefill(self) -> PeerAddress:
+        return min(self.prefills, key=lambda at: self.prefills[at].num_queued_tokens)
+
+    @property
+    def idlest_decode(self) -> PeerAddress:
+        return min(self.decodes, key=lambda at: self.decodes[at].num_waiting_requests)
+
+    def count(self, one: Coming, sign: int) -> None:
+        """Count a request in (1) or out (-1)."""
+        prefill = self.prefills.get(one.prefill) if one.prefill is not None else None
+        if prefill is not None:
+            self.prefills[prefill.address] = changed(
+                prefill,
+                num_queued_tokens=max(0, prefill.num_queued_tokens + sign * one.to_compute),
+                queued=prefill.queued.plus([one.to_compute]) if sign > 0 else _minus(prefill.queued, one.to_compute),
+            )
+        decode = self.decodes.get(one.decode) if one.decode is not None else None
+        if decode is not None and one.waiting_tokens:
+            self.decodes[decode.address] = changed(
+                decode,
+                num_waiting_requests=max(0, decode.num_waiting_requests + sign),
+                num_waiting_tokens=max(0, decode.num_waiting_tokens + sign * one.waiting_tokens),
+            )
+
+    def in_turn(self, shape: RequestShape, links: Links, turn: int) -> Pair | None:
+        """Return the pair whose turn it is, or None if it does not hold the request or reach each other."""
+        if not self.prefills or not self.decodes:
+            return None
+        prefill = list(self.prefills.values())[turn % len(self.prefills)]
+        decode = list(self.decodes.values())[turn % len(self.decodes)]
+        link = links.between(prefill.address, decode.address)
+        fits = _holds(prefill, shape) and _holds(decode, shape) and (link is not None or not links)
+        return (prefill, decode, link) if fits else None
+
+    def soonest(self, shape: RequestShape, links: Links) -> Pair | None:
+        """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest
+        among those that reach it; None where no two ports reach each other. Each of the N prefills and M decodes is
+        judged once, and not N * M pairs."""
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        decodes = [load for load in self.decodes.values() if _holds(load, shape)]
+        prefills = [load for load in self.prefills.values() if _holds(load, shape)]
+        while decodes and prefills:
+            steps = [at_decode(load, load.cost, num_tokens, 0) for load in decodes]
+            decode = decodes.pop(steps.index(min(steps)))
+            near = [load for load in prefills if not links or links.between(load.address, decode.address) is not None]
+            if near:
+                known = shape.found_at([load.address for load in near])
+                turns = [
+                    at_prefill(load, load.cost, max(1, num_tokens - at)) for load, at in zip(near, known, strict=True)
+                ]
+                sums = [queue_s + own_s for queue_s, own_s, _ in turns]
+                prefill = near[sums.index(min(sums))]
+                return prefill, decode, links.between(prefill.address, decode.address)
+        return None
+
+
+Pair = tuple[PrefillLoad, DecodeLoad, Link | None]
+"""Two ports, and the link between them where links are known."""
+
+
+def _holds(load: EngineLoad, shape: RequestShape) -> bool:
+    """Return whether the pool of a port has room for a request when nothing else is there."""
+    return shape.num_prompt_tokens + shape.max_new_tokens <= load.num_total_pages * load.page_size
+
+
+def _minus(queued: QueuedSizes, size: int) -> QueuedSizes:
+    """Return the queue without a prompt of that size, of which a part may have been computed."""
+    num_requests, num_tokens, bits = list(queued.num_requests), list(queued.num_tokens), size.bit_length()
+    if bits < len(num_tokens):
+        num_requests[bits] = max(0, num_requests[bits] - 1)
+        num_tokens[bits] = max(0, num_tokens[bits] - size)
+    return QueuedSizes(tuple(num_requests), tuple(num_tokens))
+
+
+def _chunk(load: PrefillLoad) -> int:
+    """Return how many tokens the next step of a prefill has."""
+    return min(load.num_queued_tokens, load.cost.chunk_tokens or load.num_queued_tokens)
