@@ -465,6 +465,17 @@ def test_a_decode_that_breaks_while_it_is_removed_is_gone_all_the_same() -> None
         check_streams(events, *"ab")
 
 
+def test_a_port_that_is_lost_while_it_is_removed_does_not_come_back() -> None:
+    with several(1, 2) as setup:
+        leaving = setup.decodes[1]
+        leaving.recover = lambda: True  # type: ignore[attr-defined]
+        leaving.step = broken  # type: ignore[method-assign,assignment]
+        setup.pairing.remove(leaving, drain_s=0.0)
+        assert setup.pairing.stats.ports_away == ()
+        setup.pairing.step()
+        assert leaving not in setup.pairing.ports
+
+
 def test_a_port_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
     with several(1, 2) as setup:
         close = setup.decodes[0].close

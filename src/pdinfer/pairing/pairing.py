@@ -353,6 +353,7 @@ class Pairing(OfOneProcess):
                 self._advance()
                 # so that it answers the peers that took its rooms away
                 self._change(partial(self._broker.step_port, port))
+                self._broker.lost_ports.away.pop(address, None)  # if it was lost in that step
         finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
 
