@@ -476,6 +476,17 @@ def test_a_port_that_is_lost_while_it_is_removed_does_not_come_back() -> None:
         assert leaving not in setup.pairing.ports
 
 
+def test_a_port_that_was_lost_before_it_is_removed_counts_once() -> None:
+    with several(1, 2) as setup:
+        lost = setup.decodes[1]
+        lost.recover = lambda: False  # type: ignore[attr-defined]
+        lost.step = broken  # type: ignore[method-assign,assignment]
+        setup.pairing.step()
+        assert setup.pairing.stats.ports_away == (lost.address,)
+        setup.pairing.remove(lost, drain_s=0.0)
+        assert (setup.pairing.stats.ports_away, setup.pairing.stats.num_ports_lost) == ((), 1)
+
+
 def test_a_port_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
     with several(1, 2) as setup:
         close = setup.decodes[0].close

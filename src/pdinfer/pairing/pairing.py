@@ -349,11 +349,12 @@ class Pairing(OfOneProcess):
             while self._broker.assigned(address) and (left_s := end - time.monotonic()) > 0:
                 yield left_s
             with self._stepping:
-                self._change(partial(self._part_with, port))
+                is_alive = port in self._ports.all
+                self._change(partial(self._part_with, port, steps=is_alive))
                 self._advance()
-                # so that it answers the peers that took its rooms away
-                self._change(partial(self._broker.step_port, port))
-                self._broker.lost_ports.away.pop(address, None)  # if it was lost in that step
+                if is_alive:  # so that it answers the peers that took its rooms away
+                    self._change(partial(self._broker.step_port, port))
+                self._broker.lost_ports.away.pop(address, None)  # if it was lost meanwhile
         finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
 
@@ -408,10 +409,12 @@ class Pairing(OfOneProcess):
         finally:
             self._switching.discard(port)
 
-    def _part_with(self, port: Port) -> None:
+    def _part_with(self, port: Port, *, steps: bool) -> None:
+        """Let go of a port, and step it unless it was lost before, so that it lets go, too."""
         self._broker.remove(port)
         self._joining.release(port)
-        self._broker.step_port(port)
+        if steps:
+            self._broker.step_port(port)
 
     @typed
     @interruptible
