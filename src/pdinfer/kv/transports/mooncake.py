@@ -28,6 +28,7 @@ from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.endpoints import endpoint_of
 
 PROTOCOLS = ("tcp", "rdma")
 OLDEST = (0, 3, 13)
@@ -134,8 +135,7 @@ class MooncakeEngine(NamedEngine):
                 f"the Mooncake engine did not start on {host} with {protocol} and devices {list(devices)}: it returned "
                 f"{code}, and wrote the reason to stderr"
             )
-        name = f"[{host}]" if ":" in host else host
-        super().__init__(engine, f"{name}:{engine.get_rpc_port()}")
+        super().__init__(engine, endpoint_of(host, engine.get_rpc_port()))
         # Destroying the engine joins its threads, and a forked child has none of them: it would wait for ever.
         os.register_at_fork(after_in_child=partial(_keep_for_ever, weakref.ref(self)))
 

@@ -15,9 +15,10 @@ from pdinfer.bounds import cause
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError
+from pdinfer.kv.transports.stream.endpoints import endpoint_of
 from pdinfer.remote.directory.announcement import Announcement
 from pdinfer.remote.directory.directory import Directory
-from pdinfer.remote.directory.media import endpoint_of, host_and_port
+from pdinfer.remote.directory.media import host_and_port
 
 LOOK_S = 0.2
 """How soon others are told that an engine was taken, or is free again."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import open_regular
+from pdinfer.kv.transports.stream.endpoints import endpoint_of
 from pdinfer.remote.directory.announcement import MAX_BYTES
 
 MAX_ENTRIES = 1024
@@ -168,11 +169,6 @@ class Store:
         """Return the name and the data in a slot, two empty ones where nobody wrote: `get` would wait for a writer."""
         name, _, data = (self._store.get(slot) if self._store.check([slot]) else b"").partition(b"\n")
         return name.decode("utf-8", "replace"), data
-
-
-def endpoint_of(host: str, port: int) -> str:
-    """Return "host:port", with brackets around an address of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_and_port(endpoint: str, error: type[PDInferError]) -> tuple[str, int]:

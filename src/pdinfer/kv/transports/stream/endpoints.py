@@ -235,8 +235,13 @@ def prepare_socket(sock: socket.socket) -> None:
 
 
 def tcp_endpoint(host: str, port: int) -> str:
-    """Return the text by which peers find a listener. IPv6 hosts go in brackets."""
-    return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
+    """Return the text by which peers find a listener."""
+    return TCP + endpoint_of(host, port)
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return "host:port", with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _enlarge(sock: socket.socket) -> None:
