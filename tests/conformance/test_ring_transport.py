@@ -69,6 +69,7 @@ class Network:
         self.greetings: list[Write] = []
         self.unblock = threading.Event()
         self.landed: Callable[[Write], None] = lambda _: None
+        self.misuses: list[str] = []
 
     def segment(self) -> NamedEngine:
         engine = FakeEngine(self, f"host:{len(self.engines)}")
@@ -86,24 +87,38 @@ class Network:
 
 
 class FakeEngine:
-    """The part of Mooncake that a NamedEngine uses, within this process."""
+    """The part of Mooncake that a NamedEngine uses, within this process. What the real one answers with an error, or
+    does not survive, is among the network's `misuses`."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network, self.name = network, name
         self.memory: dict[int, int] = {}
         self.past: set[int] = set()
+        self.void: set[int] = set()
+
+    def _expect(self, kept: bool, rule: str) -> None:
+        if not kept:
+            self.network.misuses.append(rule)
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        self.memory.update(zip(addresses, lengths, strict=True))
+        for address, length in zip(addresses, lengths, strict=True):
+            self._expect(type(address) is type(length) is int and length > 0, "memory is so many bytes at an address")
+            others = self.memory.items()
+            apart = all(address + length <= start or start + size <= address for start, size in others)
+            self._expect(apart, "memory is registered once")
+            self.memory[address] = length
         return 0
 
     def batch_unregister_memory(self, addresses: list[int]) -> int:
         for address in addresses:
-            del self.memory[address]
+            self._expect(self.memory.pop(address, None) is not None, "only what is registered is withdrawn")
             self.past.add(address)
         return 0
 
     def transfer_submit_write(self, segment: str, source: int, target: int, num_bytes: int) -> int:
+        self._expect(segment in self.network.engines, "a segment is the name of an engine")
+        self._expect(all(type(value) is int for value in (source, target, num_bytes)), "addresses and sizes are ints")
+        self._expect(num_bytes > 0, "a write has bytes")
         write = Write(segment, source, target, num_bytes)
         if num_bytes == PROBE_BYTES and all(greeting.target != target for greeting in self.network.greetings):
             self.network.greetings.append(write)
@@ -112,7 +127,8 @@ class FakeEngine:
         fate = self.network.fates.popleft() if self.network.fates else "land"
         if fate == "block":
             self.network.unblock.wait(2 * TIMEOUT_S)
-        assert any(start <= source and source + num_bytes <= start + size for start, size in self.memory.items())
+        held = any(start <= source and source + num_bytes <= start + size for start, size in self.memory.items())
+        self._expect(held, "the source of a write is registered")
         self.network.writes.append(write)
         if fate == "land" and self.network.is_registered(write):
             write.land()
@@ -123,7 +139,13 @@ class FakeEngine:
         return 0 if fate == "refuse" else len(self.network.writes)
 
     def transfer_check_status(self, number: int) -> int:
-        return 1 if number == GREETING else self.network.writes[number - 1].status
+        if number == GREETING:
+            return 1
+        self._expect(number not in self.void, "a number is void once its write has landed or failed")
+        status = self.network.writes[number - 1].status
+        if status:
+            self.void.add(number)
+        return status
 
 
 @pytest.fixture
@@ -169,6 +191,7 @@ def pair(network: Network) -> Iterator[Callable[..., Pair]]:
         end.transport.close()
         assert not end.receiver.broken
     assert not any(engine.memory for engine in network.engines.values()), "memory is still registered"
+    assert not network.misuses
 
 
 class TestSuite(TransportSuite):

@@ -41,6 +41,7 @@ def ends(device: torch.device) -> Iterator[tuple[End, End, Network]]:
             transport = RingTransport("ring", network.segment, SocketTransport(), **sizes, digest=False, on_device=True)
             made.append(End(transport, pool))
         yield made[0], made[1], network
+    assert not network.misuses
 
 
 def test_pages_travel_from_one_device_to_the_other_without_the_host(ends: tuple[End, End, Network]) -> None:
