@@ -20,7 +20,8 @@ from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
-from tests.conformance.test_ring_transport import SLOT_BYTES, Network, Write
+from tests.conformance.ring_network import Network, Write
+from tests.conformance.test_ring_transport import SLOT_BYTES
 from tests.conformance.transport_ends import End, Recorder, closing, finished
 from tests.device.test_transfers import contents, pool_of, spans_of
 from tests.forks import FAR_S
