@@ -106,13 +106,20 @@ def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
         connections: list[Connection] = []
         dies = front(prefill, decode, connections)
         asks(dies, 1, "abcd", 60)
-        heard: list[pd.TokenEvent] = []
-        wait_until(lambda: (dies.wait(0.01), heard.extend(dies.step()), len(heard) > 8)[-1])
-        wanted = asks(stays, 2, "abcd", 40)
+        wanted = asks(stays, 2, "abcd", 60)
+        heard: dict[str, list[pd.TokenEvent]] = {"dies": [], "stays": []}
+
+        def both_stream() -> bool:
+            for name, one in (("dies", dies), ("stays", stays)):
+                one.wait(0.01)
+                heard[name] += one.step()
+            return all(len({event.request_id for event in events}) == 4 for events in heard.values())
+
+        wait_until(both_stream)
         for connection in connections:
             with socket.socket(fileno=os.dup(connection.fileno())) as broken:
                 broken.shutdown(socket.SHUT_RDWR)
-        assert answers(step_both(stays)[0]) == wanted
+        assert answers(heard["stays"] + step_both(stays)[0]) == wanted
         wait_until(lambda: not decode.engine.request_ids and not prefill.engine.request_ids)
         with front(prefill, decode) as new:
             wanted = asks(new, 3, "abcd")
