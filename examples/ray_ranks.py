@@ -65,7 +65,7 @@ class Group:
 
     places: PlacementGroup
     actors: list[Any]
-    port: pd.remote.PrefillClient | pd.remote.DecodeClient
+    port: Any
 
     @classmethod
     def start(cls, role: str, checkpoint: Path, key: bytes) -> "Group":
@@ -108,6 +108,8 @@ def main(checkpoint: Path) -> None:
             with pd.Pairing(ports, decode.port, policy=pd.policy.round_robin) as pairing:
                 quiet = ask(pairing, QUESTIONS)
                 assert ask(pairing, QUESTIONS, on_first_event=lambda: ray.kill(first.actors[1])) == quiet
+                while not pairing.stats.num_ports_lost:  # few rows may have needed that rank until here
+                    assert ask(pairing, QUESTIONS) == quiet
                 first.end()
                 replacing = begin("prefill")  # in a thread: whoever steps the pairing must not wait for a process
                 assert ask(pairing, QUESTIONS) == quiet
