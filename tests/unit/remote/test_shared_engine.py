@@ -45,7 +45,7 @@ class Office:
         return client
 
     def submit(self, client: ServedClient, *requests: pd.Request) -> None:
-        writers = (self.setup.prefills[0].address,)
+        client.has_asked, writers = True, (self.setup.prefills[0].address,)
         for one in requests:
             self.shared.act(client, messages.SubmitDecodeMessage(PackedRequest.of(one), writers))
 
