@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -143,6 +144,7 @@ class World:
         self._deal()
         self.faults: Counter[str] = Counter()
         self.seen = Counts()
+        self.started: list[subprocess.Popen[str]] = []
         self.leaving: list[subprocess.Popen[str]] = []
         self.broken: list[str] = []
         self.engines = [(role, self.engine(role)) for role in ROLES]
@@ -164,6 +166,7 @@ class World:
             command, cwd=ROOT, env=child_environment(), stdin=subprocess.PIPE, stdout=stdout, stderr=log, text=True
         )
         log.close()
+        self.started.append(process)
         assert process.stdin is not None
         process.stdin.write(f"{self.key.hex()}\n")
         process.stdin.flush()
@@ -189,8 +192,8 @@ class World:
             if self.announced(role) < 2:
                 return False
             if kind == "freeze":
-                freeze = f"kill -STOP {process.pid}; sleep {FREEZE_S}; kill -CONT {process.pid}"
-                subprocess.Popen(["/bin/sh", "-c", freeze])
+                process.send_signal(signal.SIGSTOP)
+                threading.Timer(FREEZE_S, process.send_signal, (signal.SIGCONT,)).start()
             else:
                 process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGTERM)
                 self.leaving.append(process)
@@ -233,7 +236,7 @@ class World:
             self.seen.add(json.loads(whole[-1]))
 
     def close(self) -> None:
-        for process in (*self.leaving, *(each for _, each in self.engines), *(each for each, _ in self.fronts)):
+        for process in self.started:
             process.kill()
             process.wait()
             assert process.stdin is not None
