@@ -4,7 +4,7 @@
 # make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
 #                   RUNS=200 adds that many seeded fault runs, PROMPTS=500 gives all prompts where some are given
 # make mutants      plants bugs, one after the other, and tells which of them no test sees; cut off, it goes on
-# make soak         the tests that measure seconds, then 10 minutes of requests under every fault that is known, over every transport and among ranks
+# make soak         the tests that measure seconds, then 10 minutes of requests under every fault that is known, over every transport and among ranks, and as many of two front ends over six engines
 # make docs         the site, in build/site
 # make lint         only ruff and mypy
 # make clean        removes the venv and every cache
@@ -72,6 +72,7 @@ mutants: $(VENV)/.test
 soak: $(VENV)/.test
 	@$(BIN)/python -m pytest -q -m timed
 	@PYTHONPATH=. $(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) --ranks
+	@PYTHONPATH=. $(BIN)/python -m tests.soak.fronts --minutes $(MINUTES) --seed $(SEED)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -107,9 +107,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("spawning", "child"),
         ("served",),
         ("directory",),
-        ("client", "orders", "news"),
-        ("session", "known"),
-        ("messages", "orphan"),
+        ("client", "orders", "shared_engine"),
+        ("served_client",),
+        ("session", "known", "news"),
+        ("messages", "orphan", "names"),
     ),
     "remote.directory": (("announcing",), ("directory",), ("dialling",), ("handshake",), ("media",), ("announcement",)),
     "engine": (

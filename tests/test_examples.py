@@ -94,6 +94,12 @@ def test_actors_of_ray_are_killed_and_replaced() -> None:
 
 
 @pytest.mark.full(minutes=5)
+def test_ranks_of_ray_are_killed_replaced_and_removed() -> None:
+    pytest.importorskip("ray", reason="examples/ray_ranks.py needs Ray: pip install ray")
+    assert "1 prefill lost a rank and was replaced, and 1 was removed" in _run("examples/ray_ranks.py", timeout_s=900)
+
+
+@pytest.mark.full(minutes=5)
 def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(
         "examples/train_tiny.py",

@@ -42,10 +42,12 @@ def listening(role: type, family: str = "v3", **more: Any) -> Iterator[str]:
 
 
 @contextmanager
-def serving(role: type, directory: Directory | None = None, family: str = "v3") -> Iterator[threading.Event]:
+def serving(
+    role: type, directory: Directory | None = None, family: str = "v3", **more: Any
+) -> Iterator[threading.Event]:
     """Serve an engine, and announce it. The event drains it, at the latest when the block ends."""
     drain = threading.Event()
-    with listening(role, family, directory=directory, drain=drain):
+    with listening(role, family, directory=directory, drain=drain, **more):
         try:
             yield drain
         finally:
@@ -86,7 +88,10 @@ def paired(directory: Directory) -> Iterator[pd.Pairing]:
 
 
 def test_a_pairing_begins_with_what_the_directory_names_and_leaves_it_to_the_next(directory: Directory) -> None:
-    with serving(pd.PrefillEngine, directory), serving(pd.DecodeEngine, directory):
+    with (
+        serving(pd.PrefillEngine, directory, max_clients=1),
+        serving(pd.DecodeEngine, directory, max_clients=1),
+    ):
         for name in ("first", "second"):  # front ends, one after the other
             with pd.Pairing(directory=directory) as pairing:
                 pairing.submit(request(name))  # before there is any port

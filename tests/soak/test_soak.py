@@ -16,8 +16,10 @@ from pdinfer.errors import TransferError
 from tests.backends import ROOT, child_environment
 from tests.e2e.setups import local, model_of, plain_reference
 from tests.soak.book import Book, not_whole
+from tests.soak.fronts import soak as front_ends
 from tests.soak.measure import LEAST, MIB, Usage, leaks
 from tests.soak.ranks import FAULTS, episode
+from tests.soak.rolling import roll
 from tests.soak.timetable import FAULTS_PER_ROUND, MORTAL, ROUND_S, SECONDS, Case, case, restarts, timetable
 
 
@@ -139,6 +141,24 @@ def test_growth_is_found_behind_the_warm_up(name: str, step: int) -> None:
         series = [attrs.evolve(one, **{name: getattr(one, name) + at * step}) for at, one in enumerate(series)]
     assert [leak.split()[0] for leak in leaks(series)] == [name] * bool(step)
     assert leaks(series[: LEAST - 1]) == []
+
+
+@pytest.mark.full
+def test_engines_are_replaced_under_load() -> None:
+    found = roll(2, 12, num_quiet=4)
+    assert found["broken"] == []
+    assert (found["lost"], found["wrong_tokens"]) == (0, 0)
+    assert 0 < found["drained_at_once"] < found["replacements"] == 12
+    assert found["moved"] > 0
+
+
+@pytest.mark.full(minutes=5)
+def test_front_ends_and_engines_die_by_turns() -> None:
+    found = front_ends(3, 1.0, every_s=6.0)
+    assert found["broken"] == []
+    assert (found["lost"], found["wrong_tokens"]) == (0, 0)
+    assert found["faults"]
+    assert sum(found["ends"].values()) > 0
 
 
 @pytest.mark.full

@@ -218,6 +218,10 @@ class PagePool(OfOneProcess):
         """Tell `watcher` from now on which pages can be found. It is told in the thread that steps the engine."""
         self._watchers.append(watcher)
 
+    def unwatch(self, watcher: PageWatcher) -> None:
+        """Tell this watcher no more."""
+        self._watchers.remove(watcher)
+
     def keep(
         self, keys: Sequence[bytes], pages: Sequence[int], tokens: Callable[[], Sequence[int]] = tuple
     ) -> tuple[int, ...]:

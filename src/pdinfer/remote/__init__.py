@@ -6,6 +6,9 @@
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
     known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
+    shared_engine.py the engine as its clients share it
+    served_client.py one of these clients
+    names.py      what their requests are called in the engine
     directory/    engines announce themselves, and front ends find them
     news.py       what a client has not been told yet of pages
     session.py    the threads that carry messages, and notice when the other end is silent

@@ -265,8 +265,8 @@ class Stepped(msgspec.Struct, tag="stepped"):
     pages: PageChanges | None = None
 
     @classmethod
-    def of(cls, engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-        report = cls(num_seen, LoadMessage.of(engine))
+    def of(cls, load: LoadMessage, events: Sequence[Event], num_seen: int) -> Stepped:
+        report = cls(num_seen, load)
         for event in events:
             if isinstance(event, Granted):
                 report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))

@@ -17,6 +17,10 @@ class PageNews:
         self._forgotten = False
         pool.watch(self)
 
+    def close(self) -> None:
+        """Hear of no more changes."""
+        self._pool.unwatch(self)
+
     def all(self) -> PageChanges:
         """Return all pages that can be found now. What changed before is told by it."""
         self.take()

@@ -1,4 +1,4 @@
-"""Hosts an engine behind a connection, in its own process, and decides what to do without a client.
+"""Hosts an engine for its clients, in its own process, and decides what to do without a client.
 
 A silent client has stopped or cannot be reached, and may come back. What it asked for goes on, and waits for it on the
 connection. When the connection ends, the client can come back only over another one, in a new session, and what ran in
@@ -12,11 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
-import attrs
 from msgspec import UNSET
 
 from pdinfer.checks import clip, typed
@@ -25,22 +23,18 @@ from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.roles import become, roles_of
-from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.inbox import Inbox
-from pdinfer.kv.channel.channel import turn_away
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.directory import Directory
 from pdinfer.remote.directory.announcing import Announcer, announced_at
-from pdinfer.remote.messages import Command, LoadMessage, Ready, Stepped
-from pdinfer.remote.news import PageNews
-from pdinfer.remote.session import MessageStream, Session
-from pdinfer.stats import EngineLoad, PeerStats
-from pdinfer.types import Event, PeerAddress, Refused
+from pdinfer.remote.messages import Command, LoadMessage, Ready
+from pdinfer.remote.served_client import ServedClient
+from pdinfer.remote.session import MessageStream
+from pdinfer.remote.shared_engine import SharedEngine, start
 
-REPORT_S = 0.02
-"""How old the reported load of a busy engine may get while no event carries a newer one."""
 IDLE_S = 0.1
 """How long a served engine sleeps at most. The deadline of a request that is not running may be this late."""
 ACCEPT_AGAIN_S = 1.0
@@ -64,6 +58,7 @@ def serve(
     directory: Directory | None = None,
     advertise: str | None = None,
     drain: threading.Event | None = None,
+    max_clients: int = 8,
 ) -> None:
     """Host `engine` for the client at the other end. Return, with the engine closed, when the client closes it or is
     gone for good. A new engine waits for its first client without a limit.
@@ -71,6 +66,10 @@ def serve(
     A client that falls silent finds what it asked for when it comes back within `config.return_s`. Where `connection`
     is a listener, a client whose connection broke has the same time to make another one, but what it asked for is
     cancelled.
+
+    Through a listener up to `max_clients` share the engine, each with requests of its own, and others wait until one
+    leaves. With several, the last one to close the engine closes it. One that changes its role
+    (`Pairing.switch`) takes it from the others.
 
     A step that never ends does not keep the process alive: when the client is gone for good and the same step still
     runs `config.exit_s` later, the process exits with status 1 if `serve` runs in its main thread.
@@ -82,8 +81,11 @@ def serve(
     When an engine runs as ranks, serve every rank, with `connection` None on those that no client talks to. All of them
     return when one does, and raise RankLost when one is lost.
 
-    Raises ConfigError when there is a `directory` and no listener, no address to advertise, or no way to announce.
+    Raises ConfigError when there is a `directory` and no listener, no address to advertise, or no way to announce;
+    and for no `max_clients`.
     """
+    if max_clients < 1:
+        raise ConfigError(f"max_clients is how many clients share an engine, at least 1, got {max_clients}")
     announcer = None
     if directory is not None:
         announcer = Announcer(directory, engine, announced_at(connection, advertise))
@@ -93,7 +95,7 @@ def serve(
                 engine.step()
                 engine.wait(IDLE_S)
         return
-    host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event())
+    host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event(), max_clients)
     if announcer is not None:
         announcer.start(host)
     try:
@@ -109,8 +111,8 @@ def serve(
 
 
 class _Host(OfOneProcess):
-    """The loop around a served engine. `renewal` is the number of the session's renewal that has to be answered, 0 for
-    a new session, and None while commands are obeyed. `dismissed` means that nobody wants the engine any more."""
+    """The loop around a served engine, which its clients share. `dismissed` means that nobody wants the engine any
+    more, and `last_loss` says how the last client was lost. `role` is the one that the engine has or is to have."""
 
     def __init__(
         self,
@@ -118,88 +120,87 @@ class _Host(OfOneProcess):
         connection: MessageStream | SessionListener,
         config: RemoteConfig,
         drain: threading.Event,
+        max_clients: int,
     ) -> None:
-        self.engine = engine
+        self.shared = SharedEngine(engine)
         self.config = config
         self.drain = drain
-        self.inbox: Inbox[Command | MessageStream | None] = Inbox()
-        self.renewal: int | None = 0
-        self.has_begun = False
-        self.num_seen = 0
-        self.refused: list[Refused] = []
+        self.max_clients = max_clients
+        self.inbox: Inbox[tuple[ServedClient, Command | None] | MessageStream] = Inbox()
         self.num_steps = 0
-        self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
-        self.reported: tuple[EngineLoad, list[PeerStats]] | None = None
-        self.reported_at = 0.0
         self.dismissed = False
+        self.last_loss = "never came"
+        self.has_met = self.has_begun = False
         self.role = engine.role
-        self.links: dict[PeerAddress, threading.Thread] = {}
         self.ended = threading.Event()
+        self.places = threading.Semaphore(max_clients)
         self.exits = threading.current_thread() is threading.main_thread()
         self.is_armed = self.exits and orphan.arm()
-        self.session: Session[Command] | None = None
         self.listener: SessionListener | None = None
         self.listen()
         if isinstance(connection, SessionListener):
             self.listener = connection
-            _start(self.accept)
+            start(self.accept)
         else:
             self.meet(connection)
-        _start(self.watch)
+        start(self.watch)
+
+    @property
+    def engine(self) -> PrefillEngine | DecodeEngine:
+        """The engine, which is another one once it has changed its role."""
+        return self.shared.engine
 
     def listen(self) -> None:
         """Hear of news of the engine, and of what it is about to compute."""
         self.engine.notify(self.inbox.wake)
-        self.engine.tell_computing(self.tell_computing)
+        self.engine.tell_computing(self.shared.tell_computing)
 
     def close(self) -> None:
-        """End the connection and our threads. The thread that accepts ends with the next connection."""
+        """End the connections and our threads. The thread that accepts ends with the next connection."""
         self.ended.set()
-        if self.session is not None:
-            self.session.close()
+        self.places.release()
+        for thread in [start(client.close) for client in self.shared.clients]:
+            thread.join()
 
-    # -- the client -------------------------------------------------------------------------------------------------
+    # -- the clients --------------------------------------------------------------------------------------------------
 
     def meet(self, connection: MessageStream) -> None:
         """Begin a session with the client at the other end of a new connection."""
-        if self.session is not None:
-            self.session.close()
-        self.session = Session(
-            connection,
-            messages.decode_command,
-            self.deliver,
-            self.beat,
-            silent_s=self.config.silent_s,
-            return_s=self.config.return_s,
-        )
+        self.has_met = True
+        self.shared.clients += (ServedClient(connection, self.config, self.deliver, self.beat),)
 
     def accept(self) -> None:
-        while not self.ended.is_set():
+        """Let clients in while there is a place for another one."""
+        while self.places.acquire() and not self.ended.is_set():
             try:
                 connection = self.listener.accept()  # type: ignore[union-attr]
             except (OSError, EOFError, AuthenticationError) as error:
-                _log.warning("a connection to a served engine was not made: %s", error)
+                self.places.release()
+                if not self.ended.is_set():
+                    _log.warning("a connection to a served engine was not made: %s", error)
                 self.ended.wait(ACCEPT_AGAIN_S)
                 continue
             if self.ended.is_set():
                 connection.close()
             self.inbox.put(connection)
-            return
 
-    def deliver(self, command: Command | None) -> None:
-        if isinstance(command, messages.Close) or (command is None and self.listener is None):
+    def deliver(self, client: ServedClient, command: Command | None) -> None:
+        if isinstance(command, messages.Close):
+            client.has_left = True
+        is_end = client.has_left or (command is None and self.listener is None)
+        if is_end and not any(other.is_here for other in self.shared.clients if other is not client):
             self.dismissed = True  # so that `watch` sees it even if the step hangs
         if not isinstance(command, messages.BeatMessage):
-            self.inbox.put(command)
+            self.inbox.put((client, command))
 
     def beat(self) -> messages.BeatMessage:
         return messages.BeatMessage(time.monotonic() - self.stepped_at, True if self.drain.is_set() else UNSET)
 
     @property
     def is_taken(self) -> bool:
-        """Whether a client has the engine."""
-        return self.session is not None and self.session.loss is None
+        """Whether it has as many clients as it may have."""
+        return self.shared.num_here >= self.max_clients
 
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
@@ -210,7 +211,7 @@ class _Host(OfOneProcess):
             if self.is_armed:
                 orphan.disarm()
             now = time.monotonic()
-            is_away = self.listener is not None and self.session is not None and self.session.loss is not None
+            is_away = self.listener is not None and self.has_met and not self.shared.num_here
             away_s = away.look(now, heard_ago_s=math.inf if is_away else 0.0)
             if away_s > self.config.return_s and not self.dismissed:
                 self.dismissed = True
@@ -230,163 +231,94 @@ class _Host(OfOneProcess):
         """Step until nobody wants the engine any more."""
         while True:
             self.begin()
-            items = self.inbox.take()
-            for item in items:
-                if isinstance(item, messages.Close):
-                    _log.info("a served engine stops: its client has closed it")
-                    return
+            for item in self.inbox.take():
                 self.obey(item)
             if self.dismissed:
-                _log.info("a served engine stops: its client %s", self.session.loss if self.session else "never came")
+                _log.info("a served engine stops: its client %s", self.last_loss)
                 return
-            if self.drain.is_set() and not self.is_taken:
+            if self.drain.is_set() and not self.shared.num_here:
                 _log.info("a served engine stops: it was to be drained, and no client has it")
                 return
             if self.engine.closed:
                 _log.info("a served engine stops: it was closed on another of its ranks")
                 return
-            events = [*self.refused, *self.engine.step()]
-            self.refused.clear()
+            for client in self.shared.clients:
+                self.shared.let_in(client)
+            self.shared.route(self.engine.step())
             self.num_steps += 1
             self.stepped_at = time.monotonic()
             busy = self.engine.wait(0.0)
-            if self.renewal is None:
-                self.report(events, urgent=bool(events or items), busy=busy)
+            self.shared.report(busy=busy)
             if not busy:
                 self.inbox.wait(IDLE_S)
 
     def begin(self) -> None:
-        """Send Ready for a session that is new or renewed, once nothing runs for the client: its ids may come again."""
-        if self.renewal is None:
-            return
-        engine = self.engine
-        if self.has_begun:
-            for request_id in engine.request_ids:
-                engine.cancel(request_id)
-        if self.session is None or self.session.loss is not None or (self.has_begun and engine.num_unfinished):
-            return
-        if self.role != engine.role:
-            engine = self.engine = become(engine, self.role) or engine
+        """Send Ready in every session that is new or renewed, once nothing is left of what its client asked for before.
+        Pages that a writer may still write are of no client; the only one waits for them, to begin with all there are.
+        """
+        if self.role != self.engine.role and (changed := become(self.engine, self.role)) is not None:
+            self.shared.engine = changed
             self.listen()
-        hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
-        self.session.post(
-            Ready(
-                engine.address,
-                engine.limits,
-                LoadMessage.of(engine),
-                engine.addresses,
-                messages.VERSION,
-                messages.MINOR,
-                session=self.renewal,
-                hung_s=hung_s,
-                key_scheme=engine.key_scheme,
-                pages=None if self.pages is None else self.pages.all(),
-                roles=roles_of(engine),
-            )
-        )
-        self.renewal, self.has_begun, self.num_seen = None, True, 0
+        if self.role != self.engine.role:
+            return
+        waits = self.has_begun and len(self.shared.clients) == 1 and self.engine.num_unfinished > 0
+        for client in self.shared.clients:
+            if client.renewal is not None and client.is_here and not waits and not self.shared.names.of_client(client):
+                client.begin(self.engine, self.ready())
+                self.has_begun = True
 
-    def obey(self, item: Command | MessageStream | None) -> None:
-        if item is None:
-            self.renewal = 0
-            if self.listener is not None:
-                _log.warning("the client of a served engine %s; it may come back", self.session and self.session.loss)
-                _start(self.accept)
-        elif isinstance(item, messages.Renew):
-            self.renewal = item.session
-        elif isinstance(item, messages.Become):
-            if item.role in roles_of(self.engine):
-                self.role, self.renewal = item.role, 0
-            else:
-                _log.error("a %s engine was asked to become %s, which it cannot", self.engine.role, clip(item.role))
-        elif not isinstance(item, Command):
-            self.meet(item)
-        elif self.renewal is None:
-            self.act(item)
-
-    def act(self, command: Command) -> None:
-        """Act on a command that was sent after Ready."""
+    def ready(self) -> Ready:
+        """Say who the engine is."""
         engine = self.engine
-        if isinstance(command, messages.ConnectMessage):
-            self.about(command.peer, self.connect, command, self.session)
-        elif isinstance(command, messages.Disconnect):
-            self.about(command.peer, engine.disconnect, command.peer)
-        elif isinstance(command, messages.CancelMessage):
-            engine.cancel(command.request_id)
-        elif isinstance(command, messages.ChangeWritersMessage) and isinstance(engine, DecodeEngine):
-            engine.change_writers(command.request_id, writers=command.writers)
-        elif isinstance(command, messages.SubmitPrefillMessage) and isinstance(engine, PrefillEngine):
-            self.num_seen += 1
-            self.submit_prefill(engine, command)
-        elif isinstance(command, messages.SubmitDecodeMessage) and isinstance(engine, DecodeEngine):
-            self.num_seen += 1
-            self.submit_decode(engine, command)
-        else:
-            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+        hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
+        return Ready(
+            engine.address,
+            engine.limits,
+            LoadMessage.of(engine),
+            engine.addresses,
+            messages.VERSION,
+            messages.MINOR,
+            hung_s=hung_s,
+            key_scheme=engine.key_scheme,
+            roles=roles_of(engine),
+        )
 
-    def submit_prefill(self, engine: PrefillEngine, command: messages.SubmitPrefillMessage) -> None:
-        """Submit a prompt, or end its room when it requires what this engine does not know."""
-        grant = command.grant.unpack()
-        try:
-            request = command.request.unpack()
-        except RequestError as error:
-            turn_away(engine.channel, grant, error)
-        else:
-            engine.submit(request, grant)
+    def obey(self, item: tuple[ServedClient, Command | None] | MessageStream) -> None:
+        if not isinstance(item, tuple):
+            self.meet(item)
+            return
+        client, command = item
+        if client not in self.shared.clients:
+            return
+        if command is None:
+            _log.warning("a client of a served engine %s; it may come back", client.session.loss)
+            self.part(client, str(client.session.loss))
+        elif isinstance(command, messages.Close):
+            self.part(client, "has closed it")
+        elif isinstance(command, messages.Renew):
+            self.shared.stop(client, command.session)
+        elif isinstance(command, messages.Become):
+            self.change(client, command.role)
+        elif client.renewal is None:
+            client.has_asked = True
+            self.shared.act(client, command)
 
-    def submit_decode(self, engine: DecodeEngine, command: messages.SubmitDecodeMessage) -> None:
-        """Submit a request, or refuse it when it requires what this engine does not know."""
-        try:
-            request = command.request.unpack()
-        except RequestError as error:
-            self.refused.append(Refused(request_id=command.request.request.request_id or "", error=error))
-        else:
-            engine.submit(request, writers=command.writers)
+    def part(self, client: ServedClient, loss: str) -> None:
+        """Let a client go, and end what it has asked for."""
+        self.shared.clients = tuple(other for other in self.shared.clients if other is not client)
+        self.last_loss = loss
+        self.shared.stop(client, 0)
+        client.forget_pages()
+        start(client.close)
+        self.places.release()
 
-    def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
-        """Do work about a peer in a thread of its own, since a peer that does not answer must not delay the steps. Work
-        about one peer is done in order, since a link that is closed before it is opened would stay."""
-        self.links = {other: thread for other, thread in self.links.items() if thread.is_alive()}
-        before = self.links.get(peer)
-
-        def work_in_turn() -> None:
-            if before is not None:
-                before.join()
-            work(*arguments)
-
-        self.links[peer] = _start(work_in_turn)
-
-    def connect(self, command: messages.ConnectMessage, session: Session[Command]) -> None:
-        """Connect to a peer, and answer in any case."""
-        error: PDInferError | None = None
-        try:
-            self.engine.connect(command.peer, timeout_s=command.timeout_s)
-        except PDInferError as problem:
-            error = problem
-        except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
-            _log.exception("connecting to a peer failed")
-            error = TransferError(f"connecting failed: {type(problem).__name__}")
-        session.post(messages.Connected(command.peer, error, getattr(error, "fields", ())))
-
-    def tell_computing(self, request_ids: frozenset[str]) -> None:
-        """Tell the client, before a step that may end this process, of which requests it computes rows."""
-        if self.renewal is None and self.session is not None:
-            self.session.tell(messages.Computing(tuple(sorted(request_ids))))
-
-    def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
-        """Report the events of a step or, after a step without any, a new load now and then."""
-        assert self.session is not None
-        peers = [attrs.evolve(peer, step_age_s=None) for peer in self.engine.peers()]  # ages grow all the time
-        load, now = (self.engine.brief_load(), peers), time.monotonic()
-        is_news = load != self.reported and not self.session.is_behind
-        if urgent or (is_news and (not busy or now > self.reported_at + REPORT_S)):
-            report = Stepped.of(self.engine, events, self.num_seen)
-            report.pages = None if self.pages is None else self.pages.take()
-            self.session.post(report)
-            self.reported, self.reported_at = load, now
-
-
-def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
-    thread.start()
-    return thread
+    def change(self, client: ServedClient, role: str) -> None:
+        """Begin to change the role, as a client asks. The engine is lost to all others."""
+        if role not in roles_of(self.engine):
+            _log.error("a %s engine was asked to become %s, which it cannot", self.engine.role, clip(role))
+            return
+        for other in self.shared.clients:
+            if other is not client:
+                self.part(other, "was let go of, since the engine changes its role")
+        self.shared.stop(client, 0)
+        self.role = role

@@ -36,7 +36,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     `beat` grows with every refresh, by which readers tell that the engine lives: they compare no clocks of other hosts.
     An announcement whose `beat` has not grown for `ttl_s`, on the reader's own clock, has lapsed. `is_taken` says that
-    a client has the engine, which takes one at a time. `load` is what policies are shown, without links. `version` and
+    the engine has as many clients as it may have. `load` is what policies are shown, without links. `version` and
     `minor` are those of the messages that the engine speaks."""
 
     endpoint: Name

@@ -21,7 +21,7 @@ from pdinfer.remote.directory.directory import Directory
 from pdinfer.remote.directory.media import host_and_port
 
 LOOK_S = 0.2
-"""How soon others are told that an engine was taken, or is free again."""
+"""How soon others are told that an engine takes no more clients, or does again."""
 REFRESHES = 3
 """How often an announcement is refreshed within its `ttl_s`."""
 WITHDRAW_S = 1.0
@@ -33,11 +33,13 @@ _log = logging.getLogger("pdinfer")
 
 class Served(Protocol):
     """What is known of a served engine: in which role it is, when its loop has last gone round, whether it is to be
-    drained, and whether a client has it."""
+    drained, and whether it has as many clients as it may have."""
 
-    engine: PrefillEngine | DecodeEngine
     stepped_at: float
     drain: threading.Event
+
+    @property
+    def engine(self) -> PrefillEngine | DecodeEngine: ...
 
     @property
     def is_taken(self) -> bool: ...

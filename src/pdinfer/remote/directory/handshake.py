@@ -75,6 +75,8 @@ class Door:
                 _log.warning("a connection from %s was refused: it has not proven the key: %s", where[0], cause(error))
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # closing alone does not end an `accept` in another thread
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def __enter__(self) -> Self:
