@@ -8,6 +8,7 @@
     policies    simulated: the goodput of six policies on real traces (hours; --settings and --requests take some)
     queues      the simulator against the formulas of queues (half an hour)
     recording   what the bench costs while it records
+    routing     simulated: six policies at one rate, on the same traces and on sessions (minutes; --settings)
     sessions    real engines: conversations with shared prefixes, 3 policies in turns (a quarter of an hour, quiet)
     speed       the simulator's, on a whole trace
 
@@ -28,8 +29,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CASES = ("checks", "decisions", "overload", "policies", "queues", "recording", "sessions", "speed")
-NEED_TRACES = ("overload", "policies", "speed")
+CASES = ("checks", "decisions", "overload", "policies", "queues", "recording", "routing", "sessions", "speed")
+NEED_TRACES = ("overload", "policies", "routing", "speed")
 
 
 def main() -> None:

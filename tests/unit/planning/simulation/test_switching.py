@@ -43,6 +43,7 @@ def cluster(shape: str) -> Cluster:
         token_bytes=70_272,
         num_pushes=10,
         latency_s=0.002,
+        pairing=pd.PairingConfig(max_queued_per_decode=4),
     )
 
 
@@ -59,11 +60,17 @@ def advise(stats: PairingStats) -> planning.advice.Advice | None:
     return planning.advise(stats, COST, SLO)
 
 
+def keeping_two(stats: PairingStats) -> planning.advice.Advice | None:
+    """Advise as a host does that keeps two prefills, of which one may be lost."""
+    return advise(stats) if sum(isinstance(load, pd.policy.PrefillLoad) for load in stats.loads) > 2 else None
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_following_advice_bears_1_3_times_the_rate_of_every_fixed_split(seed: int) -> None:
     """Goodput is the highest rate at which 90 % of the requests keep the SLO. None of the five splits of six engines
     bears RATE / 1.3, and engines that move bear RATE."""
-    moving = planning.simulate(cluster("5P1D"), drift(RATE, seed, LONG_PROMPTS, LONG_ANSWERS), slo=SLO, adviser=advise)
+    load = drift(RATE, seed, LONG_PROMPTS, LONG_ANSWERS)
+    moving = planning.simulate(cluster("5P1D"), load, slo=SLO, adviser=keeping_two)
     moves = [note for note in moving.notes if "became" in note]
     assert moving.attainment is not None
     assert moving.attainment >= 0.9
