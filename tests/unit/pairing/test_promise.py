@@ -104,7 +104,7 @@ def test_routing_and_prediction_have_the_same_terms(
     assert choice is not None
     score, told = dict(choice.score), predict(asked, source, target, link)
     assert told.queue_s + told.own_s == pytest.approx(score["prefill_s"])
-    assert (told.own_s * (0.5 + min(4, len(sizes))), told.step_s) == pytest.approx((score["work_s"], score["step_s"]))
+    assert (told.own_s * (1 + min(4, len(sizes))), told.step_s) == pytest.approx((score["work_s"], score["step_s"]))
     assert told.link_s == pytest.approx(score["link_s"])
     assert told.ttft_s >= told.queue_s + told.own_s + told.link_s
 

@@ -42,9 +42,9 @@ class TrafficAware:
     fastest are taken to be equally fast, since measured seconds scatter, and so is a port that was not measured yet;
     only slower ones are judged by their own steps."""
 
-    work_weight: float = weight(0.5)
+    work_weight: float = weight(1.0)
     max_crowd: float = weight(4.0)
-    delay_weight: float = weight(0.5)
+    delay_weight: float = weight(1.0)
     tail_share: float = weight(TAIL_SHARE)
     line_s: float = weight(5.0)
     pool_weight: float = weight(0.02)

@@ -203,13 +203,13 @@ def prefill_terms(sizes: Sequence[int], queued: int, lacks: int, cost: PrefillCo
     """Return prefill_s, work_s and delay_s as the docstring has them. Prompts of as many bits as this one count as
     shorter and as longer by halves."""
     own_s, pace_s, bits = cost.seconds(lacks), cost.token_s + cost.step_s / cost.chunk_tokens, lacks.bit_length()
-    work_s = (0.5 + min(4, len(sizes))) * own_s
+    work_s = (1 + min(4, len(sizes))) * own_s
     if not sizes:
         return [queued * pace_s + own_s, work_s, 0.0]
     alike = [size for size in sizes if size.bit_length() == bits]
     shorter = sum(size for size in sizes if size.bit_length() < bits) + sum(alike) // 2
     longer = sum(size.bit_length() > bits for size in sizes) + len(alike) / 2
-    return [min(2 * shorter + lacks, sum(sizes)) * pace_s + own_s, work_s, 0.5 * longer * lacks * pace_s]
+    return [min(2 * shorter + lacks, sum(sizes)) * pace_s + own_s, work_s, longer * lacks * pace_s]
 
 
 def decode_terms(load: DecodeLoad, num_tokens: int, lacks: int) -> list[float]:

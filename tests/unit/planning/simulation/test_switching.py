@@ -43,7 +43,6 @@ def cluster(shape: str) -> Cluster:
         token_bytes=70_272,
         num_pushes=10,
         latency_s=0.002,
-        pairing=pd.PairingConfig(max_queued_per_decode=4),
     )
 
 
