@@ -31,6 +31,7 @@ NAMED_BY = {
     "policies": ("setting", "policy"),
     "queues": ("queue", "rho"),
     "recording": (),
+    "routing": ("setting", "policy"),
     "sessions": ("policy",),
     "speed": ("policy",),
 }
@@ -160,6 +161,31 @@ def policies(lines: list[Line]) -> str:
     )
 
 
+def routing(lines: list[Line]) -> str:
+    """Shares of the requests within the SLO at one rate, and those of `traffic_aware` over the best other ones."""
+    shares = [
+        (*(line[name] for name in ("setting", "num_requests", "req_s", "policy")), _shares(line), line["mean"])
+        for line in lines
+        if "policy" in line
+    ]
+    ratios = [
+        (line["setting"], line["over_the_best_other"], line["asked"], line["over_the_best_other"] >= line["asked"])
+        for line in lines
+        if "over_the_best_other" in line
+    ]
+    return "\n\n".join(
+        (
+            table(("setting", "requests", "requests/s", "policy", "attainment of each seed", "mean"), shares),
+            "`traffic_aware` over the best of the others:",
+            table(("setting", "ratio", "asked", "met"), ratios),
+        )
+    )
+
+
+def _shares(line: Line) -> str:
+    return ", ".join(f"{share:.3f}" for share in line["attainment"])
+
+
 def overload(lines: list[Line]) -> str:
     """Goodput as a share of the knee's."""
     fields = ("setting", "num_requests", "num_seeds", "knee_req_s", "factor")
@@ -250,6 +276,12 @@ CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Lin
         policies,
         "requests/s within the SLO",
         _bars("policy", "goodput_req_s", lambda line: line["setting"]),
+    ),
+    "routing": (
+        "Policies at one rate, on traces and on conversations of several turns, simulated",
+        routing,
+        "mean attainment",
+        _bars("policy", "mean", lambda line: line["setting"]),
     ),
     "overload": (
         "Overload with a promise and without, simulated",
