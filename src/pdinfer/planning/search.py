@@ -44,7 +44,8 @@ class SearchedPlan(Value):
     `name` is "P3x3D4" for three prefills of 3 nodes and a decode of 4. `capacity` is the most requests per second by
     closed forms, `binding` what limits it there. `attainment` and `goodput` (requests per second) are means over seeds,
     None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
-    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best.
+    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best. `runs`
+    are the simulations, one of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SearchedPlan(Value):
     mean_tpot_ms: float | None = None
     is_pareto: bool = False
     why_not: str = ""
+    runs: tuple[Summary, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -263,7 +265,7 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
     for at, (plan, made) in enumerate(ranked):
         runs = list[Summary]()
         for seed in SEEDS:
-            runs.append(simulate(made, load, slo=slo, seed=seed))
+            runs.append(simulate(made, load, slo=slo, seed=seed, num_gpus=plan.cluster.num_ranks, name=plan.name))
             tell(at * len(SEEDS) + seed + 1, len(ranked) * len(SEEDS))
         attained, good, ttft_ms, tpot_ms = (
             fmean(missing if (value := getattr(run, name)) is None else value for run in runs)
@@ -274,8 +276,16 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
                 ("mean_tpot_ms", math.inf),
             )
         )
-        found = attrs.evolve(plan, attainment=attained, goodput=good, mean_ttft_ms=ttft_ms, mean_tpot_ms=tpot_ms)
-        seen.append(found)
+        seen.append(
+            attrs.evolve(
+                plan,
+                attainment=attained,
+                goodput=good,
+                mean_ttft_ms=ttft_ms,
+                mean_tpot_ms=tpot_ms,
+                runs=tuple(runs),
+            )
+        )
     seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))
     best = seen[0]
     return [

@@ -74,6 +74,17 @@ def test_the_best_comes_first_and_the_others_say_why_they_lost() -> None:
     assert found(6, 8000, 20)[0].attainment != found(6, 8000, 20)[1].attainment
 
 
+def test_what_was_simulated_is_drawn_by_plan() -> None:
+    """Two plans with three seeds each make six points, in goodput per GPU of all 48."""
+    simulated = [plan for plan in found() if plan.runs]
+    assert [plan.name for plan in simulated] == [plan.name for plan in found() if plan.attainment is not None]
+    columns = bench.plots.goodput_frontier({plan.name: plan.runs for plan in simulated}).columns
+    assert sorted(columns["run"]) == sorted(3 * [plan.name for plan in simulated])
+    for plan in simulated:
+        drawn = columns["goodput_per_gpu"][columns["run"] == plan.name]
+        assert drawn.mean() * 48 == pytest.approx(plan.goodput, rel=1e-3)
+
+
 def test_a_plan_that_another_beats_in_everything_is_not_pareto() -> None:
     plan = attrs.evolve(found()[0], attainment=0.9, capacity=2.0, mean_ttft_ms=5.0, mean_tpot_ms=5.0)
     for name, better, worse in (
