@@ -2,6 +2,7 @@
 
     python benchmarks/goodput.py CASE [--traces DIR] [--settings conversation,azure] [--requests N]
 
+    calibration real engines: two processes, calibrated on half of their loads, against the other half (a minute, quiet)
     checks      the honesty checks on the rows of a published study
     decisions   microseconds that a Pairing takes for each request that it sends on, at several sizes
     overload    simulated: goodput beyond the knee, with a promise and without (minutes; --settings and --requests)
@@ -29,7 +30,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CASES = ("checks", "decisions", "overload", "policies", "queues", "recording", "routing", "sessions", "speed")
+CASES = (
+    *(
+        "calibration",
+        "checks",
+        "decisions",
+        "overload",
+        "policies",
+        "queues",
+        "recording",
+        "routing",
+        "sessions",
+        "speed",
+    ),
+)
 NEED_TRACES = ("overload", "policies", "routing", "speed")
 
 

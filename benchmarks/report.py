@@ -25,6 +25,7 @@ Panels = dict[str, list[tuple[str, float]]]
 """The bars of each panel of a plot: a name and a height."""
 
 NAMED_BY = {
+    "calibration": ("req_s", "metric"),
     "checks": (),
     "decisions": ("ports", "prompt_tokens", "policy"),
     "overload": ("setting", "factor", "door"),
