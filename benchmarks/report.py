@@ -115,6 +115,13 @@ def _cell(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def calibration(lines: list[Line]) -> str:
+    """What was predicted of engines in two processes, over what was seen."""
+    fields = ("req_s", "metric", "predicted", "seen", "ratio", "asked")
+    rows = [[line[field] for field in fields] for line in lines if "ratio" in line]
+    return table(("requests/s", "metric", "predicted, ms", "seen, ms", "ratio", "asked"), rows)
+
+
 def checks(lines: list[Line]) -> str:
     """The study's rows."""
     line = lines[0]
@@ -309,6 +316,12 @@ CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Lin
         queues,
         "wait over that of the formula",
         _bars("queue", "ratio", lambda line: f"rho {line['rho']}"),
+    ),
+    "calibration": (
+        "What calibrated steps predict of engines in two processes",
+        calibration,
+        "predicted over seen",
+        _bars("metric", "ratio", lambda line: f"{line.get('req_s')} requests/s"),
     ),
     "recording": ("What recording costs", recording, "share of a core", _bars("case", "share_of_a_core")),
 }
