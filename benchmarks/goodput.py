@@ -2,12 +2,14 @@
 
     python benchmarks/goodput.py CASE [--traces DIR] [--settings conversation,azure] [--requests N]
 
+    calibration real engines: two processes, calibrated on half of their loads, against the other half (a minute, quiet)
     checks      the honesty checks on the rows of a published study
     decisions   microseconds that a Pairing takes for each request that it sends on, at several sizes
     overload    simulated: goodput beyond the knee, with a promise and without (minutes; --settings and --requests)
     policies    simulated: the goodput of six policies on real traces (hours; --settings and --requests take some)
     queues      the simulator against the formulas of queues (half an hour)
     recording   what the bench costs while it records
+    routing     simulated: six policies at one rate, on the same traces and on sessions (minutes; --settings)
     sessions    real engines: conversations with shared prefixes, 3 policies in turns (a quarter of an hour, quiet)
     speed       the simulator's, on a whole trace
 
@@ -28,8 +30,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CASES = ("checks", "decisions", "overload", "policies", "queues", "recording", "sessions", "speed")
-NEED_TRACES = ("overload", "policies", "speed")
+CASES = (
+    *(
+        "calibration",
+        "checks",
+        "decisions",
+        "overload",
+        "policies",
+        "queues",
+        "recording",
+        "routing",
+        "sessions",
+        "speed",
+    ),
+)
+NEED_TRACES = ("overload", "policies", "routing", "speed")
 
 
 def main() -> None:

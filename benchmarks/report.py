@@ -25,12 +25,14 @@ Panels = dict[str, list[tuple[str, float]]]
 """The bars of each panel of a plot: a name and a height."""
 
 NAMED_BY = {
+    "calibration": ("req_s", "metric"),
     "checks": (),
     "decisions": ("ports", "prompt_tokens", "policy"),
     "overload": ("setting", "factor", "door"),
     "policies": ("setting", "policy"),
     "queues": ("queue", "rho"),
     "recording": (),
+    "routing": ("setting", "policy"),
     "sessions": ("policy",),
     "speed": ("policy",),
 }
@@ -113,6 +115,13 @@ def _cell(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def calibration(lines: list[Line]) -> str:
+    """What was predicted of engines in two processes, over what was seen."""
+    fields = ("req_s", "metric", "predicted", "seen", "ratio", "asked")
+    rows = [[line[field] for field in fields] for line in lines if "ratio" in line]
+    return table(("requests/s", "metric", "predicted, ms", "seen, ms", "ratio", "asked"), rows)
+
+
 def checks(lines: list[Line]) -> str:
     """The study's rows."""
     line = lines[0]
@@ -158,6 +167,31 @@ def policies(lines: list[Line]) -> str:
             table(("setting", "over", "ratio", "asked", "met"), ratios),
         )
     )
+
+
+def routing(lines: list[Line]) -> str:
+    """Shares of the requests within the SLO at one rate, and those of `traffic_aware` over the best other ones."""
+    shares = [
+        (*(line[name] for name in ("setting", "num_requests", "req_s", "policy")), _shares(line), line["mean"])
+        for line in lines
+        if "policy" in line
+    ]
+    ratios = [
+        (line["setting"], line["over_the_best_other"], line["asked"], line["over_the_best_other"] >= line["asked"])
+        for line in lines
+        if "over_the_best_other" in line
+    ]
+    return "\n\n".join(
+        (
+            table(("setting", "requests", "requests/s", "policy", "attainment of each seed", "mean"), shares),
+            "`traffic_aware` over the best of the others:",
+            table(("setting", "ratio", "asked", "met"), ratios),
+        )
+    )
+
+
+def _shares(line: Line) -> str:
+    return ", ".join(f"{share:.3f}" for share in line["attainment"])
 
 
 def overload(lines: list[Line]) -> str:
@@ -251,6 +285,12 @@ CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Lin
         "requests/s within the SLO",
         _bars("policy", "goodput_req_s", lambda line: line["setting"]),
     ),
+    "routing": (
+        "Policies at one rate, on traces and on conversations of several turns, simulated",
+        routing,
+        "mean attainment",
+        _bars("policy", "mean", lambda line: line["setting"]),
+    ),
     "overload": (
         "Overload with a promise and without, simulated",
         overload,
@@ -276,6 +316,12 @@ CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Lin
         queues,
         "wait over that of the formula",
         _bars("queue", "ratio", lambda line: f"rho {line['rho']}"),
+    ),
+    "calibration": (
+        "What calibrated steps predict of engines in two processes",
+        calibration,
+        "predicted over seen",
+        _bars("metric", "ratio", lambda line: f"{line.get('req_s')} requests/s"),
     ),
     "recording": ("What recording costs", recording, "share of a core", _bars("case", "share_of_a_core")),
 }

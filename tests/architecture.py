@@ -75,6 +75,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning.profiles": (("profile",),),
     "planning.simulation": (
         ("simulator",),
+        ("switching",),
         ("view",),
         ("prefill", "decode"),
         ("tables", "links", "learning"),

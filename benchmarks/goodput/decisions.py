@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 import pdinfer as pd
+from pdinfer.config import SLO
 from pdinfer.kv.prefix import KeyScheme, count_known
 from pdinfer.stats import DecodeCost, DecodeLoad, PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.types import PeerAddress, RequestLimits
@@ -104,14 +105,13 @@ def fleet(num_prefills: int, num_decodes: int, prompt: tuple[int, ...], cached_p
     ]
 
 
-def microseconds(ports: Sequence[Sequence[Any]], prompt: tuple[int, ...], policy: pd.policy.Policy) -> Line:
+def microseconds(size: tuple[int, int, int], prompt: tuple[int, ...], policy: pd.policy.Policy) -> Line:
     """Time a step that sends on all waiting requests, and steps that send one of them on while the others wait."""
-    prefills, decodes = ports
+    num_prefills, num_decodes, cached_pages = size
     sampling = pd.SamplingParams(max_new_tokens=64, seed=0)
     at_once, one_by_one = [], []
     for _ in range(ROUNDS):
-        for port in decodes:
-            port.num_waiting = 0
+        prefills, decodes = fleet(num_prefills, num_decodes, prompt, cached_pages)
         most = WAITING // len(decodes) + 1
         config = pd.PairingConfig(max_queued_requests=WAITING, max_queued_per_decode=most)
         pairing = pd.Pairing(prefills, decodes, policy=policy, config=config)
@@ -137,18 +137,42 @@ def microseconds(ports: Sequence[Sequence[Any]], prompt: tuple[int, ...], policy
     }
 
 
+def submits(prompt: tuple[int, ...]) -> Iterator[Line]:
+    """What `submit` takes at 4P4D, without a promise and with one that all keep, in turns."""
+    took: dict[SLO | None, list[float]] = {None: [], SLO(ttft_s=1e5, tpot_s=10.0): []}
+    sampling = pd.SamplingParams(max_new_tokens=64, seed=0)
+    requests = [pd.Request(request_id=str(number), prompt=prompt, sampling=sampling) for number in range(300)]
+    for _ in range(3 * ROUNDS):
+        for slo, seconds in took.items():
+            config = pd.PairingConfig(max_queued_requests=len(requests), slo=slo)
+            pairing = pd.Pairing(*fleet(4, 4, prompt, 1000), config=config)
+            pairing.step()
+            began = time.thread_time()
+            for request in requests:
+                pairing.submit(request)
+            seconds.append((time.thread_time() - began) / len(requests))
+    for slo, seconds in took.items():
+        yield {
+            "ports": "4P4D",
+            "prompt_tokens": len(prompt),
+            "cached_pages": 1000,
+            "policy": "submit with a promise" if slo else "submit",
+            "us_per_request": round(statistics.median(seconds) * 1e6, 1),
+        }
+
+
 def decisions() -> Iterator[Line]:
-    """What a request costs the Pairing, with 1000 waiting."""
+    """What a request costs the Pairing, with 1000 waiting, and what it costs to take one."""
     draw = random.Random(1)
     sizes = ((2, 2, 1000, 1000), (8, 8, 1000, 1000), (16, 32, 1000, 1000), (16, 32, 32_768, 100_000))
     for num_prefills, num_decodes, num_tokens, cached_pages in sizes:
         prompt = tuple(draw.randrange(100_000) for _ in range(num_tokens))
-        ports = fleet(num_prefills, num_decodes, prompt, cached_pages)
         for name in ("round_robin", "least_tokens", "power_of_two", "cache_aware", "traffic_aware"):
             yield {
                 "ports": f"{num_prefills}P{num_decodes}D",
                 "prompt_tokens": num_tokens,
                 "cached_pages": cached_pages,
                 "policy": name,
-                **microseconds(ports, prompt, getattr(pd.policy, name)),
+                **microseconds((num_prefills, num_decodes, cached_pages), prompt, getattr(pd.policy, name)),
             }
+    yield from submits(tuple(draw.randrange(100_000) for _ in range(1000)))

@@ -35,7 +35,7 @@ def overload(
         count = num_requests or setting.num_requests
         cluster = setting.cluster()
         guarded = attrs.evolve(cluster, pairing=pd.PairingConfig(slo=setting.slo))
-        load_at = _answers if name == "decode-bound" else _replayed(folder / setting.trace)
+        load_at = _answers if name == "decode-bound" else replayed(folder / setting.trace)
 
         def run(rate: float, seed: int, *, door: bool) -> bench.Summary:
             cluster_of = guarded if door else cluster  # noqa: B023 - called in this turn alone
@@ -72,7 +72,9 @@ def _mean(summaries: Sequence[bench.Summary]) -> tuple[float, float]:
     )
 
 
-def _replayed(path: Path) -> Callable[[float, int | None, int], bench.Load]:
+def replayed(path: Path) -> Callable[[float, int | None, int], bench.Load]:
+    """Return the function that gives the first so many requests of a trace at a rate, spread by a seed."""
+
     def load_at(rate: float, count: int | None, seed: int) -> bench.Load:
         trace = trace_of(path, seed)
         chosen = trace.arrivals[:count]

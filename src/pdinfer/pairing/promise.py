@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
@@ -24,6 +24,9 @@ MAX_WEIGHT = 64
 """A mean of answers follows the last ones as if there had been this many."""
 FEW_ANSWERS = 8
 """A class with fewer answers is taken to be like all of them."""
+LATE_ONE_IN, MOST_LATE = 100, 10
+"""After a hundred requests in a row that it took, a door takes one that would miss, and after a thousand ten: below the
+rate that ports bear these are rare, and nobody gains by a refusal. One that it refused ends the row."""
 
 
 # -- the terms of a prediction ----------------------------------------------------------------------------------------
@@ -31,7 +34,8 @@ FEW_ANSWERS = 8
 
 def at_prefill(load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
     """Return, for a prompt of which `size` tokens have to be computed, the seconds until its turn, those that it takes,
-    and how many longer prompts it overtakes.
+    and those by which all the longer prompts that it overtakes are later, together. They wait for its tokens, and not
+    for steps of their own.
 
     Half of a prefill's steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
     and itself, or after all of its queue and itself, whichever is sooner."""
@@ -45,7 +49,7 @@ def at_prefill(load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, 
     if bits < len(queued):  # of about its own size: half of them are shorter
         shorter += queued[bits] // 2
         longer += counts[bits] / 2
-    return min(2 * shorter + size, sum(queued)) * token_s, own_s, longer
+    return min(2 * shorter + size, sum(queued)) * token_s, own_s, longer * size * token_s
 
 
 def at_decode(load: DecodeLoad, cost: DecodeCost, num_tokens: int, known: int) -> tuple[int, float, float]:
@@ -115,14 +119,21 @@ def predict(
     It is expected to be answered with `new_tokens`, and grows by half of them on average. Those that run take
     `answer_tokens` each: with n of them one ends, and leaves its slot and pages, every 1/n of that many steps. 0 is not
     known, and then no line takes time."""
+    held = tuple(shape.found_at([prefill.address, decode.address]))
+    return _told(shape, (prefill, decode, link), held, new_tokens=new_tokens, answer_tokens=answer_tokens)
+
+
+def _told(
+    shape: RequestShape, pair: Pair, held: Sequence[int], *, new_tokens: float, answer_tokens: float
+) -> Prediction:
+    """Return the prediction for a pair whose pages hold so many tokens of the request, each."""
+    (prefill, decode, link), (at_source, at_target) = pair, held
     num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-    known, held = shape.found_at([prefill.address, decode.address])
-    queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - known))
-    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), held)
+    queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - at_source))
+    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), at_target)
     pace_s = step_s / max(1.0, decode.accept_length)
-    line_s = _share_to_end(decode, num_tokens - held) * answer_tokens * pace_s
-    num_bytes = TAIL_SHARE * (num_tokens - held) * decode.token_bytes
-    link_s = 0.0 if link is None else over_link(link, num_bytes)
+    line_s = _share_to_end(decode, num_tokens - at_target) * answer_tokens * pace_s
+    link_s = 0.0 if link is None else over_link(link, TAIL_SHARE * (num_tokens - at_target) * decode.token_bytes)
     return Prediction(line_s=line_s, queue_s=queue_s, own_s=own_s, link_s=link_s, step_s=pace_s)
 
 
@@ -186,7 +197,8 @@ class Coming:
 
 
 class Door:
-    """Takes the requests for which some pair would keep `slo`, by what was seen at the last `look` and who came since.
+    """Takes the requests for which some pair would keep `slo`, by what was seen at the last `look` and who came since,
+    and the few for which none would when these are rare (LATE_ONE_IN).
 
     A request waits only for those of its priority and above. Limits that a port would miss with nothing else to do are
     no reason to refuse: waiting would not help, and a port that was slow once would stay shut for good. A port that was
@@ -201,9 +213,10 @@ class Door:
         self._links = Links()
         self._at = -math.inf
         self._turn = 0
+        self._num_in_row = 0
         self._coming: list[Coming] = []
         self._lowest: float = math.inf
-        self._ports = _Ports({}, {})
+        self._ports = _Ports((), ())
         self._from: dict[int, _Ports] = {}
 
     def look(
@@ -215,14 +228,14 @@ class Door:
         now: float,
     ) -> None:
         """See the loads of the ports, their links, and the requests under way. Loads count those that have ports."""
-        self._ports, self._links, self._at = _Ports(dict(prefills), dict(decodes)), links, now
+        self._ports, self._links, self._at = _Ports(prefills.values(), decodes.values()), links, now
         self._from = {}
         everybody = list(coming)
         self._coming = [one for one in everybody if one.prefill is not None]
         self._lowest = min((one.priority for one in self._coming), default=math.inf)
         for one in everybody:
             if one.prefill is None and prefills and decodes:
-                self._add(attrs.evolve(one, prefill=self._ports.idlest_prefill, decode=self._ports.idlest_decode))
+                self._add(Coming(one.priority, one.to_compute, one.waiting_tokens, *self._ports.idlest))
 
     def take(self, shape: RequestShape, kind: Class, expected: int | None, now: float) -> None:
         """Count a request among those that come. Raise Overloaded, and count nothing, if no pair would keep the SLO.
@@ -230,36 +243,37 @@ class Door:
         `expected` is how many tokens its answer takes, if its host knows. A pair in turn is asked first, and all ports
         only if that one would miss: most requests are taken by the first."""
         new_tokens = min(self.answers.expect(kind) if expected is None else expected, shape.max_new_tokens)
-        ports, answer_tokens = self._seen_from(shape.priority), self.answers.expect()
+        ports, age_s = self._seen_from(shape.priority), now - self._at
+        expects = {"new_tokens": new_tokens, "answer_tokens": self.answers.expect()}
         self._turn += 1
         pair = ports.in_turn(shape, self._links, self._turn)
         if pair is not None:
             found, at = shape.found_tokens, pair[0].address
             known = found.at_prefill(at) if isinstance(found, TokensByPort) else found.get(at, 0)
-            first = attrs.evolve(shape, found_tokens={at: known})
-            told = predict(first, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
-            if self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at) is None:
-                self._take(first, pair[0], pair[1])
+            if self._refusal(shape, pair, _told(shape, pair, (known, 0), **expects), age_s) is None:
+                self._take(shape, pair, known)
                 return
         pair = ports.soonest(shape, self._links)
         if pair is not None:  # who waits for a port or a link waits in the queue
-            told = predict(shape, *pair, new_tokens=new_tokens, answer_tokens=answer_tokens)
-            refusal = self._refusal(shape, pair[0], pair[1], told, age_s=now - self._at)
+            held = shape.found_at([pair[0].address, pair[1].address])
+            refusal = self._refusal(shape, pair, _told(shape, pair, held, **expects), age_s)
             if refusal is not None:
-                raise refusal
-            self._take(shape, pair[0], pair[1])
+                if self._num_in_row < LATE_ONE_IN:
+                    self._num_in_row = 0
+                    raise refusal
+                self._num_in_row -= LATE_ONE_IN
+            self._take(shape, pair, held[0])
 
-    def _take(self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad) -> None:
+    def _take(self, shape: RequestShape, pair: Pair, known: int) -> None:
+        self._num_in_row = min(MOST_LATE * LATE_ONE_IN, self._num_in_row + 1)
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-        known = shape.found_tokens.get(prefill.address, 0)
-        self._add(Coming(shape.priority, max(1, num_tokens - known), num_tokens, prefill.address, decode.address))
+        to_compute = max(1, num_tokens - known)
+        self._add(Coming(shape.priority, to_compute, num_tokens, pair[0].address, pair[1].address))
 
-    def _refusal(
-        self, shape: RequestShape, prefill: PrefillLoad, decode: DecodeLoad, told: Prediction, *, age_s: float
-    ) -> Overloaded | None:
+    def _refusal(self, shape: RequestShape, pair: Pair, told: Prediction, age_s: float) -> Overloaded | None:
         """Return why a request would miss at a pair because of others, or None if it would not."""
         limit_s, step_limit_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s
-        reasons, retry_s, ttft_s = [], 0.0, told.ttft_s
+        (prefill, decode, _), reasons, retry_s, ttft_s = pair, list[str](), 0.0, told.ttft_s
         if limit_s is not None and ttft_s > limit_s:
             next_s = prefill.cost.seconds(_chunk(prefill))
             late_s = min(ttft_s - limit_s, told.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
@@ -280,7 +294,7 @@ class Door:
         if priority <= self._lowest:
             return self._ports
         if priority not in self._from:
-            ports = _Ports(dict(self._ports.prefills), dict(self._ports.decodes))
+            ports = _Ports(self._ports.prefills, self._ports.decodes)
             for one in self._coming:
                 if one.priority < priority:
                     ports.count(one, -1)
@@ -296,33 +310,36 @@ class Door:
                 ports.count(one, 1)
 
 
-@attrs.define
 class _Ports:
     """Loads of both sides, with requests counted in or out."""
 
-    prefills: dict[PeerAddress, PrefillLoad]
-    decodes: dict[PeerAddress, DecodeLoad]
+    def __init__(self, prefills: Iterable[PrefillLoad], decodes: Iterable[DecodeLoad]) -> None:
+        self.prefills, self.decodes = list(prefills), list(decodes)
+        self._prefill_at = {load.address: at for at, load in enumerate(self.prefills)}
+        self._decode_at = {load.address: at for at, load in enumerate(self.decodes)}
 
     @property
-    def idlest_prefill(self) -> PeerAddress:
-        return min(self.prefills, key=lambda at: self.prefills[at].num_queued_tokens)
-
-    @property
-    def idlest_decode(self) -> PeerAddress:
-        return min(self.decodes, key=lambda at: self.decodes[at].num_waiting_requests)
+    def idlest(self) -> tuple[PeerAddress, PeerAddress]:
+        """The prefill with the fewest tokens queued, and the decode with the shortest line."""
+        return (
+            min(self.prefills, key=lambda load: load.num_queued_tokens).address,
+            min(self.decodes, key=lambda load: load.num_waiting_requests).address,
+        )
 
     def count(self, one: Coming, sign: int) -> None:
         """Count a request in (1) or out (-1)."""
-        prefill = self.prefills.get(one.prefill) if one.prefill is not None else None
-        if prefill is not None:
-            self.prefills[prefill.address] = changed(
+        at = self._prefill_at.get(one.prefill) if one.prefill is not None else None
+        if at is not None:
+            prefill, size = self.prefills[at], one.to_compute
+            self.prefills[at] = changed(
                 prefill,
-                num_queued_tokens=max(0, prefill.num_queued_tokens + sign * one.to_compute),
-                queued=prefill.queued.plus([one.to_compute]) if sign > 0 else _minus(prefill.queued, one.to_compute),
+                num_queued_tokens=max(0, prefill.num_queued_tokens + sign * size),
+                queued=prefill.queued.plus([size]) if sign > 0 else _minus(prefill.queued, size),
             )
-        decode = self.decodes.get(one.decode) if one.decode is not None else None
-        if decode is not None and one.waiting_tokens:
-            self.decodes[decode.address] = changed(
+        at = self._decode_at.get(one.decode) if one.decode is not None and one.waiting_tokens else None
+        if at is not None:
+            decode = self.decodes[at]
+            self.decodes[at] = changed(
                 decode,
                 num_waiting_requests=max(0, decode.num_waiting_requests + sign),
                 num_waiting_tokens=max(0, decode.num_waiting_tokens + sign * one.waiting_tokens),
@@ -332,8 +349,7 @@ class _Ports:
         """Return the pair whose turn it is, or None if it does not hold the request or reach each other."""
         if not self.prefills or not self.decodes:
             return None
-        prefill = list(self.prefills.values())[turn % len(self.prefills)]
-        decode = list(self.decodes.values())[turn % len(self.decodes)]
+        prefill, decode = self.prefills[turn % len(self.prefills)], self.decodes[turn % len(self.decodes)]
         link = links.between(prefill.address, decode.address)
         fits = _holds(prefill, shape) and _holds(decode, shape) and (link is not None or not links)
         return (prefill, decode, link) if fits else None
@@ -343,8 +359,8 @@ class _Ports:
         among those that reach it; None where no two ports reach each other. Each of the N prefills and M decodes is
         judged once, and not N * M pairs."""
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
-        decodes = [load for load in self.decodes.values() if _holds(load, shape)]
-        prefills = [load for load in self.prefills.values() if _holds(load, shape)]
+        decodes = [load for load in self.decodes if _holds(load, shape)]
+        prefills = [load for load in self.prefills if _holds(load, shape)]
         while decodes and prefills:
             steps = [at_decode(load, load.cost, num_tokens, 0) for load in decodes]
             decode = decodes.pop(steps.index(min(steps)))

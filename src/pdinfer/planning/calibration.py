@@ -20,6 +20,8 @@ from pdinfer.errors import ConfigError
 from pdinfer.execution.warm_up import WarmUp
 from pdinfer.planning.simulation import StepRows
 from pdinfer.planning.simulation.deployment import StepSeconds
+from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
+from pdinfer.types import PeerAddress
 from pdinfer.values import Value
 
 FACTORS = ("prefill.fixed_s", "prefill.scale", "decode.fixed_s", "decode.scale")
@@ -96,7 +98,7 @@ class Cost(Value):
     at_bounds: tuple[str, ...]
 
 
-Rows = MeasuredStep | Burst | WarmUp | Summary
+Rows = MeasuredStep | Burst | WarmUp | Summary | PairingStats
 
 
 @attrs.frozen
@@ -112,15 +114,18 @@ class _Row:
 def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], holdout: float = 0.5) -> Cost:
     """Fit `prior` = (prefill, decode), such as two rooflines, to what was measured.
 
-    Rows are steps; bursts; warm-ups, of which the second of an engine is steady; and summaries of runs without drafts,
-    which tell a decode step by TPOT and concurrency, and with one request at a time a prefill. Of each kind `holdout`
-    of the rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some, where
+    Rows are steps; bursts; warm-ups, of which the second of an engine is steady; summaries of runs without drafts,
+    which tell a decode step by TPOT and concurrency, and with one request at a time a prefill; and the stats of one
+    Pairing after each of its steps, which tell the steps of its engines (`_of_stats`). Of each kind `holdout` of the
+    rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some, where
     the fits of both parts disagree by more than a quarter, and where held-out rows are further from what is predicted:
     then rows are of different settings, or the prior has the wrong shape.
     """
     if not is_number(holdout) or not 0.1 <= holdout <= 0.9:
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
-    found = sorted((seen for row in rows for seen in _seen(row, prior)), key=lambda row: (row.kind, sum(row.terms)))
+    measured = list(rows)
+    measured += _of_stats([row for row in measured if isinstance(row, PairingStats)])
+    found = sorted((seen for row in measured for seen in _seen(row, prior)), key=lambda row: (row.kind, sum(row.terms)))
     if not found:
         raise ConfigError("calibrate got no step and no burst")
     kept, held, kinds = list[_Row](), list[_Row](), sorted({row.kind for row in found})
@@ -161,8 +166,8 @@ def _seen(row: Rows, prior: tuple[StepSeconds, StepSeconds]) -> Iterator[_Row]:
     elif isinstance(row, WarmUp | Summary):
         for step in _of_warm_up(row) if isinstance(row, WarmUp) else _of_summary(row):
             yield from _seen(step, prior)
-    else:
-        raise ConfigError(f"calibrate takes steps, bursts, warm-ups and summaries, got {clip(row)}")
+    elif not isinstance(row, PairingStats):
+        raise ConfigError(f"calibrate takes steps, bursts, warm-ups, summaries and stats, got {clip(row)}")
 
 
 def _row(
@@ -224,6 +229,28 @@ def _of_summary(summary: Summary) -> Iterator[MeasuredStep]:
     yield MeasuredStep(kind="decode", rows=decode, seconds=found["median_tpot_ms"] / 1e3)
     if found["concurrency"] <= 1.0 and not summary.cached_tokens:
         yield MeasuredStep(kind="prefill", rows=_prompt(prompt), seconds=found["mean_ttft_ms"] / 1e3)
+
+
+def _of_stats(told: Sequence[PairingStats]) -> Iterator[MeasuredStep]:
+    """Yield the steps between the stats of one Pairing, taken after each of its steps.
+
+    What an engine has computed since the stats before is one step, unless it is more than one can have: the chunk of a
+    prefill, or all requests of a decode. A prefill step is taken to be of one prompt from its first token, since loads
+    do not tell more. Steps with drafts, and those of an engine that was not there before, are left out."""
+    before: dict[PeerAddress, PrefillLoad | DecodeLoad] = {}
+    for stats in told:
+        for load in stats.loads:
+            known = before.get(load.address)
+            if known is not None and load.busy_s > known.busy_s:
+                count, took_s = load.num_tokens - known.num_tokens, load.busy_s - known.busy_s
+                if isinstance(load, PrefillLoad) and 0 < count <= (load.cost.chunk_tokens or count):
+                    yield MeasuredStep(kind="prefill", rows=_prompt(count), seconds=took_s)
+                elif isinstance(load, DecodeLoad) and isinstance(known, DecodeLoad):
+                    most = known.num_running_requests + known.num_granted_requests + known.num_waiting_requests
+                    if 0 < count <= most and load.num_draft_tokens == known.num_draft_tokens:
+                        context = max(count, known.num_running_tokens)
+                        yield MeasuredStep(kind="decode", rows=StepRows(count, count, context, context), seconds=took_s)
+            before[load.address] = load
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class SearchedPlan(Value):
     `name` is "P3x3D4" for three prefills of 3 nodes and a decode of 4. `capacity` is the most requests per second by
     closed forms, `binding` what limits it there. `attainment` and `goodput` (requests per second) are means over seeds,
     None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
-    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best.
+    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best. `runs`
+    are the simulations, one of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SearchedPlan(Value):
     mean_tpot_ms: float | None = None
     is_pareto: bool = False
     why_not: str = ""
+    runs: tuple[Summary, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -87,11 +89,12 @@ def search(
 
     Every way to divide the nodes into equal prefills and equal decodes is tried, experts spread over all ranks of an
     engine. Sizes that memory does not hold are dropped. Closed forms rank the others: prefill steps of PREFILL_TOKENS,
-    the largest batch that keeps the SLO's TPOT, has slots, and fits the pages. The `keep` best are simulated, with the
-    groups of an engine in one step, which takes as long as its fullest rank. `stored` is how the checkpoint is, unless
-    the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of the
-    roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is called
-    with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did not.
+    the largest batch that keeps the SLO's TPOT, has slots, and fits the pages. The `keep` best are simulated: a rank is
+    a port, and a step of an engine lasts as long as that of its fullest rank. `stored` is how the checkpoint is,
+    unless the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of
+    the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is
+    called with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did
+    not.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
@@ -232,42 +235,28 @@ def _divisors(count: int) -> list[int]:
 
 
 def _cluster(shape: str, prefill: _Side, decode: _Side, hardware: Hardware) -> Cluster:
-    """Return what to simulate: an engine's groups step together, so they are one engine with the slots of all."""
-    groups = [side.plan.topology.dp_size for side in (prefill, decode)]
-    pages = [side.plan.num_pages and side.plan.num_pages * side.plan.topology.dp_size for side in (prefill, decode)]
+    """Return what to simulate: each rank of an engine is a port with its own pool and NIC, as in a Pairing, and they
+    step together."""
     layout = prefill.plan.layout
     return cluster(
         shape,
-        prefill_s=_of_fullest(prefill),
-        decode_s=_of_fullest(decode),
+        prefill_s=prefill.step_s,
+        decode_s=decode.step_s,
         prefill={
-            "num_pages": pages[0],
+            "ranks": prefill.plan.topology.dp_size,
+            "num_pages": prefill.plan.num_pages,
             "chunked_prefill_size": -1,
-            "max_prefill_tokens": PREFILL_TOKENS * groups[0],
-            "max_running_requests": SLOTS * groups[0],
+            "max_prefill_tokens": PREFILL_TOKENS,
         },
-        decode={"num_pages": pages[1], "max_running_requests": SLOTS * groups[1]},
+        decode={"ranks": decode.plan.topology.dp_size, "num_pages": decode.plan.num_pages},
+        max_running_requests=SLOTS,
         page_size=layout.page_size,
-        bytes_per_s=hardware.nic_bytes_per_s * min(side.plan.topology.world_size for side in (prefill, decode)),
+        bytes_per_s=hardware.nic_bytes_per_s,
         token_bytes=layout.token_bytes,
         num_pushes=len(layout.layers),
         pairing=PairingConfig(max_queued_requests=1 << 20),
         step_cv=STEP_CV,
     )
-
-
-def _of_fullest(side: _Side) -> Callable[[StepRows], float]:
-    """Return the seconds of an engine's step by the rows of all its groups: those of the group that has the most of
-    them, with rows that are all alike."""
-    groups, step_s = side.plan.topology.dp_size, side.step_s
-
-    def engine_s(rows: StepRows) -> float:
-        count = -(-rows.num_rows // groups)
-        share = count / rows.num_rows
-        tokens = round(rows.num_tokens * share)
-        return step_s(StepRows(count, tokens, rows.num_context_tokens * share, rows.num_pairs * share))
-
-    return engine_s
 
 
 def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: SLO, tell: Tell) -> list[SearchedPlan]:
@@ -276,7 +265,7 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
     for at, (plan, made) in enumerate(ranked):
         runs = list[Summary]()
         for seed in SEEDS:
-            runs.append(simulate(made, load, slo=slo, seed=seed))
+            runs.append(simulate(made, load, slo=slo, seed=seed, num_gpus=plan.cluster.num_ranks, name=plan.name))
             tell(at * len(SEEDS) + seed + 1, len(ranked) * len(SEEDS))
         attained, good, ttft_ms, tpot_ms = (
             fmean(missing if (value := getattr(run, name)) is None else value for run in runs)
@@ -287,8 +276,16 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
                 ("mean_tpot_ms", math.inf),
             )
         )
-        found = attrs.evolve(plan, attainment=attained, goodput=good, mean_ttft_ms=ttft_ms, mean_tpot_ms=tpot_ms)
-        seen.append(found)
+        seen.append(
+            attrs.evolve(
+                plan,
+                attainment=attained,
+                goodput=good,
+                mean_ttft_ms=ttft_ms,
+                mean_tpot_ms=tpot_ms,
+                runs=tuple(runs),
+            )
+        )
     seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))
     best = seen[0]
     return [

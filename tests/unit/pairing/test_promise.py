@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.config import SLO
 from pdinfer.pairing.policy import TrafficAware
-from pdinfer.pairing.promise import FEW_ANSWERS, MAX_CLASSES, MAX_WEIGHT, Answers, Coming, Door, predict
+from pdinfer.pairing.promise import (
+    FEW_ANSWERS,
+    LATE_ONE_IN,
+    MAX_CLASSES,
+    MAX_WEIGHT,
+    MOST_LATE,
+    Answers,
+    Coming,
+    Door,
+    predict,
+)
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
 from pdinfer.types import Link, RequestShape
 from tests.unit.pairing.policy.test_traffic_aware import decode, prefill
@@ -94,7 +104,7 @@ def test_routing_and_prediction_have_the_same_terms(
     assert choice is not None
     score, told = dict(choice.score), predict(asked, source, target, link)
     assert told.queue_s + told.own_s == pytest.approx(score["prefill_s"])
-    assert (told.own_s, told.step_s) == pytest.approx((score["work_s"], score["step_s"]))
+    assert (told.own_s * (1 + min(4, len(sizes))), told.step_s) == pytest.approx((score["work_s"], score["step_s"]))
     assert told.link_s == pytest.approx(score["link_s"])
     assert told.ttft_s >= told.queue_s + told.own_s + told.link_s
 
@@ -201,6 +211,18 @@ def test_a_port_may_have_done_a_step_since_it_was_seen() -> None:
         at = door([queue(*[SECOND] * queued, step_age_s=age_s)], ttft_s=8.0)
         assert takes(at, of=shape(900), now=now) == taken
     assert takes(door([queue(*[SECOND] * 8, step_age_s=1.5)], ttft_s=8.0), of=shape(900))
+
+
+def test_one_in_a_hundred_may_be_late() -> None:
+    """Whoever follows ten prompts of a second would miss the limit of eight."""
+    idle, busy = queue(), queue(*[SECOND] * 10)
+    at = door([busy])
+    assert not takes(at)
+    for num_taken, num_late in ((LATE_ONE_IN, 1), (LATE_ONE_IN - 1, 0), (1, 0), (20 * LATE_ONE_IN, MOST_LATE)):
+        at.look({idle.address: idle}, {quick().address: quick()}, Links(), (), 0.0)
+        assert all(takes(at, of=shape(1)) for _ in range(num_taken))
+        at.look({busy.address: busy}, {quick().address: quick()}, Links(), (), 0.0)
+        assert [takes(at) for _ in range(num_late + 1)] == [True] * num_late + [False]
 
 
 def test_a_high_priority_waits_for_its_own_kind_alone() -> None:

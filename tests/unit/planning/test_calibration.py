@@ -13,6 +13,8 @@ from pdinfer.errors import ConfigError
 from pdinfer.execution.warm_up import WarmUp, WarmUpStep
 from pdinfer.planning import MeasuredStep, StepRows
 from pdinfer.planning.calibration import StepCost, _of_burst
+from pdinfer.stats import DecodeLoad, PairingStats, PrefillCost, PrefillLoad
+from pdinfer.types import PeerAddress
 from tests.unit.planning.published import V3, plan, prompts, running
 
 
@@ -117,6 +119,76 @@ def test_nothing_is_faster_than_a_roofline() -> None:
         assert cost.prefill(each) >= roofline.floor_s(each)
 
 
+Load = PrefillLoad | DecodeLoad
+
+
+def counted(kind: type[Load], num_tokens: int, busy_s: float, **more: Any) -> Load:
+    """Return a load by what its engine has computed so far."""
+    fields: dict[str, Any] = {"num_free_pages": 10, "num_total_pages": 10, "page_size": 64}
+    fields |= {"num_queued_requests": 0, "num_queued_tokens": 0} if kind is PrefillLoad else {}
+    for name in ("waiting_requests", "waiting_tokens", "granted_requests", "running_requests", "running_tokens"):
+        fields |= {f"num_{name}": 0} if kind is DecodeLoad else {}
+    address = PeerAddress(kind.__name__.encode(), 0, 0)
+    return kind(address=address, num_tokens=num_tokens, busy_s=busy_s, **{**fields, **more})
+
+
+def told(*loads: Load) -> PairingStats:
+    return PairingStats(
+        num_queued_requests=0,
+        num_unfinished_requests=0,
+        ended=(),
+        num_retries=0,
+        num_reroutes=0,
+        num_moved=0,
+        num_ports_lost=0,
+        links_down=(),
+        loads=loads,
+    )
+
+
+def test_stats_after_each_step_tell_the_steps_of_engines() -> None:
+    """A prefill takes 0.05 s and 300 us a token, a decode 20 ms and 0.1 ms a sequence more than its prior."""
+    looks, tokens, busy_s = [], [0, 0], [0.0, 0.0]
+    for size in SIZES:
+        batch = size // 50
+        running = {"num_running_requests": batch, "num_running_tokens": 100 * batch}
+        looks.append(
+            told(counted(PrefillLoad, tokens[0], busy_s[0]), counted(DecodeLoad, tokens[1], busy_s[1], **running))
+        )
+        tokens, took = [tokens[0] + size, tokens[1] + batch], (0.05 + 3e-4 * size, 0.02 + decode_s(loaded(batch)))
+        busy_s = [busy_s[0] + took[0], busy_s[1] + took[1]]
+        looks.append(told(counted(PrefillLoad, tokens[0], busy_s[0]), counted(DecodeLoad, tokens[1], busy_s[1])))
+        looks.append(looks[-1])  # nothing has happened
+    cost = planning.calibrate(looks, prior=PRIOR)
+    assert (cost.prefill.fixed_s, cost.prefill.scale) == pytest.approx((0.05, 3.0))
+    assert (cost.decode.fixed_s, cost.decode.scale) == pytest.approx((0.02, 1.0))
+    assert cost.errors == pytest.approx({"prefill": 0.0, "decode": 0.0}, abs=1e-6)
+
+
+def loaded(batch: int) -> StepRows:
+    return StepRows(batch, batch, 100 * batch, 100 * batch)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((PrefillLoad, {}), {"cost": PrefillCost(chunk_tokens=7)}),
+        ((DecodeLoad, {"num_running_requests": 7}), {}),
+        ((DecodeLoad, {"num_running_requests": 8}), {"num_draft_tokens": 3}),
+    ],
+    ids=["more than a chunk", "more than a batch", "drafts"],
+)
+def test_what_may_be_several_steps_is_left_out(before: tuple[type[Load], Any], after: dict[str, Any]) -> None:
+    """Eight tokens in a second."""
+    kind, fields = before
+    looks = [told(counted(kind, 0, 0.0, **fields)), told(counted(kind, 8, 1.0, **after))]
+    with pytest.raises(ConfigError, match="got no step"):
+        planning.calibrate(looks, prior=PRIOR)
+    looks = [told(counted(kind, 0, 0.0, **fields | {"num_free_pages": 9})), told(counted(kind, 7, 1.0))]
+    with pytest.raises(ConfigError, match="at least 4 rows of the kind"):
+        planning.calibrate(looks, prior=PRIOR)
+
+
 def test_a_warm_up_has_steps_of_both_sides() -> None:
     sizes = [1, 2, 4, 8, 16, 32]
     told = [WarmUpStep(kind="prefill", size=size, seconds=2e-4 * size) for size in (16, 4096)] * 2
@@ -155,7 +227,7 @@ def test_too_few_rows_and_other_things_are_refused() -> None:
         planning.calibrate(steps()[:3], prior=PRIOR)
     with pytest.raises(ConfigError, match="calibrate got no step and no burst"):
         planning.calibrate([], prior=PRIOR)
-    with pytest.raises(ConfigError, match="calibrate takes steps, bursts, warm-ups and summaries, got 7"):
+    with pytest.raises(ConfigError, match="calibrate takes steps, bursts, warm-ups, summaries and stats, got 7"):
         planning.calibrate([7], prior=PRIOR)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"holdout must be from 0.1 to 0.9, got 1"):
         planning.calibrate(steps(), prior=PRIOR, holdout=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
+from typing import Any
 
 import attrs
 import pytest
@@ -11,6 +13,7 @@ from pdinfer import bench, planning
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.search import SearchedPlan, _is_better
+from pdinfer.planning.simulation import Cluster
 from pdinfer.testing import tiny_config
 from tests.unit.planning.published import V3
 
@@ -36,6 +39,25 @@ def test_plans_use_all_nodes_and_are_checked_clusters() -> None:
             assert engine.topology.ep_size == engine.topology.world_size >= 16  # a node does not hold the weights
 
 
+def test_every_rank_of_an_engine_is_simulated_as_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share one pool and one queue would divide every burst evenly, which no routing does."""
+    seen: list[Cluster] = []
+
+    def watching(cluster: Cluster, *args: Any, **more: Any) -> bench.Summary:
+        seen.append(cluster)
+        return planning.simulate(cluster, *args, **more)
+
+    monkeypatch.setattr(sys.modules[SearchedPlan.__module__], "simulate", watching)  # the function hides its module
+    best = planning.search(V3, H800, load(500, 10), nodes=6, slo=SLO, keep=1)[0].cluster
+    (made,) = {id(cluster): cluster for cluster in seen}.values()
+    for side, count, plans in (
+        (made.prefill, made.num_prefills, best.prefill),
+        (made.decode, made.num_decodes, best.decode),
+    ):
+        assert (count, side.ranks) == (len(plans), plans[0].topology.world_size)
+        assert side.num_pages == plans[0].num_pages
+
+
 def test_the_best_comes_first_and_the_others_say_why_they_lost() -> None:
     for plans in (found(6, 8000, 20), found()):  # attainment decides, and where it is equal, capacity
         (best, second), rest = plans[:2], plans[2:]
@@ -50,6 +72,17 @@ def test_the_best_comes_first_and_the_others_say_why_they_lost() -> None:
             assert f"({plan.binding})" in plan.why_not
             assert plan.capacity <= second.capacity
     assert found(6, 8000, 20)[0].attainment != found(6, 8000, 20)[1].attainment
+
+
+def test_what_was_simulated_is_drawn_by_plan() -> None:
+    """Two plans with three seeds each make six points, in goodput per GPU of all 48."""
+    simulated = [plan for plan in found() if plan.runs]
+    assert [plan.name for plan in simulated] == [plan.name for plan in found() if plan.attainment is not None]
+    columns = bench.plots.goodput_frontier({plan.name: plan.runs for plan in simulated}).columns
+    assert sorted(columns["run"]) == sorted(3 * [plan.name for plan in simulated])
+    for plan in simulated:
+        drawn = columns["goodput_per_gpu"][columns["run"] == plan.name]
+        assert drawn.mean() * 48 == pytest.approx(plan.goodput, rel=1e-3)
 
 
 def test_a_plan_that_another_beats_in_everything_is_not_pareto() -> None:

@@ -26,8 +26,10 @@ class TrafficAware:
 
     - `prefill_s`: until the prefill is done, at the pace of recent steps (`promise.at_prefill`). It computes only the
       tokens that its pages lack;
-    - `work_s`: `work_weight` times the seconds that the prefill computes it: later requests will wait for them;
-    - `delay_s`: `delay_weight` times these seconds for every longer prompt queued there, which it overtakes;
+    - `work_s`: the seconds that the prefill computes it, `work_weight` times, and once more for each request that is
+      queued there, `max_crowd` at most: as long as a queue lasts, others come that will wait for them;
+    - `delay_s`: `delay_weight` times the seconds that longer prompts queued there wait for its tokens, which overtake
+      theirs;
     - `link_s`: the backlog of the link, and `tail_share` of the prompt's own bytes. The others cross the link while the
       prefill computes. 0 where no speed was measured;
     - `line_s`: this many seconds for the request itself and for each that waits already, when it would wait for pages
@@ -41,6 +43,7 @@ class TrafficAware:
     only slower ones are judged by their own steps."""
 
     work_weight: float = weight(1.0)
+    max_crowd: float = weight(4.0)
     delay_weight: float = weight(1.0)
     tail_share: float = weight(TAIL_SHARE)
     line_s: float = weight(5.0)
@@ -85,8 +88,9 @@ class TrafficAware:
         costs = _reckoned(costs, seconds, self.pace_ratio, _mean_prefill, UNMEASURED_PREFILL)
         terms = []
         for load, cost, known in zip(loads, costs, found, strict=True):
-            queue_s, own_s, longer = at_prefill(load, cost, max(1, num_tokens - known))
-            terms.append((queue_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer))
+            queue_s, own_s, delay_s = at_prefill(load, cost, max(1, num_tokens - known))
+            work = self.work_weight + min(self.max_crowd, load.num_queued_requests)
+            terms.append((queue_s + own_s, work * own_s, self.delay_weight * delay_s))
         return terms
 
     def _decodes(

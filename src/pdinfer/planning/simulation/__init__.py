@@ -1,6 +1,7 @@
 """A cluster's load, event by event, with the runtime's own decisions and step times that the host gives.
 
     simulator.py    the call that makes a summary; the host's side
+    switching.py    engines that change their roles
     view.py         what a policy is shown
     decode.py       a decode engine
     learning.py     what it learns of its steps

@@ -28,6 +28,7 @@ from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.links import SimLinks
 from pdinfer.planning.simulation.pages import SimPages
 from pdinfer.planning.simulation.prefill import Prefill, SimPrompt
+from pdinfer.planning.simulation.switching import Adviser, Switching
 from pdinfer.planning.simulation.view import View
 from pdinfer.planning.simulation.world import World
 from pdinfer.progress import Progress, Tell, nobody, telling
@@ -44,16 +45,19 @@ def simulate(
     num_gpus: int | None = None,
     name: str = "",
     progress: Progress = None,
+    adviser: Adviser | None = None,
 ) -> Summary:
     """Run a load through a simulated cluster and return the summary. Equal arguments give equal bytes.
 
     The Pairing's host takes no time, except where the cluster says that it stalls. `seed` draws how steps scatter
-    (`step_cv`); loads are drawn by their own. `progress(ended, requests)` is called when a
-    request has ended; True draws a line on stderr. Raises ConfigError for an empty load, for a policy that names a port
-    that it was not shown, and for step times that are no seconds.
+    (`step_cv`); loads are drawn by their own. `progress(ended, requests)` is called when a request has ended; True
+    draws a line on stderr. `adviser`, such as `lambda stats: advise(stats, cost, slo)`, is asked every second: the port
+    that it names gets no more requests, and two seconds later at most it serves the other role. The summary notes each
+    move. Raises ConfigError for an empty load, for a policy that names a port that it was not shown, for step times
+    that are no seconds, and for an adviser of engines with several ranks or a common device.
     """
     with telling(progress, "simulating", "requests") as tell:
-        simulator = Simulator(cluster, load, policy=policy, seed=seed, progress=tell)
+        simulator = Simulator(cluster, load, policy=policy, seed=seed, progress=tell, adviser=adviser)
         records = simulator.run()
     return summarize(
         records,
@@ -69,7 +73,7 @@ def simulate(
         speed=load.speed,
         seed=seed,
         name=name or load.name,
-        notes=(*load.notes, *cluster.notes),
+        notes=(*load.notes, *cluster.notes, *simulator.moves),
     )
 
 
@@ -84,6 +88,7 @@ class Simulator:
         policy: Policy = traffic_aware,
         seed: int = 0,
         progress: Tell = nobody,
+        adviser: Adviser | None = None,
     ) -> None:
         if not load.arrivals:
             raise ConfigError("the load has no request to send")
@@ -95,32 +100,12 @@ class Simulator:
             attrs.evolve(cluster.network, bytes_per_s=None, latency_s=0.0) if cluster.colocated else cluster.network
         )
         self.links = SimLinks(network, self.world, self._freed)
-        self.decodes = [
-            Decode(
-                at,
-                cluster.decode,
-                _pool(cluster.decode),
-                self.world,
-                tell=self._tell,
-                abort=self._abort,
-                shares_pool=cluster.colocated,
-                token_bytes=network.token_bytes,
-            )
-            for at in range(cluster.num_decodes * cluster.decode.ranks)
-        ]
-        self.prefills = [
-            Prefill(
-                at,
-                cluster.prefill,
-                self.decodes[at].pages if cluster.colocated else _pool(cluster.prefill),
-                self.world,
-                self.links,
-                landed=self._landed,
-                stopped=self._stopped,
-                shares_pool=cluster.colocated,
-            )
-            for at in range(cluster.num_prefills * cluster.prefill.ranks)
-        ]
+        self.decodes = list[Decode]()
+        self.prefills = list[Prefill]()
+        for _ in range(cluster.num_decodes * cluster.decode.ranks):
+            self._make("decode")
+        for _ in range(cluster.num_prefills * cluster.prefill.ranks):
+            self._make("prefill")
         if cluster.colocated:
             for prefill, decode in zip(self.prefills, self.decodes, strict=True):
                 prefill.rival, decode.rival = decode, prefill
@@ -135,6 +120,9 @@ class Simulator:
         self._num_arrived = self._num_ended = 0
         self._progress = progress
         self._begin_load()
+        self.moves = list[str]()
+        if adviser is not None:
+            Switching(adviser, self, self._view, make=self._make, lose=self._lose, joined=self._dispatch)
 
     def run(self) -> tuple[Record, ...]:
         """Let everything happen, and return a record of every request in the order of intended sends."""
@@ -165,6 +153,35 @@ class Simulator:
                 for each in self.decodes
             ),
         )
+
+    def _make(self, role: str) -> Prefill | Decode:
+        """Add an engine."""
+        cluster, shares_pool = self.cluster, self.cluster.colocated
+        if role == "decode":
+            decode = Decode(
+                len(self.decodes),
+                cluster.decode,
+                _pool(cluster.decode),
+                self.world,
+                tell=self._tell,
+                abort=self._abort,
+                shares_pool=shares_pool,
+                token_bytes=self.links.network.token_bytes,
+            )
+            self.decodes.append(decode)
+            return decode
+        prefill = Prefill(
+            len(self.prefills),
+            cluster.prefill,
+            self.decodes[len(self.prefills)].pages if shares_pool else _pool(cluster.prefill),
+            self.world,
+            self.links,
+            landed=self._landed,
+            stopped=self._stopped,
+            shares_pool=shares_pool,
+        )
+        self.prefills.append(prefill)
+        return prefill
 
     # -- what engines tell -------------------------------------------------------------------------------------------
 
@@ -325,10 +342,14 @@ class Simulator:
             else:
                 self._view.drop(rank)
         for rank in ranks if change.speed == 0 else []:
-            if isinstance(rank, Decode):
-                self._lose_decode(rank)
-            else:
-                self._lose_prefill(rank)
+            self._lose(rank)
+
+    def _lose(self, engine: Prefill | Decode) -> None:
+        """Give what an engine has to others."""
+        if isinstance(engine, Decode):
+            self._lose_decode(engine)
+        else:
+            self._lose_prefill(engine)
 
     def _lose_prefill(self, prefill: Prefill) -> None:
         """Give what it had to other prefills. Requests that run need one, too, in case they lose their pages."""

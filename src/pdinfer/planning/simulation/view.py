@@ -13,7 +13,7 @@ from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.prefill import Prefill
-from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
+from pdinfer.stats import DecodeLoad, Links, PairingStats, PrefillLoad, changed
 from pdinfer.types import Link, PeerAddress, RequestShape
 
 
@@ -120,6 +120,38 @@ class View:
         """Forget the bytes of a request, which are at decode or never will be."""
         if job.link_bytes:
             self._load_link(job, -job.link_bytes)
+
+    def stats(self) -> PairingStats:
+        """Return what a Pairing says of its ports and of the requests that they serve."""
+        loads = [engine.load() for side in (self._prefills, self._decodes) for engine in side.values()]
+        return PairingStats(
+            num_queued_requests=0,
+            num_unfinished_requests=0,
+            ended=(),
+            num_retries=0,
+            num_reroutes=0,
+            num_moved=0,
+            num_ports_lost=0,
+            links_down=(),
+            loads=tuple(loads),
+        )
+
+    def engine(self, address: PeerAddress) -> Prefill | Decode:
+        """Return the engine that is shown with an address."""
+        return self._prefills[address] if address in self._prefills else self._decodes[address]
+
+    def join(self, engine: Prefill | Decode) -> None:
+        """Show an engine that is new, and linked to all of the other side."""
+        address, rate = engine.address, self._cluster.network.bytes_per_s
+        if isinstance(engine, Prefill):
+            self._prefills[address], self._promised[address] = engine, {}
+            self._addresses[0].append(address)
+            new = [Link(prefill=address, decode=decode, bytes_per_s=rate) for decode in self._decodes]
+        else:
+            self._decodes[address] = engine
+            self._addresses[1].append(address)
+            new = [Link(prefill=prefill, decode=address, bytes_per_s=rate) for prefill in self._prefills]
+        self._links = Links([*self._links, *new])
 
     def drop(self, engine: Prefill | Decode) -> None:
         """Show an engine no more."""

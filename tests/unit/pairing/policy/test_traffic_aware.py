@@ -101,7 +101,12 @@ def test_a_prefill_is_as_fast_as_its_own_steps() -> None:
 def test_long_prompts_in_a_queue_hold_short_ones_up_less() -> None:
     """Half of each step goes to the shortest: behind 100,000 tokens of one prompt, a short one is done soon."""
     assert prefill_of([prefill(0, 100_000), prefill(1, *[1000] * 40)], num_tokens=2000) == 0
-    assert prefill_of([prefill(0, 100_000), prefill(1, *[1000] * 40)], num_tokens=100_000) == 1
+    assert prefill_of([prefill(0, *[25_000] * 4), prefill(1, *[10_000] * 4)], num_tokens=100_000) == 1
+
+
+def test_work_counts_where_many_wait() -> None:
+    """Both are done with it at the same time. Where four prompts wait, more will come than where one does."""
+    assert prefill_of([prefill(0, *[2000] * 4), prefill(1, 8000)], num_tokens=16_000) == 1
 
 
 def test_work_that_delays_others_counts() -> None:
@@ -198,12 +203,13 @@ def prefill_terms(sizes: Sequence[int], queued: int, lacks: int, cost: PrefillCo
     """Return prefill_s, work_s and delay_s as the docstring has them. Prompts of as many bits as this one count as
     shorter and as longer by halves."""
     own_s, pace_s, bits = cost.seconds(lacks), cost.token_s + cost.step_s / cost.chunk_tokens, lacks.bit_length()
+    work_s = (1 + min(4, len(sizes))) * own_s
     if not sizes:
-        return [queued * pace_s + own_s, own_s, 0.0]
+        return [queued * pace_s + own_s, work_s, 0.0]
     alike = [size for size in sizes if size.bit_length() == bits]
     shorter = sum(size for size in sizes if size.bit_length() < bits) + sum(alike) // 2
     longer = sum(size.bit_length() > bits for size in sizes) + len(alike) / 2
-    return [min(2 * shorter + lacks, sum(sizes)) * pace_s + own_s, own_s, longer * own_s]
+    return [min(2 * shorter + lacks, sum(sizes)) * pace_s + own_s, work_s, longer * lacks * pace_s]
 
 
 def decode_terms(load: DecodeLoad, num_tokens: int, lacks: int) -> list[float]:

@@ -1,0 +1,102 @@
+"""Engines that change their roles when an adviser says so, as a host does that calls `advise` and `Pairing.switch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pdinfer.bench.load import Load
+from pdinfer.errors import ConfigError
+from pdinfer.planning.simulation.decode import Decode
+from pdinfer.planning.simulation.deployment import Cluster
+from pdinfer.planning.simulation.job import Job
+from pdinfer.planning.simulation.prefill import Prefill
+from pdinfer.planning.simulation.view import View
+from pdinfer.planning.simulation.world import World
+from pdinfer.stats import PairingStats
+from pdinfer.types import PeerAddress
+
+ASK_EVERY_S = 1.0
+"""How often the adviser is asked, and a leaving engine looked at."""
+DRAIN_S = 2.0
+"""Requests that a leaving engine has after so long go to others, as with `Pairing.switch(drain_s=2)`."""
+
+
+class Move(Protocol):
+    """A port that should change its role, such as a `planning.Advice`."""
+
+    @property
+    def port(self) -> PeerAddress: ...
+
+
+Adviser = Callable[[PairingStats], Move | None]
+
+
+class Run(Protocol):
+    """What is simulated, all requests that were sent, and who moved so far, and when."""
+
+    cluster: Cluster
+    load: Load
+    world: World
+    jobs: list[Job]
+    moves: list[str]
+
+
+class Switching:
+    """Asks an adviser as long as a run has requests to serve. The port that it names gets no more of them, and `lose`
+    gives to others what it still has after DRAIN_S. Then `make` gives the engine of the other role that takes its
+    place, with an empty pool, and `joined` is called. One engine moves at a time. Raises ConfigError for engines that
+    cannot move."""
+
+    def __init__(
+        self,
+        adviser: Adviser,
+        run: Run,
+        view: View,
+        *,
+        make: Callable[[str], Prefill | Decode],
+        lose: Callable[[Prefill | Decode], None],
+        joined: Callable[[], None],
+    ) -> None:
+        cluster = run.cluster
+        if cluster.colocated or cluster.prefill.ranks > 1 or cluster.decode.ranks > 1:
+            raise ConfigError(
+                f"{cluster.name}: an adviser moves engines of one rank that have a device each; simulate it without one"
+            )
+        self._adviser, self._run, self._view = adviser, run, view
+        self._make, self._lose, self._joined = make, lose, joined
+        self._leaving: Prefill | Decode | None = None
+        self._drained_at = 0.0
+        run.world.at(ASK_EVERY_S, self._ask)
+
+    def _ask(self) -> None:
+        unfinished = [job for job in self._run.jobs if job.ended_s is None]
+        if not unfinished and len(self._run.jobs) == len(self._run.load.arrivals):
+            return
+        if self._leaving is None:
+            advice = self._adviser(self._view.stats())
+            if advice is not None:
+                self._leaving, self._drained_at = self._view.engine(advice.port), self._run.world.now_s + DRAIN_S
+                self._view.drop(self._leaving)
+        if self._leaving is not None:
+            self._drain(self._leaving, unfinished)
+        self._run.world.at(self._run.world.now_s + ASK_EVERY_S, self._ask)
+
+    def _drain(self, old: Prefill | Decode, jobs: Sequence[Job]) -> None:
+        """Let another engine take the place of one that has nothing to do, or had its time."""
+        now_s = self._run.world.now_s
+        if now_s < self._drained_at and any(_uses(job, old) for job in jobs):
+            return
+        self._leaving = None
+        new = self._make("decode" if isinstance(old, Prefill) else "prefill")
+        self._view.join(new)
+        self._lose(old)
+        self._run.moves.append(f"{old.name} became {new.name} after {now_s:.0f} s")
+        self._joined()
+
+
+def _uses(job: Job, engine: Prefill | Decode) -> bool:
+    """Return whether a request needs an engine still. One that runs needs its prefill no more."""
+    if job.chosen_s is None:
+        return False
+    return job.decode == engine.number if isinstance(engine, Decode) else job.prefill == engine.number and not job.runs
