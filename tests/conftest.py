@@ -21,13 +21,13 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
-import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-torch.set_num_threads(1)
+# Torch is imported where tests are collected: the process that only hands them to xdist's workers does without, and
+# begins a second earlier.
 gc.disable()  # until all tests are collected: of what that makes next to nothing is garbage
 
 # The same examples in every run, and no deadline, which a busy machine would miss. `--hypothesis-profile whole` takes
@@ -159,6 +159,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def host(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--host`, let what is ours run as in a program that has set torch so."""
     if (setting := host_of(request.config)) is None:
@@ -194,6 +201,8 @@ def turned(items: list[T], turn: int) -> list[T]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and leave out those that measure seconds, unless they were asked for, and those that need CUDA
     where there is none."""
+    import torch
+
     if is_whole(config) and "timed" not in config.option.markexpr:
         timed = [item for item in items if item.get_closest_marker("timed")]
         config.hook.pytest_deselected(items=timed)

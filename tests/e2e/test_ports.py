@@ -411,8 +411,8 @@ def test_when_the_only_prefill_breaks_its_requests_fail(transport: str) -> None:
 def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(transport: str) -> None:
     config = pd.PairingConfig(continue_elsewhere=False)
     with several(1, 2, transport, policy=pd.policy.round_robin, config=config) as setup:
-        for number in range(4):
-            setup.pairing.submit(request(str(number), 12))
+        for number in range(4):  # streams of the first decode are long: none ends before the other has begun
+            setup.pairing.submit(request(str(number), 12 if number % 2 else 100))
         events = step_until(setup.pairing, lambda events: {event.request_id for event in events} == set("0123"))
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         events += collect(setup.pairing)
