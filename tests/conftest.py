@@ -37,6 +37,8 @@ settings.register_profile("pdinfer", settings.get_profile("whole"), max_examples
 settings.load_profile("pdinfer")
 
 NO_TIME = "no time left"
+EACH_TIME = "not full"
+"""What `make test` runs, as pytest's `-m`."""
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
@@ -125,6 +127,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def is_whole(config: pytest.Config) -> bool:
     """Return whether pytest collects all tests, not some that were named."""
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str) -> list[pytest.Item] | None:
+    """Make no cases of what `make test` does not run: see tests/tiers.py."""
+    if (
+        not name.lower().startswith("test")
+        or not is_whole(collector.config)
+        or collector.config.option.markexpr != EACH_TIME
+    ):
+        return None
+    from tests.tiers import is_run_each_time
+
+    return None if is_run_each_time(f"{collector.nodeid}::{name}") else []
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,12 @@ def test_a_load_is_answered_with_a_placement_or_an_error() -> None:
     placement = right.placement.unpack()
     assert placement.num_slots == PREVIOUS.num_slots
     assert placement != PREVIOUS
+
+
+def test_a_process_that_solves_imports_no_torch() -> None:
+    code = "import sys, pdinfer.moe.balance.__main__; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_every_request_has_a_process_of_its_own() -> None:
