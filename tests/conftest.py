@@ -130,12 +130,9 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str) -> list[pytest.Item] | None:
-    """Make no cases of what `make test` does not run: see tests/tiers.py."""
-    if (
-        not name.lower().startswith("test")
-        or not is_whole(collector.config)
-        or collector.config.option.markexpr != EACH_TIME
-    ):
+    """Make no cases of a test that `make test` does not run: see tests/tiers.py."""
+    config = collector.config
+    if not name.lower().startswith("test") or not is_whole(config) or config.option.markexpr != EACH_TIME:
         return None
     from tests.tiers import is_run_each_time
 
