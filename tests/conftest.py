@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import logging
 import os
 import time
@@ -17,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -223,12 +224,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
+    leave_out(config, items, lacking)
     if torch.cuda.is_available():
         return
-    on_a_card = [item for item in items if item.get_closest_marker("gpu")]
-    config.stash[MISSING]["CUDA", "test"] += len(on_a_card)
-    config.hook.pytest_deselected(items=on_a_card)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    leave_out(config, items, lambda item: "CUDA" if item.get_closest_marker("gpu") else None)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], reason: Callable[[pytest.Item], str | None]) -> None:
+    """Leave out the tests for which there is a reason, the name of what is missing, and count them under it."""
+    missing = {item: name for item in items if (name := reason(item))}
+    config.stash[MISSING].update((name, "test") for name in missing.values())
+    config.hook.pytest_deselected(items=[*missing])
+    items[:] = [item for item in items if item not in missing]
+
+
+def lacking(item: pytest.Item) -> str | None:
+    """Return the first library that the test says it needs and that is not installed."""
+    needed = (name for mark in item.iter_markers("needs") for name in mark.args)
+    return next((name for name in needed if importlib.util.find_spec(name) is None), None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
