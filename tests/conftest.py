@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import logging
 import os
 import time
@@ -17,17 +18,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
-import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-torch.set_num_threads(1)
+# Torch is imported where tests are collected: the process that only hands them to xdist's workers does without, and
+# begins a second earlier.
 gc.disable()  # until all tests are collected: of what that makes next to nothing is garbage
 
 # The same examples in every run, and no deadline, which a busy machine would miss. `--hypothesis-profile whole` takes
@@ -37,6 +38,8 @@ settings.register_profile("pdinfer", settings.get_profile("whole"), max_examples
 settings.load_profile("pdinfer")
 
 NO_TIME = "no time left"
+EACH_TIME = "not full"
+"""What `make test` runs, as pytest's `-m`."""
 GOLDEN = (5**0.5 - 1) / 2
 DEADLINE = pytest.StashKey[float | None]()
 STDERR = pytest.StashKey[int]()
@@ -127,6 +130,16 @@ def is_whole(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
 
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str) -> list[pytest.Item] | None:
+    """Make no cases of a test that `make test` does not run: see tests/tiers.py."""
+    config = collector.config
+    if not name.lower().startswith("test") or not is_whole(config) or config.option.markexpr != EACH_TIME:
+        return None
+    from tests.tiers import is_run_each_time
+
+    return None if is_run_each_time(f"{collector.nodeid}::{name}") else []
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Leave out of `make test` what tests/tiers.py says, unless it was asked for by name."""
     if not is_whole(item.config):
@@ -156,6 +169,13 @@ def pytest_collection_finish() -> None:
         10_000, 20, 20
     )  # garbage of tests is small, and to look for it as often as a host took 5 % of a run
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -194,6 +214,8 @@ def turned(items: list[T], turn: int) -> list[T]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and leave out those that measure seconds, unless they were asked for, and those that need CUDA
     where there is none."""
+    import torch
+
     if is_whole(config) and "timed" not in config.option.markexpr:
         timed = [item for item in items if item.get_closest_marker("timed")]
         config.hook.pytest_deselected(items=timed)
@@ -202,12 +224,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
+    leave_out(config, items, lacking)
     if torch.cuda.is_available():
         return
-    on_a_card = [item for item in items if item.get_closest_marker("gpu")]
-    config.stash[MISSING]["CUDA", "test"] += len(on_a_card)
-    config.hook.pytest_deselected(items=on_a_card)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    leave_out(config, items, lambda item: "CUDA" if item.get_closest_marker("gpu") else None)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], reason: Callable[[pytest.Item], str | None]) -> None:
+    """Leave out the tests for which there is a reason, the name of what is missing, and count them under it."""
+    missing = {item: name for item in items if (name := reason(item))}
+    config.stash[MISSING].update((name, "test") for name in missing.values())
+    config.hook.pytest_deselected(items=[*missing])
+    items[:] = [item for item in items if item not in missing]
+
+
+def lacking(item: pytest.Item) -> str | None:
+    """Return the first library that the test says it needs and that is not installed."""
+    needed = (name for mark in item.iter_markers("needs") for name in mark.args)
+    return next((name for name in needed if importlib.util.find_spec(name) is None), None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

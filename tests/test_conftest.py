@@ -19,6 +19,10 @@ import pytest
 def test_needs_a_library(n):
     pytest.importorskip("no_such_library.inside")
 
+@pytest.mark.needs("pytest", "never_installed")
+def test_is_not_collected():
+    raise AssertionError
+
 def test_skips_for_another_reason():
     pytest.skip("not today")
 
@@ -34,11 +38,13 @@ def test_what_is_missing_is_named(tmp_path, workers):
     (tmp_path / "test_skips.py").write_text(TESTS)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('another_library')")
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", *workers]
+    command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
-    assert result.stdout.splitlines()[-3:-1] == [
+    assert result.stdout.splitlines()[-4:-1] == [
         "for information: one two",
         "skipped for a missing library: another_library (1 module), no_such_library (3 tests)",
+        "not collected for want of never_installed (1 test)",
     ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_itemcollected
+from tests.conftest import pytest_itemcollected, pytest_pycollect_makeitem
 from tests.mutants import all_mutants
 from tests.tiers import ROOT, is_run_each_time
 
@@ -32,6 +33,20 @@ def test_of_fleets_and_simulated_runs_the_rest_is_left_out() -> None:
     assert not is_run_each_time("tests/sim/test_engines.py::test_real_engines_say_what_the_model_says[0]")
     assert is_run_each_time("tests/sim/test_runs.py::test_every_promise_holds[0]")
     assert is_run_each_time("tests/unit/kv/test_pool.py::test_anything")
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "made"),
+    [(TESTPATHS, "not full", []), (TESTPATHS, "full or not full", None), (ARGS, "not full", None)],
+)
+def test_no_case_is_made_of_what_is_left_out(
+    source: pytest.Config.ArgsSource, asked: str, made: list[object] | None
+) -> None:
+    path, _, name = UNNAMED.partition("[")[0].partition("::")
+    config = SimpleNamespace(args_source=source, option=SimpleNamespace(markexpr=asked))
+    collector: Any = SimpleNamespace(config=config, nodeid=path)
+    assert pytest_pycollect_makeitem(collector, name) == made
+    assert pytest_pycollect_makeitem(collector, "helper") is None
 
 
 @pytest.mark.parametrize(("source", "left_out"), [(TESTPATHS, ["full"]), (ARGS, [])])

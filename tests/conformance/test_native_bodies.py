@@ -40,6 +40,7 @@ from tests.conformance.op_suite import (
     in_strips,
     int8_weight,
 )
+from tests.joined import for_each
 from tests.rounding import assert_within
 
 QUICK = ("as it is", "tiles in C", "AMX in C")
@@ -84,39 +85,39 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
     return x, gate_up, (draw(len(counts), width, inner, seed=2) * inner**-0.5).bfloat16()
 
 
-@pytest.mark.parametrize("counts", [(17,), (16, 0, 1, 19), (3, 1, 2), (20,) * 9], ids=str)
-@pytest.mark.parametrize("sizes", [(33, 7), (1, 1), (300, 48)], ids=str)
+@for_each("counts", [(17,), (16, 0, 1, 19), (3, 1, 2), (20,) * 9])
+@for_each("sizes", [(33, 7), (1, 1), (300, 48)])
 def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down)
     assert_experts(got, counts, x, gate_up, down, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
+@for_each(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
 def test_linear(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).bfloat16(), draw(sizes[1], sizes[0], seed=1).bfloat16()
     got = native.products.linear(x, weight)
     assert_product(got, x, weight, torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 15, 17, 600])
-@pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
+@for_each("rows", [1, 3, 4, 15, 17, 600])
+@for_each(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
 def test_linear_with_strips(body: Kernels, rows: int, outs: int, parts: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), draw(outs, 288, seed=1).bfloat16()
     got = native.products.linear_strips(x, in_strips(weight, parts))
     assert_product(got, x, weight, torch.bfloat16)
 
 
-@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
-@pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
+@for_each("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9])
+@for_each("sizes", [(32, 64), (288, 32)])
 def test_experts_with_strips(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.products.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
     assert_experts(got, counts, x, gate_up, down, torch.bfloat16)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16])
-@pytest.mark.parametrize("name", ATTENTION)
+@for_each("heads", [1, 5, 16])
+@for_each("name", ATTENTION)
 def test_attention(body: Kernels, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.attention, "PART_TOKENS", 64)
     case = Attention(torch.bfloat16, heads, 16, (150, 33, 64, 97), (150, 20, 1, 60), (64, 32, 34, 64), num_queries=2)
@@ -124,7 +125,7 @@ def test_attention(body: Kernels, name: str, heads: int, monkeypatch: pytest.Mon
     assert_within(run(getattr(native.attention, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("heads", "page_size"), [(5, 3), (16, 16)])
+@for_each(("heads", "page_size"), [(5, 3), (16, 16)])
 def test_a_draft_that_was_not_written_changes_no_query_before_it(
     body: Kernels, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_draft_that_was_not_written_changes_no_query_before_it(
         assert got[:, written:].isnan().any(-1).all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@for_each("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_head_that_is_not_finite_stays_alone(body: Kernels, bad: float) -> None:
     pages, table, lens = draw(10, 16, 96).bfloat16(), torch.arange(10).view(2, 5), torch.tensor([70, 66])
     latent, rope = draw(2, 3, 7, 64).bfloat16(), draw(2, 3, 7, 32).bfloat16()
@@ -168,8 +169,8 @@ def test_tokens_of_a_tile_lie_in_the_order_of_the_table(body: Kernels) -> None:
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16])
-@pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
+@for_each("rows", [1, 2, 5, 16])
+@for_each("sizes", [(24, 43), (9, 200), (7, 130)])
 def test_stored_weights(body: Kernels, rows: int, sizes: tuple[int, int]) -> None:
     x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
     got = native.products.linear_w8a8_dynamic(x, int8), native.products.linear_fp8(x, fp8)
@@ -189,9 +190,9 @@ def whole_fp8(rows: int, columns: int, parts: int) -> FP8Blocks:
     return attrs.evolve(blocks, numbers=codes.view(torch.float8_e4m3fn), scale=scale)
 
 
-@pytest.mark.parametrize("flushing", [False, True], ids=["denormals", "flushed"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 150])
-@pytest.mark.parametrize(("outs", "parts"), [(64, 1), (288, 1), (160, 2)])
+@for_each("flushing", [False, True])
+@for_each("rows", [1, 2, 3, 4, 17, 150])
+@for_each(("outs", "parts"), [(64, 1), (288, 1), (160, 2)])
 def test_fp8_in_strips(body: Kernels, rows: int, outs: int, parts: int, flushing: bool) -> None:
     """Each row of x is one number in one place, so that y is a column of weights, whose subnormal numbers count too."""
     weight, x = whole_fp8(outs, 288, parts), torch.zeros(rows, 288)
@@ -206,7 +207,7 @@ def test_fp8_in_strips(body: Kernels, rows: int, outs: int, parts: int, flushing
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 150])
+@for_each("rows", [1, 3, 4, 150])
 def test_fp8_in_strips_of_many_blocks(body: Kernels, rows: int) -> None:
     """Nine blocks of 128 inputs and a quarter of one; every block has a one somewhere."""
     weight, x = whole_fp8(64, 1184, 1), torch.zeros(150, 1184)
@@ -218,8 +219,8 @@ def test_fp8_in_strips_of_many_blocks(body: Kernels, rows: int) -> None:
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
-@pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
+@for_each("rows", [1, 2, 3, 4, 7, 40])
+@for_each("code", [0x7F, 0xFF])
 def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: int, code: int) -> None:
     x, weight = draw(rows, 288).bfloat16(), fp8_weight(160, 288, parts=2)
     good = native.products.linear_fp8_strips(x, fp8_in_strips(weight))
@@ -232,12 +233,11 @@ def test_fp8_weights_that_are_nan_spoil_their_own_columns(body: Kernels, rows: i
     torch.testing.assert_close(got[:, kept], good[:, kept], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("counts", "inner", "width"),
     [*((counts, 160, 288) for counts in ((17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9)), ((1, 19), 800, 1184)],
-    ids=str,
 )
-@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@for_each("ue8m0", [False, True])
 def test_experts_with_fp8_in_strips(
     body: Kernels, counts: tuple[int, ...], inner: int, width: int, ue8m0: bool
 ) -> None:
@@ -248,19 +248,19 @@ def test_experts_with_fp8_in_strips(
     assert ((got.double() - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1)).all()
 
 
-FOUR_BITS = pytest.mark.parametrize("kind", [Int4, MXFP4], ids=lambda kind: kind.name)
+FOUR_BITS = for_each("kind", [Int4, MXFP4])
 
 
 @FOUR_BITS
-@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 12, 13, 40, 150])
-@pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
+@for_each("rows", [1, 2, 3, 6, 7, 12, 13, 40, 150])
+@for_each(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
 def test_four_bits_in_strips(body: Kernels, kind: type[FourBits], rows: int, outs: int, parts: int) -> None:
     x, weight = draw(rows, 320).bfloat16(), four_bit_weight(kind, outs, 320)
     got = native.products.linear_int4_strips(x, four_bits_in_strips(weight, parts))
     assert_product(got, x, floats_of(weight), torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@for_each("rows", [1, 5, 40])
 def test_exponents_of_any_size(body: Kernels, rows: int) -> None:
     """The smallest power of two is no normal float32, and the largest exponent stands for NaN."""
     x, weight = torch.full((rows, 64), 2.0**100).bfloat16(), four_bit_weight(MXFP4, 32, 64)
@@ -278,8 +278,8 @@ def test_exponents_of_any_size(body: Kernels, rows: int) -> None:
 
 
 @FOUR_BITS
-@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
-@pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
+@for_each("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9])
+@for_each("sizes", [(32, 64), (288, 32)])
 def test_experts_with_four_bits_in_strips(
     body: Kernels, kind: type[FourBits], counts: tuple[int, ...], sizes: tuple[int, int]
 ) -> None:
@@ -291,8 +291,8 @@ def test_experts_with_four_bits_in_strips(
     assert_experts(got, counts, x, floats_of(gate_up), floats_of(down), torch.bfloat16)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
-@pytest.mark.parametrize("rows", [4, 40])
+@for_each("bad", [torch.nan, torch.inf, -torch.inf])
+@for_each("rows", [4, 40])
 def test_a_row_that_is_not_finite_stays_alone(body: Kernels, rows: int, bad: float) -> None:
     """Rows share tiles, and vectors share registers."""
 

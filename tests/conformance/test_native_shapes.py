@@ -36,6 +36,8 @@ from tests.conformance.op_suite import (
     in_strips,
 )
 from tests.conformance.test_native_bodies import body
+from tests.each_time import others_in_full
+from tests.joined import for_each
 from tests.rounding import assert_within
 
 __all__ = ["body"]
@@ -87,7 +89,7 @@ def apart(x: Tensor) -> Tensor:
 LAID = {"plain": lambda x: x, "askew": askew, "apart": apart, "guarded": Guarded()}
 
 
-@pytest.fixture(params=[1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.fixture(params=others_in_full((1, 2, 3), [2]))
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -291,7 +293,7 @@ CASES: dict[str, Case] = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_memory_may_lie_anywhere(body: Kernels, name: str) -> None:
     """Nothing behind it is read, but asked for at most."""
     op, inputs = CASES[name]
@@ -318,8 +320,8 @@ def test_every_body_that_this_cpu_can_run_gives_what_its_own_gives(name: str) ->
         assert_cases_give(expected)
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65), (288, 96)], ids=str)
+@for_each("counts", COUNTS.values())
+@for_each("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65), (288, 96)])
 def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int], threads: None) -> None:
     """With gates far above 0 silu is the identity, and every sum stays exact."""
     width, inner = sizes

@@ -18,6 +18,7 @@ from tests.e2e.drafts import Streams, check_equal
 from tests.e2e.rank_worlds import Sizes, serving
 from tests.e2e.setups import by_request, collect, join, pool_of, prompt_of
 from tests.e2e.test_rank_engines import check_ended
+from tests.each_time import others_in_full
 from tests.ranks import Ranks
 
 Step = tuple[int, int]
@@ -32,7 +33,6 @@ WORLDS: dict[str, tuple[Sizes, int]] = {
     "experts-one-draft": ({"dp_size": 2, "ep_size": 2}, 1),
     "experts-batch-drafts": ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 2),
 }
-EACH_TIME = ("experts-drafts", "batch-experts-drafts")
 
 
 @functools.cache
@@ -91,9 +91,7 @@ def check(
     return told
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.full) for name in WORLDS]
-)
+@pytest.mark.parametrize("name", others_in_full(WORLDS, ["batch-experts-drafts"]))
 def test_every_step_of_every_rank_is_captured(ranks: Ranks, name: str) -> None:
     """A step is one launch, two more where words of its rows are sent, and one for the states of each that joins; ranks
     without rows replay the smallest size."""

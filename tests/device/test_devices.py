@@ -213,7 +213,7 @@ def random_model_on(device: torch.device) -> pd.Model:
     return random_model(tiny_config("v32", num_nextn_predict_layers=1, **dict(PACKED)), device=device, mtp=True)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("loopback", marks=pytest.mark.full), "tcp"])
 def test_engines_of_any_thread_launch_on_their_device(transport: str) -> None:
     """Steps, captures, replays, drafts and pushes: a kernel of a library without a guard would go where they go."""
     there = random_model_on(OTHER)

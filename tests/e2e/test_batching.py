@@ -29,7 +29,7 @@ def make_request(number: int, rng: random.Random) -> pd.Request:
     return pd.Request(request_id=str(number), prompt=prompt, sampling=sampling, priority=rng.choice([0, 0, 1]))
 
 
-@pytest.fixture(scope="module", params=[56, pytest.param(300, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[32, pytest.param(300, marks=pytest.mark.full)])
 def requests(request: pytest.FixtureRequest) -> list[pd.Request]:
     rng = random.Random(7)
     return [make_request(number, rng) for number in range(request.param)]

@@ -413,15 +413,17 @@ def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(tra
     with several(1, 2, transport, policy=pd.policy.round_robin, config=config) as setup:
         for number in range(4):
             setup.pairing.submit(request(str(number), 12))
-        events = step_until(setup.pairing, lambda events: {event.request_id for event in events} == set("0123"))
+        events = step_until(setup.pairing, lambda events: "0" in {event.request_id for event in events})
+        begun = sorted({"0", "2"} & {event.request_id for event in events})  # "2" may land later
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         events += collect(setup.pairing)
-        check_failed(events, "0", "2")
-        assert all("the device fell off" in str(by_request(events)[name][-1].error) for name in "02")
-        assert all(str(setup.decodes[0].address) in str(by_request(events)[name][-1].error) for name in "02")
-        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.FAILED: 2, pd.FinishReason.LENGTH: 2}
+        check_failed(events, *begun)
+        errors = [str(by_request(events)[name][-1].error) for name in begun]
+        assert all("the device fell off" in error and str(setup.decodes[0].address) in error for error in errors)
+        ended = {pd.FinishReason.FAILED: len(begun), pd.FinishReason.LENGTH: 4 - len(begun)}
+        assert dict(setup.pairing.stats.ended) == ended
         assert setup.pairing.stats.num_ports_lost == 1
-        check_streams(events, "1", "3", count=12)
+        check_streams(events, *(set("0123") - {*begun}), count=12)
         setup.decodes.pop(0)
         setup.check_idle()
 

@@ -130,7 +130,7 @@ def test_requests_are_taken_while_ports_join_and_leave() -> None:
     with join(model, "loopback", prefill_pools=pools[:3], decode_pools=pools[3:]) as setup:
 
         def work(number: int) -> None:
-            for index in range(250):
+            for index in range(80):
                 setup.pairing.submit(request(f"{number}/{index}"))
 
         def come_and_go() -> None:

@@ -90,8 +90,10 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
     functions: dict[str, object] = {}
     choices = []
+    # once for all ops: a provider may look for its library on the disk
+    why_not = functools.cache(lambda module: _answer(module, "unavailable", spec))
     for op in OP_NAMES:
-        function, choice = _choose(op, spec, _wanted(op, spec.device, forced))
+        function, choice = _choose(op, spec, _wanted(op, spec.device, forced), why_not)
         functions[op] = function
         choices.append(choice)
     over_parts = page_parts.functions_of(spec, ops_of(functions))
@@ -116,7 +118,9 @@ def _wanted(op: str, device: DeviceSpec, forced: str | Mapping[str, str] | None)
     return [each.name for each in PROVIDERS if each.name != COMPOSITION and each.is_for(device)] + composed
 
 
-def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpChoice]:
+def _choose(
+    op: str, spec: OpSpec, wanted: Sequence[str], why_not: Callable[[ModuleType], str | None]
+) -> tuple[object, OpChoice]:
     names = [each.name for each in PROVIDERS]
     if unknown := [name for name in wanted if name not in names]:
         raise BackendUnavailable(f"op {op}: no provider is called {unknown[0]!r}; there are {', '.join(names)}")
@@ -132,7 +136,7 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
         rivals.discard(name)
         module = importlib.import_module(provider.module)
         offered = _offers(module, op)
-        reason = _answer(module, "unavailable", spec)
+        reason = why_not(module)
         if reason is None:
             reason = _answer(module, "refuses", op, spec) if offered else f"has no {op}"
         if reason is not None:

@@ -95,7 +95,9 @@ class Destinations:
         return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
 
     def format(self, name: str) -> type[Format]:
-        kind = self.stored_as(name)
+        return self._held(self.stored_as(name))
+
+    def _held(self, kind: type[Format]) -> type[Format]:
         return kind if kind in self.kept else Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
@@ -143,7 +145,7 @@ class Destinations:
     def _format(self, names: Sequence[str]) -> type[Format]:
         """Return the one format that all these matrices, which lie in one tensor, can be held in."""
         stored = {self.stored_as(name): name for name in names}
-        formats = {self.format(name) for name in names}
+        formats = {self._held(kind) for kind in stored}
         if len(formats) > 1:
             held = ", ".join(f"{name} as {kind.name.upper()}" for kind, name in stored.items())
             raise CheckpointError(f'{held} are stored differently and cannot be one matrix: load with weights="float"')

@@ -14,11 +14,16 @@ May import: checkpoint, config, kernels, layers, parallel, process, the ground.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from pdinfer.config import ExpertConfig
 from pdinfer.moe.balance.solver import solve_placement
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked, Returned, TokenDispatcher
-from pdinfer.moe.placement.files import read_expert_location, write_counts, write_placement
-from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+
+if TYPE_CHECKING:
+    from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked, Returned, TokenDispatcher
+    from pdinfer.moe.placement.files import read_expert_location, write_counts, write_placement
+    from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 
 __all__ = [
     "Contiguous",
@@ -33,3 +38,12 @@ __all__ = [
     "write_counts",
     "write_placement",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what comes with tensors. The process of a solver does without torch, which takes a second to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = dict.fromkeys(("read_expert_location", "write_counts", "write_placement"), "placement.files")
+    homes["ExpertLoadRecorder"] = "placement.recorder"
+    return getattr(importlib.import_module(f"{__name__}.{homes.get(name, 'dispatchers.base')}"), name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import attrs
 import torch
 
@@ -40,8 +43,12 @@ class PublishedWeights(Value):
     def ue8m0(self) -> bool:
         return self.config.scale_fmt == "ue8m0"
 
+    @cached_property
+    def _is_quantized(self) -> Callable[[str], bool]:
+        return quantized_names(self.stored, self.config)
+
     def stored_as(self, name: str) -> type[Format]:
-        is_float = self.stored == "float" or not quantized_names(self.stored, self.config)(name)
+        is_float = self.stored == "float" or not self._is_quantized(name)
         return Plain if is_float else STORED[self.stored]
 
     def holds(self, name: str) -> bool:

@@ -396,9 +396,9 @@ def test_they_are_not_quantized_again(made: Path, tmp_path: Path, scheme: str) -
         quantize_checkpoint(made / scheme, tmp_path / "again")
 
 
+@pytest.mark.needs("compressed_tensors")
 @every_scheme
 def test_compressed_tensors_reads_what_is_written(made: Path, scheme: str) -> None:
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 

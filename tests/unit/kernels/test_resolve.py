@@ -220,6 +220,13 @@ def test_fp8_weights_stay_so_where_strips_of_them_are_served(
     assert f"fp8 weights {told}" in explain_backends(spec)
 
 
+def test_a_provider_is_asked_once_whether_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[OpSpec] = []
+    monkeypatch.setattr(torch_provider, "unavailable", asked.append, raising=False)
+    resolve_ops(FLOAT32)
+    assert asked == [FLOAT32]
+
+
 @pytest.mark.usefixtures("newcomers")
 def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op that calls other ops gets those that were chosen, in whichever turn it is."""

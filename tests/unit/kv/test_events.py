@@ -103,6 +103,7 @@ def test_the_bytes_are_those_of_vllm(as_maps: bool) -> None:
         assert plain == [1.0, [["BlockStored", keys, None, [1, 2, 3, 4], 4, None, "GPU", None]], 2]
 
 
+@pytest.mark.needs("vllm")
 def test_vllms_own_classes_decode_them() -> None:
     theirs = pytest.importorskip("vllm.distributed.kv_events")
     as_maps = not theirs.BlockStored.__struct_config__.array_like

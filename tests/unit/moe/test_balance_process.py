@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,12 @@ def test_a_load_is_answered_with_a_placement_or_an_error() -> None:
     assert placement != PREVIOUS
 
 
+def test_a_process_that_solves_imports_no_torch() -> None:
+    code = "import sys, pdinfer.moe.balance.__main__; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_every_request_has_a_process_of_its_own() -> None:
     solver = SolverProcess(time.monotonic)
     for _ in range(2):
@@ -45,6 +52,16 @@ def test_every_request_has_a_process_of_its_own() -> None:
         assert unpack_placement(answer) == solve_placement(LOAD, num_ranks=2, num_redundant=2, previous=PREVIOUS)
 
 
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes of solvers answer nothing, however long they have."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec sleep {2 * FAR_S:.0f}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+@pytest.mark.usefixtures("silent")
 def test_a_process_that_does_not_answer_in_time_is_ended() -> None:
     clock = VirtualClock()
     solver = SolverProcess(clock, deadline_s=5.0)
@@ -77,6 +94,7 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[byte
     return start
 
 
+@pytest.mark.usefixtures("silent")
 def test_one_that_is_killed_has_no_answer() -> None:
     solver = SolverProcess(time.monotonic)
     solver.ask(LOAD, PREVIOUS)

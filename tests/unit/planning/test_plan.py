@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
-from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.quantize import quantize_checkpoint, quantized_names
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
 from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning import ClusterPlan, EnginePlan, profile
-from pdinfer.planning import plan as plan_module
-from pdinfer.planning.rank_weights import STORED, RankWeights
+from pdinfer.planning import ClusterPlan, EnginePlan, profile, rank_weights
+from pdinfer.planning.rank_weights import STORED, PublishedWeights
 from pdinfer.planning.shapes import engine_nodes
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.unit.config import published_configs
@@ -103,22 +102,6 @@ def test_context_parallel_prefill_writes_to_tensor_parallel_decode() -> None:
     assert plan.prefill[0].layout.token_bytes == 62 * (2 * 576 + 2 * 128)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _counted_once() -> Iterator[None]:
-    """Let engines that are alike count their weights once, for which a model of hundreds of experts is built."""
-    count, counted = plan_module.rank_weights, dict[object, RankWeights]()
-
-    def once(*sizes: Any, placement: Any, **more: Any) -> RankWeights:
-        alike = (*sizes, *more.values())  # these give the placement too
-        if alike not in counted:
-            counted[alike] = count(*sizes, placement=placement, **more)
-        return counted[alike]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "rank_weights", once)
-        yield
-
-
 NORMAL = ExpertConfig(num_redundant_experts=32, moe_a2a_backend="deep_ep")
 LOW_LATENCY = attrs.evolve(NORMAL, deepep_mode="low_latency")
 
@@ -183,6 +166,20 @@ def engine(**changes: Any) -> EnginePlan:
 def test_an_engine_that_cannot_be_loaded_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         engine(**changes)
+
+
+def test_a_plan_reads_the_scheme_of_its_checkpoint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
+        asked.append(scheme)
+        return quantized_names(scheme, config)
+
+    monkeypatch.setattr(rank_weights, "quantized_names", noted)
+    PublishedWeights(config=V3, stored="float").stored_as("model.norm.weight")
+    published = PublishedWeights(config=V3, stored="fp8")
+    kinds = {published.stored_as(f"model.layers.{layer}.self_attn.o_proj.weight").name for layer in range(61)}
+    assert (asked, kinds) == (["fp8"], {"fp8"})
 
 
 def test_deep_ep_between_cpus_is_refused() -> None:

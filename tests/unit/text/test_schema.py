@@ -30,10 +30,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LIBRARIES = ("llguidance", "xgrammar")
-
-
-def need(library: str) -> None:
-    pytest.importorskip(library, reason=f"answers of a schema are also made with {library}")
+each_library = pytest.mark.parametrize(
+    "library", [pytest.param(library, marks=pytest.mark.needs(library)) for library in LIBRARIES]
+)
 
 
 def answer(library: str, num_draft_tokens: int, **more: Any) -> str:
@@ -53,9 +52,8 @@ def answer(library: str, num_draft_tokens: int, **more: Any) -> str:
     return tokenizer.decode([event.token for event in events if event.token is not None])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@each_library
 def test_the_answer_is_json_of_the_schema_with_and_without_drafts(library: str) -> None:
-    need(library)
     answers = {answer(library, drafts, temperature=0) for drafts in (0, 2)}
     assert len(answers) == 1
     said = json.loads(answers.pop())
@@ -64,26 +62,23 @@ def test_the_answer_is_json_of_the_schema_with_and_without_drafts(library: str) 
 
 
 @pytest.mark.full
+@pytest.mark.needs(*LIBRARIES)
 def test_both_libraries_give_the_same_json() -> None:
-    for library in LIBRARIES:
-        need(library)
     for seed in range(20):
         answers = {answer(library, drafts, temperature=1.0, seed=seed) for library in LIBRARIES for drafts in (0, 2)}
         assert len(answers) == 1, seed
         json.loads(answers.pop())
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@each_library
 @pytest.mark.parametrize("argument", ["nope", "[1]", '{"type": 5}', '{"type": "colour"}'])
 def test_what_is_no_schema_is_refused(library: str, argument: str) -> None:
-    need(library)
     with pytest.raises(pd.RequestError, match="schema"):
         pd.text.json_schema(argument, checkpoint=TINY, library=library)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@each_library
 def test_a_processor_is_a_function_of_the_output_alone(library: str) -> None:
-    need(library)
     once = pd.text.json_schema('{"enum": ["ab", "cd"]}', checkpoint=TINY, library=library)
     outputs = [(), (34,), (34, 97), (34, 99), (34, 97, 98), (34,), (34, 99, 100, 34), ()]
     for output in outputs:
@@ -108,8 +103,8 @@ def test_without_a_library_there_is_no_processor(monkeypatch: pytest.MonkeyPatch
         schema_library("other")
 
 
+@pytest.mark.needs("llguidance")
 def test_processors_can_be_named_to_other_processes() -> None:
-    need("llguidance")
     made = pd.text.schema_processors(TINY, library="llguidance")["json_schema"]
     assert isinstance(made, functools.partial)
     assert made.keywords == {"checkpoint": TINY, "library": "llguidance", "trusted_roots": ()}
@@ -126,9 +121,8 @@ def allowed(processor: Any, prompt: str, output: Sequence[int], size: int = 264)
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@each_library
 def test_only_ends_end_an_answer_and_markers_are_no_text(library: str, tmp_path: Path) -> None:
-    need(library)
     folder = folder_of(tmp_path / "m", [258, 257, 300], ["<|user|>"])
     processor = pd.text.json_schema('{"type": "string", "maxLength": 1}', checkpoint=folder, library=library)
     inside = allowed(processor, "", b'"', 310)
@@ -140,9 +134,8 @@ def test_only_ends_end_an_answer_and_markers_are_no_text(library: str, tmp_path:
     assert allowed(other, "", b'"a"') == [258]  # and not the tokenizer's eos, at which nothing ends
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@each_library
 def test_json_begins_behind_a_reasoning_that_the_prompt_or_the_answer_opens(library: str, tmp_path: Path) -> None:
-    need(library)
     folder = folder_of(tmp_path / "m", [257], ["<think>", "</think>"])
     processor = pd.text.json_schema('{"enum": ["a"]}', checkpoint=folder, library=library)
     json_alone, begin = [ord('"')], [ord('"'), 259]
