@@ -117,8 +117,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "engine": (
         ("roles",),
         ("prefill", "decode"),
-        ("engine", "page_tables", "shown"),
-        ("experts", "sequence"),
+        ("engine", "shown"),
+        ("experts", "page_tables"),
+        ("sequence",),
         ("ranks",),
     ),
     "scheduling": (("decode", "prefill"), ("rules", "admission", "costs")),

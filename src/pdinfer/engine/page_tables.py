@@ -18,12 +18,14 @@ from pdinfer.types import PageGrant, PeerAddress
 
 
 class _Tables:
-    """The pages of a pool that may be used, which are those beyond `num_withheld`."""
+    """The pages of a pool that may be used, which are those beyond `num_withheld`. Of the `num_looked_up` tokens of
+    requests that were given pages, `num_found` were in known ones."""
 
     def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
         self._pool = pool
         self._channel = channel
         self._num_withheld = num_withheld
+        self.num_looked_up = self.num_found = 0
 
     @property
     def num_available(self) -> int:
@@ -106,6 +108,8 @@ class PageTables(_Tables):
         layout = self._pool.layout
         known = self._known(sequence)
         self._pool.share(known)
+        self.num_looked_up += sequence.num_tokens
+        self.num_found += len(known) * layout.page_size
         granted = self._pool.grant(layout.num_pages(sequence.num_tokens) - len(known))
         sequence.pages = [*known, *granted]
         sequence.spare = list(self._pool.own(layout.num_pages(sequence.reserved_tokens) - len(sequence.pages)))
@@ -236,6 +240,8 @@ class PromptTables(_Tables):
             pool.share(known)
             prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
         prompt.num_cached = prompt.num_computed = len(known) * size
+        self.num_looked_up += prompt.num_tokens
+        self.num_found += prompt.num_cached
 
     def release(self, prompt: Prompt) -> None:
         """Return the pages of a prompt that nothing reads any more. Others may find those of one that has landed."""
