@@ -85,7 +85,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pairing": (
         ("pairing",),
-        ("joining", "following", "switching"),
+        ("leaving",),
+        ("joining", "following", "generating"),
         ("intake",),
         ("broker",),
         ("choosing", "queue"),
@@ -342,7 +343,6 @@ LONGER: dict[str, str] = {
     "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
-    "pairing.pairing": "one object: what a host calls, and what it may rely on",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

@@ -34,6 +34,8 @@ from pdinfer.scheduling.rules import largest_decode_step
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
+_DESERTED = f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s"
+
 _log = logging.getLogger("pdinfer")
 
 
@@ -133,8 +135,6 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """
 
     role = "decode"
-    graphs: DecodeGraphs
-    """The captured steps of this engine. As text: their sizes and bytes, and why steps ran otherwise."""
     _check_steps = staticmethod(_check_steps)
     _run_empty = staticmethod(empty_decode)
     _warm_up = staticmethod(WarmUpRun.decode)
@@ -154,7 +154,6 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._drafted = DraftCounts()
         if self.model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
-        self.graphs = self._model_runner.resident.graphs
         if self.config.graph_batch_sizes is not None:
             self.graphs.asked = frozenset(self.config.graph_batch_sizes)
 
@@ -167,6 +166,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def request_ids(self) -> list[str]:
         """The ids of the requests without a final event."""
         return list(self._sequences)
+
+    @property
+    def graphs(self) -> DecodeGraphs:
+        """The captured steps of this engine. As text: their sizes and bytes, and why steps ran otherwise."""
+        return self._model_runner.resident.graphs
 
     @typed
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
@@ -321,8 +325,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _grant(self) -> None:
         """Open a room for every sequence that has its turn, and end those that had too many."""
         for deserted in self._scheduler.deserted():
-            error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
-            self._end(deserted, FinishReason.FAILED, error)
+            self._end(deserted, FinishReason.FAILED, TransferError(_DESERTED))
         while (sequence := self._scheduler.next_turn()) is not None:
             if self._scheduler.has_failed(sequence):
                 self._end(sequence, FinishReason.FAILED, sequence.cuts[-1])
@@ -364,8 +367,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence in batch:
             sequence.draft.num_tokens = self._scheduler.num_drafts(sequence) if sequence.draft.num_newest else 0
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [sequence.next_draw for sequence in batch]
-        return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
+        return self._runner.decode(rows, [one.next_draw for one in batch], [one.draft for one in batch])
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""

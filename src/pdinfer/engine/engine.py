@@ -65,7 +65,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    computing: frozenset[str] = frozenset()
+    computing: frozenset[str]
     """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode until
     they end or are retracted. Those that have ended since may still be named."""
     _num_changes = 0
@@ -123,7 +123,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """The address by which peers know this engine."""
     addresses: tuple[PeerAddress, ...]
     """The addresses of all ranks that have the same requests, the leader's first."""
-    closed = False
+    closed: bool
     """Whether the engine was closed, here or on another of its ranks."""
     limits: RequestLimits
     """What a request may ask of this engine."""
@@ -183,7 +183,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self.longest_warm_up_s = 0.0
         self._brief: tuple[int, EngineLoad] | None = None
         self._arrivals = 0
-        self._arrived = deque()
+        self._arrived, self.computing, self.closed = deque(), frozenset(), False
         channel.notify(wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers
