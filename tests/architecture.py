@@ -89,6 +89,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("joining", "following", "generating"),
         ("intake",),
         ("broker",),
+        ("relinking",),
         ("choosing", "queue"),
         ("ports", "request", "health"),
         ("port", "losses", "stopping", "policy"),

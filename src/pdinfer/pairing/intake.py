@@ -135,7 +135,7 @@ class Intake:
         if not self.has_room:
             displaced = gives_way(self._queued(), tracked.request.priority)
             if displaced is None:
-                self._broker.refused["the queue is full"] += 1
+                self._broker.counts.refused["the queue is full"] += 1
                 raise Overloaded(reason, retry_after_s=self._half_empty_in_s())
         self._check_deadline(tracked)
         self._check_promise(tracked)
@@ -153,7 +153,7 @@ class Intake:
         waits_s = self._turn_in_s(tracked.request.priority)
         left_s = tracked.deadline_at - tracked.submitted_at
         if waits_s is not None and waits_s > left_s:
-            self._broker.refused["its deadline would pass before its turn"] += 1
+            self._broker.counts.refused["its deadline would pass before its turn"] += 1
             raise Overloaded(
                 f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
                 retry_after_s=waits_s - left_s,
@@ -175,7 +175,7 @@ class Intake:
         try:
             self._broker.door.take(shape, kind, request.expected_new_tokens, self._clock())
         except Overloaded:
-            self._broker.refused["it would miss the SLO"] += 1
+            self._broker.counts.refused["it would miss the SLO"] += 1
             raise
 
     def _queued(self) -> list[TrackedRequest]:

@@ -88,7 +88,7 @@ class Leaving:
                 yield SWITCH_POLL_S
                 changed = switched(port, role)
             yield from self._joining.beside(changed)
-            self._broker.num_switches += 1
+            self._broker.counts.num_switches += 1
             for following in self._followings:
                 following.replace(port, changed)
             return changed
