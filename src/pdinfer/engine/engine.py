@@ -189,7 +189,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self.peers = channel.peers
         self.limits = _limits(self.role, model, self.pool, self._num_withheld, self._factories)
         self._prepare()
-        self.pool.hold(self._held)
+        self.pool.holders.add(self._held)
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -286,7 +286,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._begin_call()
             with own_modes(self.model.device), using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
-                self.channel.redial()
+                self.channel.links.redial_due()
                 self.ranks.step(self._step)
                 if self.ranks.are_closing:
                     self.close()
@@ -336,7 +336,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
         """Sleep until something comes or is due, here in `left_s` or with the other ranks. Return whether it is."""
-        left_s = min(left_s, self.ranks.due_in_s(), self.channel.redial_in_s())
+        left_s = min(left_s, self.ranks.due_in_s(), self.channel.links.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     @typed
@@ -373,7 +373,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _leave(self) -> None:
         self._rebalancing.close()
         self.closed, self._unfinished_call = True, False
-        self.pool.release_holder(self._held)
+        self.pool.holders.remove(self._held)
         self._inbox.wake()
         if self._trace is not None:
             self._trace.write()
