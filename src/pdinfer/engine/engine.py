@@ -286,7 +286,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._begin_call()
             with own_modes(self.model.device), using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
-                self.channel.links.redial_due()
+                if self.channel.redial_in_s() <= 0:
+                    self.channel.links.redial()
                 self.ranks.step(self._step)
                 if self.ranks.are_closing:
                     self.close()
@@ -336,7 +337,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
         """Sleep until something comes or is due, here in `left_s` or with the other ranks. Return whether it is."""
-        left_s = min(left_s, self.ranks.due_in_s(), self.channel.links.redial_in_s())
+        left_s = min(left_s, self.ranks.due_in_s(), self.channel.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     @typed

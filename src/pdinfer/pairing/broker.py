@@ -159,8 +159,9 @@ class Broker:
         self.lost_ports.recover()
         if self.requests or self._ports.links_down:
             self._link_watch.act(now)
-        if self._relinking.is_due:
-            self._relinking.act(self.requests, now)
+        relinking = self._relinking
+        if relinking.some_are_stranded or relinking.num_changes_seen != self._ports.num_changes:
+            relinking.act(self.requests, now)
         self._dispatch(now)
         num_moved = self.counts.num_moved
         for port in self._ports.all:

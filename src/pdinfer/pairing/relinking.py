@@ -16,9 +16,9 @@ broke are back sooner, or one of their ports is known to be lost."""
 
 
 class Relinking:
-    """Names other prefills to decodes. It is `due` when a port or link came or went, and while a request is stranded:
-    there is no prefill for it. `take_away` takes a request from its decode, for another pair, and `ask_to_end` asks
-    its decode to end it. `num_reroutes` counts the prefills that were named."""
+    """Names other prefills to decodes. It has to when ports or links have changed, since `num_changes_seen`, and while
+    `some_are_stranded`: requests for which there was no prefill. `take_away` takes a request from its decode, for
+    another pair, and `ask_to_end` asks its decode to end it. `num_reroutes` counts the prefills that were named."""
 
     def __init__(
         self,
@@ -35,17 +35,13 @@ class Relinking:
         self._chooser = chooser
         self._take_away = take_away
         self._ask_to_end = ask_to_end
-        self._num_changes_seen = 0
-        self._some_are_stranded = False
-
-    @property
-    def is_due(self) -> bool:
-        return self._some_are_stranded or self._ports.num_changes != self._num_changes_seen
+        self.num_changes_seen = 0
+        self.some_are_stranded = False
 
     def act(self, requests: Mapping[str, TrackedRequest], now: float) -> None:
         """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,
         since they need it when they are retracted."""
-        self._num_changes_seen, self._some_are_stranded = self._ports.num_changes, True  # until it has ended
+        self.num_changes_seen, self.some_are_stranded = self._ports.num_changes, True  # until it has ended
         board, num_stranded = self._chooser.board(requests), 0
         for tracked in list(requests.values()):
             attempt = tracked.attempt
@@ -71,7 +67,7 @@ class Relinking:
             self._ports.decodes[decode].change_writers(
                 tracked.request_id, writers=self._ports.prefills[choice.prefill].addresses
             )
-        self._some_are_stranded = num_stranded > 0
+        self.some_are_stranded = num_stranded > 0
 
     def _strand(self, tracked: TrackedRequest, now: float) -> None:
         """Let a request wait for a prefill. A link may come back: decode itself waits WRITER_GRACE_S for that. If it

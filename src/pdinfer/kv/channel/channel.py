@@ -294,6 +294,11 @@ class KVChannel(OfOneProcess):
             self.sender.forget()
             self.in_doubt = False
 
+    def redial_in_s(self) -> float:
+        """Return in how many seconds a step has to call `links.redial`, infinity where a thread of the transport does
+        it."""
+        return float("inf") if self.transport.ticks else self.links.book.redial_in_s()
+
     def wake(self) -> None:
         with self._changed:
             self._changed.notify_all()

@@ -9,7 +9,6 @@ for RELINK_S.
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 
 import attrs
@@ -266,15 +265,6 @@ class ChannelLinks:
         self.book.wanted.pop(key, None)
         for peer in [peer for peer in self.book.peers() if peer.key == key]:
             peer.fence()
-
-    def redial_in_s(self) -> float:
-        """Return in how many seconds a step has to dial, infinity where a thread of the transport does it."""
-        return math.inf if self._transport.ticks else self.book.redial_in_s()
-
-    def redial_due(self) -> None:
-        """Dial, in a step, what is due."""
-        if self.redial_in_s() <= 0:
-            self.redial()
 
     def redial(self) -> None:
         for key, wanted in list(self.book.wanted.items()):

@@ -222,6 +222,6 @@ def test_who_dials_lost_peers_and_cuts_is_asked_of_the_transport() -> None:
         end.connect(other.address)
     for transport in (quiet.transport, ticking.transport, other.transport):
         LoopbackTransport.cut(transport)  # type: ignore[arg-type]
-    assert (quiet.links.redial_in_s() < math.inf, ticking.links.redial_in_s()) == (True, math.inf)
+    assert (quiet.redial_in_s() < math.inf, ticking.redial_in_s()) == (True, math.inf)
     ticking.recover()
     assert ticking.transport.num_cut == 1  # type: ignore[attr-defined]
