@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,8 +13,8 @@ from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine, brief_fields, full_fields
-from pdinfer.engine.page_tables import PageTables
-from pdinfer.engine.ranks.leader import RankChannel, empty_decode
+from pdinfer.engine.page_tables import GrantedRooms, PageTables
+from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
 from pdinfer.engine.shown import DecodeSnapshot, show_landed, show_sequence
 from pdinfer.errors import ConfigError, PDInferError, RankLost, RequestError, TransferError
@@ -22,8 +22,7 @@ from pdinfer.execution.drafting import DraftCounts
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.sampling import Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun
-from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.rooms import by_room, first_error
+from pdinfer.kv.channel.rooms import first_error
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
@@ -32,7 +31,7 @@ from pdinfer.scheduling.costs import decode_cost
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.scheduling.rules import largest_decode_step
 from pdinfer.stats import DecodeLoad
-from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
+from pdinfer.types import FinishReason, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
 _DESERTED = f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s"
 
@@ -73,57 +72,6 @@ def _counts(scheduler: DecodeScheduler[Sequence], unseen: Seq[Request]) -> dict[
     }
 
 
-class _Rooms:
-    """The rooms of granted sequences, and those that were given up, until their writers have stopped. `_untold` are
-    grants of which the host may not learn yet: a writer that came sooner would find a rank that expects no room."""
-
-    def __init__(
-        self,
-        tables: PageTables,
-        channel: KVChannel | RankChannel,
-        destinations: tuple[PeerAddress, ...],
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self._tables = tables
-        self._channel = channel
-        self._destinations = destinations
-        self._random_bytes = random_bytes
-        self._untold: list[tuple[Sequence, Granted]] = []
-
-    def clear(self) -> None:
-        """Forget all of them: their writers are all gone."""
-        self._untold = []
-        self._tables.clear()
-
-    def open(self, sequence: Sequence, clock: Callable[[], float]) -> None:
-        """Reserve the pages of a sequence, and let its writers write those that it is granted."""
-        grant = self._tables.reserve(sequence, self._random_bytes(16), self._destinations)
-        request = sequence.granted(clock())
-        self._channel.expect(grant)
-        self._untold.append((sequence, Granted(grant=grant, request=request)))
-
-    def take_granted(self) -> Iterator[Granted]:
-        """Yield the grants that the host may learn of now, once each."""
-        untold, self._untold = self._untold, []
-        for sequence, event in untold:
-            if sequence.grant is event.grant:  # otherwise it was given up meanwhile
-                if self._channel.expects(event.grant.room):
-                    yield event
-                else:
-                    self._untold.append((sequence, event))
-
-    def give_up(self, sequence: Sequence, error: PDInferError) -> None:
-        """Abort an open room. Its pages stay granted until its writers have stopped."""
-        self._channel.abort(self._tables.orphan(sequence), error)
-
-    def settled(self) -> Iterator[tuple[bytes, list[Handoff]]]:
-        """Yield the rooms whose writers have stopped, with their hand-offs. The pages of those that were given up are
-        free now."""
-        for room, handoffs in by_room(self._channel.poll()).items():
-            if not self._tables.settle(room):
-                yield room, handoffs
-
-
 class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """Continuous batching over the pages of its `pool`. Only this engine emits tokens.
 
@@ -142,7 +90,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _prepare(self) -> None:
         self._sequences: dict[str, Sequence] = {}
         self._tables = PageTables(self.pool, self._channel, num_withheld=self._num_withheld)
-        self._rooms = _Rooms(self._tables, self._channel, self.addresses, self.channel.random_bytes)
+        self._rooms = GrantedRooms(self._tables, self._channel, self.addresses, self.channel.random_bytes)
         self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
             self._tables,
             self.config,
