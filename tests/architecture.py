@@ -340,7 +340,6 @@ MUTABLE_CALLS = frozenset(
 
 MAX_FILE_LINES = 400
 LONGER: dict[str, str] = {
-    "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "model.decode_rows": "one object: the sequences of a step, and the block of memory that has them on a device",
