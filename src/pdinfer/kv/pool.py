@@ -131,8 +131,8 @@ class PagePool(OfOneProcess):
         self._granted: set[int] = set()
         self._generations = [0] * self.num_pages
         self._users = [0] * self.num_pages
-        self._watchers = Watchers()
-        self._index = PrefixIndex(self._watchers.removed)
+        self.watchers = Watchers()
+        self._index = PrefixIndex(self.watchers.removed)
         self.holders = Holders()
 
     def __repr__(self) -> str:
@@ -253,11 +253,7 @@ class PagePool(OfOneProcess):
 
     def watch(self, watcher: PageWatcher) -> None:
         """Tell `watcher` from now on which pages can be found. It is told in the thread that steps the engine."""
-        self._watchers.all.append(watcher)
-
-    def unwatch(self, watcher: PageWatcher) -> None:
-        """Tell this watcher no more."""
-        self._watchers.remove(watcher)
+        self.watchers.all.append(watcher)
 
     def keep(
         self, keys: Sequence[bytes], pages: Sequence[int], tokens: Callable[[], Sequence[int]] = tuple
@@ -284,10 +280,10 @@ class PagePool(OfOneProcess):
                 added.append(at)
             else:
                 break  # forgotten while others use it: its parent in the index would be a page that they do not use
-        if added and self._watchers.all:  # they follow each other: what continues an unknown page is unknown
+        if added and self.watchers.all:  # they follow each other: what continues an unknown page is unknown
             size, parent = self.layout.page_size, keys[added[0] - 1] if added[0] else None
             its_tokens = tokens()[added[0] * size : (added[-1] + 1) * size]
-            self._watchers.stored([keys[at] for at in added], parent, its_tokens, size)
+            self.watchers.stored([keys[at] for at in added], parent, its_tokens, size)
         return tuple(kept)
 
     @typed
@@ -309,11 +305,11 @@ class PagePool(OfOneProcess):
         users = Counter(page for owned, _ in held for page in owned)
         self._granted = {page for _, pages in held for page in pages} - users.keys()
         self._users = [users[page] for page in range(self.num_pages)]
-        self._free, self._index = [], PrefixIndex(self._watchers.removed)
+        self._free, self._index = [], PrefixIndex(self.watchers.removed)
         for page in range(self.num_pages - 1, -1, -1):
             if self._state(page) is PageState.FREE:
                 self._to_free(page)
-        self._watchers.cleared()
+        self.watchers.cleared()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
