@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import pdinfer
 from tests import architecture as house
 from tests.c_order import UNITS, c_order, read_c
+from tests.repository import machine_paths, repository_files
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = house.read_modules(ROOT, "src/pdinfer")
@@ -55,18 +57,18 @@ def test_examples_and_benchmarks_run_nothing_that_came_as_bytes():
 
 
 def test_no_file_names_a_folder_of_one_machine():
-    complaints = house.machine_paths(house.repository_files(ROOT))
+    complaints = machine_paths(repository_files(ROOT))
     assert not complaints, "\n".join(["", *complaints])
 
 
 def test_no_test_file_is_too_long():
-    long = {path: len(text.splitlines()) for path, text in house.repository_files(ROOT) if path.startswith("tests/")}
+    long = {path: len(text.splitlines()) for path, text in repository_files(ROOT) if path.startswith("tests/")}
     assert not {path: lines for path, lines in long.items() if path.endswith(".py") and lines > 700}
 
 
 def test_the_rules_see_the_sources():
     assert {"__init__", "errors", "types", "parallel.topology"} <= {module.name for module in LIBRARY}
-    paths = {path for path, _ in house.repository_files(ROOT)}
+    paths = {path for path, _ in repository_files(ROOT)}
     assert {"pyproject.toml", "src/pdinfer/errors.py", "tests/test_architecture.py"} <= paths
 
 
@@ -251,6 +253,8 @@ BROKEN = [
     # sizes
     (house.sizes, {"model": "x = 1\n" * 401}, "model.py has 401 lines, more than 400"),
     (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 60}, "model.py:1 f has 61 lines, more than 60"),
+    (house.sizes, {"model": "class A:\n" + "    x = 1\n" * 300}, "model.py:1 A has 301 lines, more than 300"),
+    (house.sizes, {"model": "class A:\n" + "    def f(self): ...\n" * 31}, "model.py:1 A has 31 methods, more than 30"),
 ]
 
 
@@ -298,6 +302,16 @@ def test_a_file_with_a_reason_may_be_longer_and_not_endless(monkeypatch):
     assert house.sizes(fake({"kv.pool": "x = 1\n" * 501})) == ["kv.pool.py has 501 lines, more than 500"]
 
 
+def test_a_larger_class_grows_no_larger():
+    sizes = {
+        f"{module.name}.{node.name}": house.class_size(node)
+        for module in LIBRARY
+        for node in ast.parse(module.text).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: sizes[name] for name in house.LARGER} == house.LARGER
+
+
 KEPT = [
     (house.layers, {"model.mla": "import torch\nfrom pdinfer.kv.view import View\nimport pdinfer.kernels.ops"}),
     (
@@ -317,6 +331,7 @@ KEPT = [
     (house.manners, {"parallel.topology": "import os\nos.environ['RANK']"}),
     (house.manners, {"__init__": "__all__ = ['a']", "errors": "BY_CODE = {x.code: x for x in X}\nNAMES = ('a',)"}),
     (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 59}),
+    (house.sizes, {"model": "class A:\n" + "    def f(self): ...\n" * 30 + "    x = 1\n" * 269}),
 ]
 
 
@@ -327,10 +342,8 @@ def test_a_rule_lets_pass():
 
 def test_a_folder_of_one_machine_is_found():
     folder = f"/{'work'}/data"  # in two pieces, so that this file keeps the rule
-    assert house.machine_paths([("a.md", f"fine\nsee {folder}")]) == [
-        f"a.md:2 names a folder of one machine: see {folder}"
-    ]
-    assert house.machine_paths([("a.md", f"https://host{folder} and docs{folder}, home{folder}")]) == []
+    assert machine_paths([("a.md", f"fine\nsee {folder}")]) == [f"a.md:2 names a folder of one machine: see {folder}"]
+    assert machine_paths([("a.md", f"https://host{folder} and docs{folder}, home{folder}")]) == []
 
 
 def test_files_are_found_without_git(tmp_path):
@@ -338,4 +351,4 @@ def test_files_are_found_without_git(tmp_path):
     (tmp_path / ".venv" / "made.py").write_text("x")
     (tmp_path / "kept.py").write_text("x")
     (tmp_path / "binary.bin").write_bytes(b"\0")
-    assert list(house.repository_files(tmp_path)) == [("kept.py", "x")]
+    assert list(repository_files(tmp_path)) == [("kept.py", "x")]

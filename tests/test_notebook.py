@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.architecture import MACHINE_PATH
 from tests.notebook import IMAGE, MEASURED, NOTEBOOK, code_cells, digest, executed, shown
+from tests.repository import MACHINE_PATH
 
 STORED = json.loads(NOTEBOOK.read_text("utf-8"))
 ELSEWHERE = ("spawn_", "SIGINT")

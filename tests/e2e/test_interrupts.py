@@ -48,7 +48,7 @@ def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KINDS = ("shared", "loopback", "tcp")
 POOL = "own grant adopt release generations find num_unused share is_kept keep forget rebuild"
-CHANNEL = "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial recover"
+CHANNEL = "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial_in_s recover"
 ARRIVALS = "received place placed closed"
 OWNERS = (pd.PagePool, POOL), (pd.KVChannel, CHANNEL), (ChannelArrivals, ARRIVALS)
 CALLS = [(owner, name) for owner, names in OWNERS for name in names.split()]

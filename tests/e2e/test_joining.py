@@ -17,8 +17,8 @@ import pytest
 import pdinfer as pd
 from pdinfer.inbox import Inbox
 from pdinfer.pairing import joining
-from pdinfer.pairing.broker import LOOK_S
 from pdinfer.pairing.joining import FIRST_TRY_S, link
+from pdinfer.pairing.ports import LOOK_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import PROMPT, Setup, by_request, collect, hang, model_of, pool_of, reference, request, tokens_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing.broker import LOOK_S
+from pdinfer.pairing.ports import LOOK_S
 from pdinfer.pairing.queue import LINK_WAIT_S
 from pdinfer.scheduling import decode as scheduling
 from pdinfer.testing import VirtualClock

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing import broker, ports
+from pdinfer.pairing import ports
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, RequestShape
@@ -128,7 +128,7 @@ def test_a_policy_sees_how_fast_a_link_was(transport: str) -> None:
         for number in range(2):
             setup.pairing.submit(request(str(number)))
             check_streams(collect(setup.pairing), str(number))
-            time.sleep(broker.LOOK_S)
+            time.sleep(ports.LOOK_S)
     assert speeds[0] is None
     assert speeds[-1] is not None
     assert speeds[-1] > 0

@@ -8,6 +8,7 @@ for fresh.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -329,14 +330,13 @@ def a_prefix_is_known_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 def the_head_of_the_queue_hides_the_others(patch: pytest.MonkeyPatch) -> None:
     """A reaper that stops at the first request whose time is not over (vllm#58222); the Pairing's own is switched off
     with it, or it would do the work."""
-    expire = DecodeEngine._expire
+    overdue = DecodeScheduler.overdue
 
-    def expire_first(self: DecodeEngine) -> None:
-        first = next(iter(self._sequences.values()), None)
-        if first is not None and first.deadline_at is not None and self._clock() >= first.deadline_at:
-            expire(self)
+    def overdue_if_first(self: DecodeScheduler[Any]) -> list[Any]:
+        found = overdue(self)
+        return found if found and min(self._all(), key=attrgetter("arrival")) in found else []
 
-    patch.setattr(DecodeEngine, "_expire", expire_first)
+    patch.setattr(DecodeScheduler, "overdue", overdue_if_first)
     patch.setattr(Broker, "_end_overdue", lambda self: None)
 
 

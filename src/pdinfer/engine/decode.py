@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.engine import Engine
-from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.engine import Engine, brief_fields, full_fields
+from pdinfer.engine.page_tables import GrantedRooms, PageTables
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
-from pdinfer.engine.shown import DecodeSnapshot, SequenceSnapshot, show_landed, show_sequence
+from pdinfer.engine.shown import DecodeSnapshot, show_landed, show_sequence
 from pdinfer.errors import ConfigError, PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.sampling import Drawn, make_processor
-from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
-from pdinfer.kv.channel.rooms import by_room, first_error
+from pdinfer.execution.warm_up import WarmUpRun
+from pdinfer.kv.channel.rooms import first_error
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
+from pdinfer.scheduling.costs import decode_cost
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
 from pdinfer.scheduling.rules import largest_decode_step
-from pdinfer.stats import DecodeCost, DecodeLoad
-from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request, Timeline
+from pdinfer.stats import DecodeLoad
+from pdinfer.types import FinishReason, Handoff, HandoffStatus, PeerAddress, Refused, Request
+
+_DESERTED = f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s"
 
 _log = logging.getLogger("pdinfer")
+
+
+def _check_steps(model: Model, config: EngineConfig) -> None:
+    num_drafts = config.num_draft_tokens
+    if num_drafts and model.mtp is None:
+        raise ConfigError(
+            f"num_draft_tokens is {num_drafts} and the model was loaded without the MTP layer that drafts: load it "
+            "with mtp=True, or leave num_draft_tokens 0"
+        )
+    model.experts.check_step(*largest_decode_step(config), tp_size=model.topology.tp_size, num_queries=1 + num_drafts)
+
+
+def _check_submit(request: Request, writers: Seq[PeerAddress], in_use: Container[str]) -> None:
+    """Raise RequestError for what a Pairing would not submit."""
+    if not request.request_id:
+        raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
+    if request.request_id in in_use:
+        raise RequestError(f"request_id {request.request_id!r} is in use by a request that has not ended")
+    if not writers:  # nobody would ever hand its room off
+        raise RequestError("writers is empty; name at least one prefill")
+    if request.stop != ():
+        raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
+
+
+def _counts(scheduler: DecodeScheduler[Sequence], unseen: Seq[Request]) -> dict[str, Any]:
+    """Return what a load says of requests: those of the scheduler, and those that no step has seen yet."""
+    waiting, granted, running = [*scheduler.waiting], [*scheduler.granted], [*scheduler.running]
+    return {
+        "num_waiting_requests": len(waiting) + len(unseen),
+        "num_waiting_tokens": sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
+        "num_granted_requests": len(granted),
+        "num_running_requests": len(running),
+        "num_running_tokens": sum(sequence.num_tokens for sequence in (*granted, *running)),
+    }
 
 
 class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
@@ -45,24 +83,14 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """
 
     role = "decode"
+    _check_steps = staticmethod(_check_steps)
     _run_empty = staticmethod(empty_decode)
-
-    @staticmethod
-    def _check_steps(model: Model, config: EngineConfig) -> None:
-        num_drafts = config.num_draft_tokens
-        if num_drafts and model.mtp is None:
-            raise ConfigError(
-                f"num_draft_tokens is {num_drafts} and the model was loaded without the MTP layer that drafts: load it "
-                "with mtp=True, or leave num_draft_tokens 0"
-            )
-        model.experts.check_step(
-            *largest_decode_step(config), tp_size=model.topology.tp_size, num_queries=1 + num_drafts
-        )
+    _warm_up = staticmethod(WarmUpRun.decode)
 
     def _prepare(self) -> None:
         self._sequences: dict[str, Sequence] = {}
-        self._untold: list[tuple[Sequence, Granted]] = []
         self._tables = PageTables(self.pool, self._channel, num_withheld=self._num_withheld)
+        self._rooms = GrantedRooms(self._tables, self._channel, self.addresses, self.channel.random_bytes)
         self._scheduler: DecodeScheduler[Sequence] = DecodeScheduler(
             self._tables,
             self.config,
@@ -106,40 +134,31 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _step(self) -> None:
         """Take what came, admit what landed, grant pages, and run one batch."""
-        if not self._closed:
+        if not self.closed:
             self._schedule()
             self._decode()
-            self._tell_granted()
+            self._events += self._rooms.take_granted()
 
     def _schedule(self) -> None:
         """Do what needs no token of the step that runs, if one does: its sequences may end here, and others join the
         next one."""
         self._take_inbox()
-        self._expire()
+        for sequence in self._scheduler.overdue():
+            self._end(sequence, FinishReason.DEADLINE)
         self._land()
         self._grant()
 
-    @property
-    def _requests(self) -> tuple[Iterable[Sequence], ...]:
-        """Those that wait, those that are granted and those that run."""
-        return self._scheduler.waiting, self._scheduler.granted, self._scheduler.running
-
     def load(self) -> DecodeLoad:
         """Return what this engine holds. That includes requests that no step has seen yet."""
-        return attrs.evolve(self._make_brief_load(), **self._full_load())
+        return attrs.evolve(self._make_brief_load(), **full_fields(self.model, self.channel, self._rebalancing))
 
     def _make_brief_load(self) -> DecodeLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
-        waiting, granted, running = map(list, self._requests)
         return DecodeLoad(
-            **self._brief_load(),
-            num_waiting_requests=len(waiting) + len(unseen),
-            num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
-            num_granted_requests=len(granted),
-            num_running_requests=len(running),
-            num_running_tokens=sum(sequence.num_tokens for sequence in (*granted, *running)),
+            **brief_fields(self.address, self.pool, self._tables, self._scheduler.costs),
+            **_counts(self._scheduler, unseen),
             max_running_requests=self.config.max_running_requests,
-            cost=self._cost,
+            cost=decode_cost(self._scheduler.costs),
             **attrs.asdict(self._drafted),
         )
 
@@ -147,32 +166,22 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
         when no sequence runs."""
         running = self._scheduler.running
-        return self._cost.seconds(len(running), sum(one.num_tokens for one in running)) if running else None
-
-    @property
-    def _cost(self) -> DecodeCost:
-        step_s, sequence_s, token_s = self._scheduler.costs.weights
-        return DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
+        num_tokens = sum(one.num_tokens for one in running)
+        return decode_cost(self._scheduler.costs).seconds(len(running), num_tokens) if running else None
 
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
-        waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in self._requests)
-        return DecodeSnapshot(
-            waiting=waiting, granted=granted, running=running, orphans=frozenset(self._tables.orphans)
-        )
+        return DecodeSnapshot.of(self._scheduler, self._tables.orphans)
 
     @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
-        if self._events or self._closed:
+        if self._events or self.closed:
             return bool(self._events)
         scheduler = self._scheduler
         if (scheduler.running and not scheduler.stalled) or scheduler.next_turn() is not None:
             return True  # requests that ended in the last step may have left pages for the next turn
         return self._sleep(timeout_s, scheduler.next_end() - self._clock())
-
-    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
-        return run.decode()
 
     def _close(self) -> None:
         """End what is unfinished with CANCELLED (a last `step` returns the events) and close the channel. After that no
@@ -188,8 +197,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
-        self._sequences, self._untold = {}, []
-        self._tables.clear()
+        self._sequences = {}
+        self._rooms.clear()
         self._scheduler.clear()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
@@ -207,14 +216,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
         request_id = request.request_id or ""
         try:
-            if not request_id:
-                raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
-            if request_id in self._sequences:
-                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
-            if not writers:  # nobody would ever hand its room off
-                raise RequestError("writers is empty; name at least one prefill")
-            if request.stop != ():
-                raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
+            _check_submit(request, writers, self._sequences)
             request = check_request(request, [self.limits])
             processor = make_processor(self._factories, request.sampling)
             self._scheduler.check_room()
@@ -230,18 +232,12 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
         sequence.writers = writers
         if self._scheduler.take_over(sequence):
-            self._give_up(sequence, TransferError("another prefill takes over"))
-
-    def _expire(self) -> None:
-        for sequence in self._scheduler.overdue():
-            self._end(sequence, FinishReason.DEADLINE)
+            self._rooms.give_up(sequence, TransferError("another prefill takes over"))
 
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        for room, handoffs in by_room(self._channel.poll()).items():
-            if self._tables.settle(room):
-                continue
+        for room, handoffs in self._rooms.settled():
             sequence = next(one for one in self._scheduler.granted if one.grant is not None and one.grant.room == room)
             if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
                 self._admit(sequence, handoffs)
@@ -274,43 +270,16 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if not self._scheduler.lose(sequence, error):
             self._end(sequence, FinishReason.FAILED, error)
 
-    # -- pages ------------------------------------------------------------------------------------------------------
-
     def _grant(self) -> None:
         """Open a room for every sequence that has its turn, and end those that had too many."""
         for deserted in self._scheduler.deserted():
-            error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
-            self._end(deserted, FinishReason.FAILED, error)
+            self._end(deserted, FinishReason.FAILED, TransferError(_DESERTED))
         while (sequence := self._scheduler.next_turn()) is not None:
             if self._scheduler.has_failed(sequence):
                 self._end(sequence, FinishReason.FAILED, sequence.cuts[-1])
             else:
                 self._scheduler.grant(sequence)
-                self._open_room(sequence)
-
-    def _open_room(self, sequence: Sequence) -> None:
-        grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
-        self._looked_up(sequence.num_tokens, found=grant.tokens.start)
-        now = self._clock()
-        sequence.waited_s += now - sequence.waiting_since
-        sequence.timeline = Timeline(queued_s=0.0, granted_s=now - sequence.submitted_at)
-        self._channel.expect(grant)
-        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - now)
-        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
-        self._untold.append((sequence, Granted(grant=grant, request=request)))
-
-    def _tell_granted(self) -> None:
-        untold, self._untold = self._untold, []
-        for sequence, event in untold:
-            if sequence.grant is event.grant:  # otherwise it was given up meanwhile
-                if self._channel.expects(event.grant.room):
-                    self._events.append(event)
-                else:
-                    self._untold.append((sequence, event))
-
-    def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
-        """Abort an open room. Its pages stay granted until its writers have stopped."""
-        self._channel.abort(self._tables.orphan(sequence), error)
+                self._rooms.open(sequence, self._clock)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +287,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         batch = self._scheduler.plan()
         for sequence in self._scheduler.retracted:
             _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
-            self._computing -= {sequence.request_id}
+            self.computing -= {sequence.request_id}
         if not batch:
             self._runner.idle()
             return
@@ -346,8 +315,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence in batch:
             sequence.draft.num_tokens = self._scheduler.num_drafts(sequence) if sequence.draft.num_newest else 0
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [sequence.next_draw for sequence in batch]
-        return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
+        return self._runner.decode(rows, [one.next_draw for one in batch], [one.draft for one in batch])
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""
@@ -367,10 +335,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if new.error is not None:
             self._fail(sequence, new.error)
             return False
-        sequence.output.append(new.token)
         now = self._clock()
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
+        sequence.append(new.token, now)
         reason = sequence.ends_with(new.token)
         if reason is None:
             self._events.append(sequence.event(new, now=now))
@@ -404,4 +370,4 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if sequence.state is SequenceState.RUNNING:
             self._tables.release(sequence)
         elif sequence.grant is not None:
-            self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
+            self._rooms.give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))

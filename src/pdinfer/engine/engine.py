@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -18,6 +19,7 @@ from pdinfer.bounds import cause, escaped
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.experts import EngineExperts
+from pdinfer.engine.page_tables import PageTables, PromptTables
 from pdinfer.engine.ranks.leader import RankRunner, RunEmpty
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks
 from pdinfer.engine.sequence import Cancel
@@ -37,6 +39,7 @@ from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
+from pdinfer.scheduling.costs import StepCosts
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.scheduling.prefill import PrefillScheduler
 from pdinfer.scheduling.rules import withheld_pages
@@ -62,7 +65,9 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
-    _computing: frozenset[str]
+    computing: frozenset[str]
+    """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode until
+    they end or are retracted. Those that have ended since may still be named."""
     _num_changes = 0
     """Grows with every step and command that changes what a load says."""
 
@@ -81,7 +86,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
         self.channel.recover()
         self._drop(error)
         self._arrived.clear()
-        self._computing = frozenset()
+        self.computing = frozenset()
         self.pool.rebuild()
         self._num_changes += 1
         self._unfinished_call = False
@@ -114,8 +119,20 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """
 
     role = "engine"
+    address: PeerAddress
+    """The address by which peers know this engine."""
+    addresses: tuple[PeerAddress, ...]
+    """The addresses of all ranks that have the same requests, the leader's first."""
+    closed: bool
+    """Whether the engine was closed, here or on another of its ranks."""
+    limits: RequestLimits
+    """What a request may ask of this engine."""
     _has_left = False
+    _check_steps: Callable[[Model, EngineConfig], None]
+    """Raise ConfigError when a step of this role may be larger than the model can run, before anything is made."""
     _run_empty: RunEmpty
+    _warm_up: Callable[[WarmUpRun], Iterable[WarmUpStep]]
+    """Run the steps of this role's warm-up one by one."""
     _scheduler: DecodeScheduler[Any] | PrefillScheduler[Any]
 
     @typed
@@ -130,19 +147,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.model = model
-        self.channel = channel
-        self.config = config or EngineConfig()
+        self.model, self.channel = model, channel
+        self.config = config = config or EngineConfig()
         self._other_config = other_config or self.config
         self._check_steps(model, self.config)
-        if channel.is_closed:
-            raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
-        if channel.engine is not None:
-            raise ConfigError(f"{channel} has an engine already, which gets its pages and its news: make a new channel")
-        if not isinstance(channel.pool, PagePool):
-            raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
-        if channel.pool.layout.model_id != model.config.fingerprint:
-            raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
+        self.pool = _checked_pool(channel, model)
         begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
@@ -150,40 +159,37 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._trace = None if folder is None else Trace.in_folder(folder, self.role, engine_id)
         if self.config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()
-        self.pool = channel.pool
         self._num_withheld = withheld_pages(
             self.pool.num_pages, page_size=self.pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
         self._inbox: Inbox[Command | Cancel] = Inbox()
-        self._rebalancing = Rebalancing(
-            model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
-        )
+        wake, groups = self._inbox.wake, model.groups
+        self._rebalancing = Rebalancing(model.experts, model.moe_layers(), groups, config, wake=wake, clock=clock)
         self.experts = EngineExperts(self._rebalancing)
         self._model_runner = self._make_runner()
-        self.ranks = self._join_ranks()
+        join: Callable[..., Ranks] = Ranks
+        if groups.world.size > 1:
+            shared = _shared_limits(self.role, self.config, model, self.pool)
+            join = partial(
+                SeveralRanks, groups, run_empty=self._run_empty, limits=shared, inbox=self._inbox, clock=clock
+            )
+        self.ranks = join(channel, self._model_runner, rebalancing=self._rebalancing)
+        self.address, self.addresses = channel.address, self.ranks.addresses
         # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
         self._runner: ModelRunner | RankRunner = self.ranks.runner
         self._channel = self.ranks.channel
         self._events: list[Event] = []
         self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
         self._brief: tuple[int, EngineLoad] | None = None
-        self._closed = False
         self._arrivals = 0
-        self._arrived = deque()
-        self._computing = frozenset()
-        channel.notify(self._inbox.wake)
+        self._arrived, self.computing, self.closed = deque(), frozenset(), False
+        channel.notify(wake)
         channel.engine = weakref.ref(self)
         self.peers = channel.peers
+        self.limits = _limits(self.role, model, self.pool, self._num_withheld, self._factories)
         self._prepare()
-        self.pool.hold(self._held)
-
-    @staticmethod
-    @abstractmethod
-    def _check_steps(model: Model, config: EngineConfig) -> None:
-        """Raise ConfigError when a step of this role may be larger than the model can run, before anything is made."""
+        self.pool.holders.add(self._held)
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -194,70 +200,15 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Return the pages that requests hold."""
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._closed else ""
+        closed = ", closed" if self.closed else ""
         return (
             f"{type(self).__name__}({self.address}, {self.num_unfinished} unfinished requests, {self.model}, "
             f"{self.pool}{closed})"
         )
 
-    def _join_ranks(self) -> Ranks:
-        """Take this engine's place among its ranks. All ranks call it together."""
-        groups = self.model.groups
-        if groups.world.size == 1:
-            return Ranks(self.channel, self._model_runner, self._rebalancing)
-        return SeveralRanks(
-            groups,
-            self.channel,
-            self._model_runner,
-            rebalancing=self._rebalancing,
-            run_empty=self._run_empty,
-            limits=self._shared_limits(),
-            inbox=self._inbox,
-            clock=self._clock,
-        )
-
-    def _shared_limits(self) -> dict[str, object]:
-        """Return what must be the same on all ranks for their steps and pages to fit together."""
-        limits = attrs.asdict(self.config, filter=lambda field, _: field.name not in ("trace", "num_threads"))
-        return {
-            **limits,
-            "role": self.role,
-            "num_pages": self.pool.num_pages,
-            "page_size": self.pool.layout.page_size,
-            "layout_id": self.pool.layout.layout_id.hex(),
-            "mtp": self.model.mtp is not None,
-        }
-
-    @property
-    def closed(self) -> bool:
-        """Whether the engine was closed, here or on another of its ranks."""
-        return self._closed
-
     def _make_runner(self) -> ModelRunner:
         """Make what runs this engine's steps. Tests and benchmarks override it."""
         return ModelRunner(self.model, self.pool.memory, self._trace)
-
-    @property
-    def address(self) -> PeerAddress:
-        """The address by which peers know this engine."""
-        return self.channel.address
-
-    @property
-    def addresses(self) -> tuple[PeerAddress, ...]:
-        """The addresses of all ranks that have the same requests, the leader's first."""
-        return self.ranks.addresses
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What a request may ask of this engine."""
-        num_pages = self.pool.num_pages - self._num_withheld
-        held = min(self.model.config.max_position_embeddings, num_pages * self.pool.layout.page_size)
-        return RequestLimits(
-            name=self.role,
-            vocab_size=self.model.config.vocab_size,
-            max_tokens=held,
-            logits_processors=tuple(sorted(self._factories)),
-        )
 
     @property
     @abstractmethod
@@ -300,12 +251,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
-    @property
-    def computing(self) -> frozenset[str]:
-        """The ids of the requests of which it has begun to compute rows: at prefill until their hand-off, at decode
-        until they end or are retracted. Those that have ended since may still be named."""
-        return self._computing
-
     @typed
     def tell_computing(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call `listener` with `computing`, in the thread that steps, before a step that computes the first rows of a
@@ -314,11 +259,11 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _begin(self, request_ids: Iterable[str | None]) -> None:
         """Note of which requests the coming step computes rows."""
-        new = {request_id or "" for request_id in request_ids} - self._computing
+        new = {request_id or "" for request_id in request_ids} - self.computing
         if new:
-            self._computing = self._computing.intersection(self.request_ids) | new
+            self.computing = self.computing.intersection(self.request_ids) | new
             if self._tell_computing is not None:
-                self._tell_computing(self._computing)
+                self._tell_computing(self.computing)
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other
@@ -341,7 +286,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._begin_call()
             with own_modes(self.model.device), using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
-                self.channel.redial()
+                if self.channel.redial_in_s() <= 0:
+                    self.channel.links.redial()
                 self.ranks.step(self._step)
                 if self.ranks.are_closing:
                     self.close()
@@ -370,13 +316,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         is, counts in no `load`, and forgets what was recorded about experts. Raise Overloaded when requests are
         unfinished or no page is free, RequestError when the engine is closed.
         """
-        if self._closed:
-            raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
-        if self.num_unfinished:
-            raise Overloaded(
-                f"the {self.role} engine has {self.num_unfinished} unfinished requests: warm up before the first one, "
-                "or drain it"
-            )
+        _check_unused(self.role, self.num_unfinished, closed=self.closed)
         self._begin_call()
         line = telling(progress, f"warming up {self.role}", "steps", self._clock)
         try:
@@ -390,10 +330,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         finally:
             if self._rebalancing.recorder is not None:
                 self._rebalancing.recorder.reset()
-
-    @abstractmethod
-    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
-        """Run the steps of this role's warm-up one by one."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -421,7 +357,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def close(self) -> None:
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
-        if not self._closed:
+        if not self.closed:
             self.ranks.close(begin=self._begin_call, end=self._close)
             self._leave()
 
@@ -437,8 +373,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _leave(self) -> None:
         self._rebalancing.close()
-        self._closed, self._unfinished_call = True, False
-        self.pool.release_holder(self._held)
+        self.closed, self._unfinished_call = True, False
+        self.pool.holders.remove(self._held)
         self._inbox.wake()
         if self._trace is not None:
             self._trace.write()
@@ -446,11 +382,6 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @abstractmethod
     def _close(self) -> None:
         """End what is unfinished and close the channel."""
-
-    def _looked_up(self, num_tokens: int, *, found: int) -> None:
-        """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""
-        self._prefix_query_tokens += num_tokens
-        self._prefix_hit_tokens += found
 
     @property
     def key_scheme(self) -> KeyScheme | None:
@@ -473,28 +404,79 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _make_brief_load(self) -> EngineLoad:
         """Return what there is to do now."""
 
-    def _brief_load(self) -> dict[str, Any]:
-        """Return the fields of EngineLoad that policies need, which take little time."""
-        return {
-            "address": self.address,
-            "num_free_pages": self.pool.num_free,
-            "num_cached_pages": self.pool.num_cached,
-            "num_total_pages": self.pool.num_pages,
-            "page_size": self.pool.layout.page_size,
-            "token_bytes": self.pool.layout.token_bytes,
-            "num_tokens": self._scheduler.costs.num_tokens,
-            "busy_s": self._scheduler.costs.busy_s,
-            "prefix_query_tokens": self._prefix_query_tokens,
-            "prefix_hit_tokens": self._prefix_hit_tokens,
-        }
 
-    def _full_load(self) -> dict[str, Any]:
-        """Return the other fields of EngineLoad."""
-        return {
-            "placement_epoch": self._rebalancing.epoch,
-            "is_placement_staged": self._rebalancing.is_staged,
-            "placement_error": self._rebalancing.error and escaped(self._rebalancing.error),
-            "transport": self.channel.transport.name,
-            "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
-            "kv": self.channel.stats,
-        }
+def _checked_pool(channel: KVChannel, model: Model) -> PagePool:
+    """Return the pool of a channel. Raise ConfigError unless an engine of this model may use both."""
+    pool = channel.pool
+    if channel.is_closed:
+        raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
+    if channel.engine is not None:
+        raise ConfigError(f"{channel} has an engine already, which gets its pages and its news: make a new channel")
+    if not isinstance(pool, PagePool):
+        raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
+    if pool.layout.model_id != model.config.fingerprint:
+        raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
+    return pool
+
+
+def _check_unused(role: str, num_unfinished: int, *, closed: bool) -> None:
+    """Raise what `warm_up` does for an engine that it would disturb."""
+    if closed:
+        raise RequestError(f"the {role} engine is closed: it cannot be warmed up")
+    if num_unfinished:
+        raise Overloaded(
+            f"the {role} engine has {num_unfinished} unfinished requests: warm up before the first one, or drain it"
+        )
+
+
+def _limits(role: str, model: Model, pool: PagePool, num_withheld: int, processors: Iterable[str]) -> RequestLimits:
+    """Return what a request may ask of an engine."""
+    num_held = (pool.num_pages - num_withheld) * pool.layout.page_size
+    return RequestLimits(
+        name=role,
+        vocab_size=model.config.vocab_size,
+        max_tokens=min(model.config.max_position_embeddings, num_held),
+        logits_processors=tuple(sorted(processors)),
+    )
+
+
+def _shared_limits(role: str, config: EngineConfig, model: Model, pool: PagePool) -> dict[str, object]:
+    """Return what must be the same on all ranks for their steps and pages to fit together."""
+    return {
+        **attrs.asdict(config, filter=lambda field, _: field.name not in ("trace", "num_threads")),
+        "role": role,
+        "num_pages": pool.num_pages,
+        "page_size": pool.layout.page_size,
+        "layout_id": pool.layout.layout_id.hex(),
+        "mtp": model.mtp is not None,
+    }
+
+
+def brief_fields(
+    address: PeerAddress, pool: PagePool, tables: PageTables | PromptTables, costs: StepCosts
+) -> dict[str, Any]:
+    """Return the fields of EngineLoad that policies need, which take little time."""
+    return {
+        "address": address,
+        "num_free_pages": pool.num_free,
+        "num_cached_pages": pool.num_cached,
+        "num_total_pages": pool.num_pages,
+        "page_size": pool.layout.page_size,
+        "token_bytes": pool.layout.token_bytes,
+        "num_tokens": costs.num_tokens,
+        "busy_s": costs.busy_s,
+        "prefix_query_tokens": tables.num_looked_up,
+        "prefix_hit_tokens": tables.num_found,
+    }
+
+
+def full_fields(model: Model, channel: KVChannel, rebalancing: Rebalancing) -> dict[str, Any]:
+    """Return the other fields of EngineLoad."""
+    return {
+        "placement_epoch": rebalancing.epoch,
+        "is_placement_staged": rebalancing.is_staged,
+        "placement_error": rebalancing.error and escaped(rebalancing.error),
+        "transport": channel.transport.name,
+        "providers": tuple((choice.op, choice.provider) for choice in model.resolved.choices),
+        "kv": channel.stats,
+    }

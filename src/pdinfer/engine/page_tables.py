@@ -3,27 +3,30 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 
 from pdinfer.engine.ranks.leader import RankChannel
 from pdinfer.engine.sequence import Prompt, Sequence
-from pdinfer.errors import TransferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.rooms import by_room
 from pdinfer.kv.pool import Held, PagePool
 from pdinfer.kv.prefix import PrefixChain
-from pdinfer.types import PageGrant, PeerAddress
+from pdinfer.types import Granted, Handoff, PageGrant, PeerAddress
 
 
 class _Tables:
-    """The pages of a pool that may be used, which are those beyond `num_withheld`."""
+    """The pages of a pool that may be used, which are those beyond `num_withheld`. Of the `num_looked_up` tokens of
+    requests that were given pages, `num_found` were in known ones."""
 
     def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
         self._pool = pool
         self._channel = channel
         self._num_withheld = num_withheld
+        self.num_looked_up = self.num_found = 0
 
     @property
     def num_available(self) -> int:
@@ -106,6 +109,8 @@ class PageTables(_Tables):
         layout = self._pool.layout
         known = self._known(sequence)
         self._pool.share(known)
+        self.num_looked_up += sequence.num_tokens
+        self.num_found += len(known) * layout.page_size
         granted = self._pool.grant(layout.num_pages(sequence.num_tokens) - len(known))
         sequence.pages = [*known, *granted]
         sequence.spare = list(self._pool.own(layout.num_pages(sequence.reserved_tokens) - len(sequence.pages)))
@@ -196,6 +201,57 @@ class PageTables(_Tables):
         return self._pool.find(self._to_find(sequence.chain.keys, sequence.num_tokens))
 
 
+class GrantedRooms:
+    """The rooms of granted sequences, and those that were given up, until their writers have stopped. `_untold` are
+    grants of which the host may not learn yet: a writer that came sooner would find a rank that expects no room."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        channel: KVChannel | RankChannel,
+        destinations: tuple[PeerAddress, ...],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._tables = tables
+        self._channel = channel
+        self._destinations = destinations
+        self._random_bytes = random_bytes
+        self._untold: list[tuple[Sequence, Granted]] = []
+
+    def clear(self) -> None:
+        """Forget all of them: their writers are all gone."""
+        self._untold = []
+        self._tables.clear()
+
+    def open(self, sequence: Sequence, clock: Callable[[], float]) -> None:
+        """Reserve the pages of a sequence, and let its writers write those that it is granted."""
+        grant = self._tables.reserve(sequence, self._random_bytes(16), self._destinations)
+        request = sequence.granted(clock())
+        self._channel.expect(grant)
+        self._untold.append((sequence, Granted(grant=grant, request=request)))
+
+    def take_granted(self) -> Iterator[Granted]:
+        """Yield the grants that the host may learn of now, once each."""
+        untold, self._untold = self._untold, []
+        for sequence, event in untold:
+            if sequence.grant is event.grant:  # otherwise it was given up meanwhile
+                if self._channel.expects(event.grant.room):
+                    yield event
+                else:
+                    self._untold.append((sequence, event))
+
+    def give_up(self, sequence: Sequence, error: PDInferError) -> None:
+        """Abort an open room. Its pages stay granted until its writers have stopped."""
+        self._channel.abort(self._tables.orphan(sequence), error)
+
+    def settled(self) -> Iterator[tuple[bytes, list[Handoff]]]:
+        """Yield the rooms whose writers have stopped, with their hand-offs. The pages of those that were given up are
+        free now."""
+        for room, handoffs in by_room(self._channel.poll()).items():
+            if not self._tables.settle(room):
+                yield room, handoffs
+
+
 class PromptTables(_Tables):
     """Finds, lays out and returns the pages of prompts, as the scheduler decides (`PromptPages`)."""
 
@@ -236,6 +292,8 @@ class PromptTables(_Tables):
             pool.share(known)
             prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
         prompt.num_cached = prompt.num_computed = len(known) * size
+        self.num_looked_up += prompt.num_tokens
+        self.num_found += prompt.num_cached
 
     def release(self, prompt: Prompt) -> None:
         """Return the pages of a prompt that nothing reads any more. Others may find those of one that has landed."""

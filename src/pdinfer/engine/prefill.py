@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from pdinfer.bounds import cause
 from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
-from pdinfer.engine.engine import Engine
+from pdinfer.engine.engine import Engine, brief_fields, full_fields
 from pdinfer.engine.page_tables import PromptTables
 from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.sequence import Cancel, Prompt, SubmitPrefill
 from pdinfer.engine.shown import PrefillSnapshot, PromptSnapshot, show_prompt, show_sent
 from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.sampling import Draw, Drawn, make_processor
-from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
+from pdinfer.execution.warm_up import WarmUpRun
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
@@ -31,6 +31,11 @@ from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
 _log = logging.getLogger("pdinfer")
 
 
+def _check_steps(model: Model, config: EngineConfig) -> None:
+    largest = largest_prefill_step(config, model.config.max_position_embeddings)
+    model.experts.check_step(*largest, tp_size=model.topology.tp_size)
+
+
 class PrefillEngine(Engine[SubmitPrefill]):
     """Runs prompts in chunks over the pages of its `pool`, and pushes each layer as soon as it is finished.
 
@@ -39,12 +44,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
     """
 
     role = "prefill"
+    _check_steps = staticmethod(_check_steps)
     _run_empty = staticmethod(empty_prefill)
-
-    @staticmethod
-    def _check_steps(model: Model, config: EngineConfig) -> None:
-        largest = largest_prefill_step(config, model.config.max_position_embeddings)
-        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
+    _warm_up = staticmethod(WarmUpRun.prefill)
 
     def _prepare(self) -> None:
         self.channel.window_bytes = self.config.send_window_bytes
@@ -77,7 +79,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _step(self) -> None:
         """Take what came, run one chunk, and hand off what it finished. No events come of it (see `DecodeEngine`)."""
-        if self._closed:
+        if self.closed:
             return
         self._take_inbox()
         for room, error in self._channel.poll_stops():
@@ -91,7 +93,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def load(self) -> PrefillLoad:
         """Return what this engine has to do. That includes requests that no step has seen yet."""
-        return attrs.evolve(self._make_brief_load(), **self._full_load())
+        return attrs.evolve(self._make_brief_load(), **full_fields(self.model, self.channel, self._rebalancing))
 
     def _make_brief_load(self) -> PrefillLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
@@ -101,7 +103,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         missing = [prompt.num_tokens - prompt.num_found for prompt in queued]
         (step_s, token_s), chunk = self._scheduler.costs.weights, max(0, self.config.chunked_prefill_size)
         return PrefillLoad(
-            **self._brief_load(),
+            **brief_fields(self.address, self.pool, self._tables, self._scheduler.costs),
             num_queued_requests=len(remaining) + len(new),
             num_queued_tokens=sum(remaining) + sum(new),
             unsent_bytes=self.channel.sender.pushes.unsent_bytes,
@@ -118,19 +120,16 @@ class PrefillEngine(Engine[SubmitPrefill]):
     @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
-        if self._closed:
+        if self.closed:
             return False
         return bool(self._scheduler.active) or self._scheduler.next() is not None or self._sleep(timeout_s)
-
-    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
-        return run.prefill()
 
     def _close(self) -> None:
         """Abort what is unfinished and close the channel."""
         self._take_inbox()
         self._abort(self._scheduler.unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
-        self._closed = True
+        self.closed = True
         self._channel.close()
         self._return_pages()
 
@@ -183,7 +182,6 @@ class PrefillEngine(Engine[SubmitPrefill]):
             prompt.started_at = self._clock()
             try:
                 self._tables.lay_out(prompt)
-                self._looked_up(prompt.num_tokens, found=prompt.num_cached)
             except TransferError as error:
                 self._finish(prompt, error=error)
 
@@ -275,7 +273,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             compute_s=now - started,
         )
         prompt.landed = error is None
-        self._computing -= {prompt.request.request_id or ""}
+        self.computing -= {prompt.request.request_id or ""}
         if self._trace is not None:
             show_prompt(self._trace, prompt, now)
         prompt.sent = self._channel.finish(prompt.grant, handoff)

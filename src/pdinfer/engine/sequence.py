@@ -139,6 +139,13 @@ class Sequence(ScheduledSequence):
         """Return the tokens of the prompt and of the output so far."""
         return (*self.request.prompt, *self.output)
 
+    def granted(self, now: float) -> Request:
+        """Note that it has been granted pages, and return the request as prefill must run it."""
+        self.waited_s += now - self.waiting_since
+        self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
+        left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
+        return attrs.evolve(self.request, output=tuple(self.output), deadline_s=left_s)
+
     def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
         """Note when the KV of an attempt came, now that it is complete. Hand-offs count seconds since the grant."""
         granted_s = self.timeline.granted_s or 0.0
@@ -174,6 +181,12 @@ class Sequence(ScheduledSequence):
             self.cached_tokens = found
         self.waited_s += max(handoff.queue_s for handoff in handoffs)
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
+
+    def append(self, token: int, now: float) -> None:
+        """Add a token to the output."""
+        self.output.append(token)
+        if self.first_token_at is None:
+            self.first_token_at = now
 
     def ends_with(self, token: int) -> FinishReason | None:
         """Return the reason to end if `token`, just appended, is the last one; None if more may follow."""

@@ -6,9 +6,12 @@ Engines call the functions only when they have a trace.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from pdinfer.engine.sequence import Prompt, Sequence
+from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.trace import CHANNEL, REQUESTS, Trace, Values
 from pdinfer.types import FinishReason, PageGrant, PeerAddress, Request
 from pdinfer.values import Value
@@ -72,6 +75,12 @@ class DecodeSnapshot(Value):
     granted: tuple[SequenceSnapshot, ...]
     running: tuple[SequenceSnapshot, ...]
     orphans: frozenset[bytes]
+
+    @classmethod
+    def of(cls, scheduler: DecodeScheduler[Sequence], orphans: Iterable[bytes]) -> DecodeSnapshot:
+        lines = scheduler.waiting, scheduler.granted, scheduler.running
+        waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in lines)
+        return cls(waiting=waiting, granted=granted, running=running, orphans=frozenset(orphans))
 
 
 def show_prompt(trace: Trace, prompt: Prompt, now: float) -> None:

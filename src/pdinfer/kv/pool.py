@@ -66,6 +66,43 @@ Held = tuple[list[int], list[int]]
 write."""
 
 
+class Holders:
+    """Methods that return the pages that their objects hold, for as long as those live."""
+
+    def __init__(self) -> None:
+        self._methods: list[WeakMethod[Callable[[], Held]]] = []
+
+    def add(self, holder: Callable[[], Held]) -> None:
+        self._methods = [*filter(lambda known: known() is not None, self._methods), WeakMethod(holder)]
+
+    def remove(self, holder: Callable[[], Held]) -> None:
+        """Forget a `holder` that holds nothing any more: a closed engine that its host keeps is not asked."""
+        self._methods = [known for known in self._methods if known() not in (None, holder)]
+
+    def held(self) -> list[Held]:
+        """Return what each of them holds."""
+        return [holder() for known in self._methods if (holder := known())]
+
+
+class Watchers:
+    """All that watch one pool, as one PageWatcher."""
+
+    def __init__(self) -> None:
+        self.all: list[PageWatcher] = []
+
+    def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
+        for watcher in self.all:
+            watcher.stored(keys, parent, tokens, page_size)
+
+    def removed(self, key: bytes) -> None:
+        for watcher in self.all:
+            watcher.removed(key)
+
+    def cleared(self) -> None:
+        for watcher in self.all:
+            watcher.cleared()
+
+
 class PagePool(OfOneProcess):
     """The pages of one engine on one rank. Used from the thread that steps the engine.
 
@@ -94,9 +131,9 @@ class PagePool(OfOneProcess):
         self._granted: set[int] = set()
         self._generations = [0] * self.num_pages
         self._users = [0] * self.num_pages
-        self._watchers: list[PageWatcher] = []
-        self._index = PrefixIndex(self._removed)
-        self._holders: list[WeakMethod[Callable[[], Held]]] = []
+        self.watchers = Watchers()
+        self._index = PrefixIndex(self.watchers.removed)
+        self.holders = Holders()
 
     def __repr__(self) -> str:
         return (
@@ -216,11 +253,7 @@ class PagePool(OfOneProcess):
 
     def watch(self, watcher: PageWatcher) -> None:
         """Tell `watcher` from now on which pages can be found. It is told in the thread that steps the engine."""
-        self._watchers.append(watcher)
-
-    def unwatch(self, watcher: PageWatcher) -> None:
-        """Tell this watcher no more."""
-        self._watchers.remove(watcher)
+        self.watchers.all.append(watcher)
 
     def keep(
         self, keys: Sequence[bytes], pages: Sequence[int], tokens: Callable[[], Sequence[int]] = tuple
@@ -247,16 +280,11 @@ class PagePool(OfOneProcess):
                 added.append(at)
             else:
                 break  # forgotten while others use it: its parent in the index would be a page that they do not use
-        if added and self._watchers:  # they follow each other: what continues an unknown page is unknown
+        if added and self.watchers.all:  # they follow each other: what continues an unknown page is unknown
             size, parent = self.layout.page_size, keys[added[0] - 1] if added[0] else None
             its_tokens = tokens()[added[0] * size : (added[-1] + 1) * size]
-            for watcher in self._watchers:
-                watcher.stored([keys[at] for at in added], parent, its_tokens, size)
+            self.watchers.stored([keys[at] for at in added], parent, its_tokens, size)
         return tuple(kept)
-
-    def _removed(self, key: bytes) -> None:
-        for watcher in self._watchers:
-            watcher.removed(key)
 
     @typed
     def forget(self, pages: Sequence[int]) -> None:
@@ -268,29 +296,20 @@ class PagePool(OfOneProcess):
 
     # -- after an interrupt -----------------------------------------------------------------------------------------
 
-    def hold(self, holder: Callable[[], Held]) -> None:
-        """Register the method `holder`, which tells `rebuild` the pages that its object holds while that lives."""
-        self._holders = [*filter(lambda known: known() is not None, self._holders), WeakMethod(holder)]
-
-    def release_holder(self, holder: Callable[[], Held]) -> None:
-        """Forget a `holder` that holds nothing any more: a closed engine that its host keeps stays out of `rebuild`."""
-        self._holders = [known for known in self._holders if known() not in (None, holder)]
-
     @own_modes()
     def rebuild(self) -> None:
         """Rebuild the accounts from the pages that the engines of this pool hold, after an interrupt may have left a
         call here or in an engine half done. All other pages become free with a new generation, and no prefix is
         known."""
-        held = [holder() for known in self._holders if (holder := known())]
+        held = self.holders.held()
         users = Counter(page for owned, _ in held for page in owned)
         self._granted = {page for _, pages in held for page in pages} - users.keys()
         self._users = [users[page] for page in range(self.num_pages)]
-        self._free, self._index = [], PrefixIndex(self._removed)
+        self._free, self._index = [], PrefixIndex(self.watchers.removed)
         for page in range(self.num_pages - 1, -1, -1):
             if self._state(page) is PageState.FREE:
                 self._to_free(page)
-        for watcher in self._watchers:
-            watcher.cleared()
+        self.watchers.cleared()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,76 @@ class _Seat:
     """The pages from there on, as they were sent."""
 
 
+class _Block:
+    """Columns in one block of device memory, and the host's mirror of it. `set` and `fill` change the mirror, and
+    `flush` sends the words that changed. On a CPU both are the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.columns: dict[str, Tensor] = {}
+        self.values: dict[str, np.ndarray[tuple[int], np.dtype[np.generic]]] = {}
+        self._device = device
+        self._starts: dict[str, int] = {}
+        self._changed: list[tuple[int, int]] = []
+        self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._sent: torch.Event | None = None
+
+    def lay_out(self, sizes: Mapping[str, tuple[torch.dtype, int]]) -> None:
+        """Make columns of so many zeros each, one after the other, in the place of those before."""
+        num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
+        mirror = pinned_empty(4 * num_words, self._device).view(torch.int32).zero_()
+        self._mirror = mirror.numpy()
+        self._words = mirror if self._device.type == "cpu" else torch.zeros_like(mirror, device=self._device)
+        self.columns, self.values, start = {}, {}, 0
+        for name, (dtype, count) in sizes.items():
+            stop = start + _WORDS[dtype] * count
+            self._starts[name] = start
+            self.values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
+            self.columns[name] = self._words[start:stop].view(dtype)
+            start = stop
+        self._changed.clear()
+
+    @property
+    def address(self) -> int:
+        return self._words.data_ptr()
+
+    def side_by_side(self, names: Sequence[str], count: int) -> Tensor:
+        """Return int64 columns of `count` values that follow each other as one tensor [len(names), count]."""
+        start = self._starts[names[0]]
+        return self._words[start : start + len(names) * 2 * count].view(torch.int64).view(len(names), count)
+
+    def set(self, name: str, at: int, value: float) -> None:
+        """Change one value of a column."""
+        self.values[name][at] = value
+        words = _WORDS[self.columns[name].dtype]
+        self._mark(self._starts[name] + words * at, words)
+
+    def fill(self, name: str, at: int, count: int, values: int | Sequence[int]) -> None:
+        """Change `count` values of an int32 column, which become `values`."""
+        self.values[name][at : at + count] = values
+        self._mark(self._starts[name] + at, count)
+
+    def _mark(self, start: int, count: int) -> None:
+        if self._words.device.type != "cpu":
+            self._changed.append((start, start + count))
+
+    def flush(self) -> None:
+        """Send the words that changed: their places and values in one copy."""
+        if not self._changed:
+            return
+        places = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in self._changed])
+        self._changed.clear()
+        count = len(places)
+        if self._sent is not None and not self._sent.query():  # only behind a step that nobody read
+            self._sent.synchronize()
+        if len(self._staging) < 2 * count:
+            self._staging = pinned_empty(4 * max(4 * count, 1024), self._device).view(torch.int32)
+        words = self._staging.numpy()
+        words[:count], words[count : 2 * count] = places, self._mirror[places]
+        sent = self._staging[: 2 * count].to(self._device, non_blocking=True)
+        self._sent = record_event(self._device)
+        self._words.index_copy_(0, sent[:count].long(), sent[count:])
+
+
 class DecodeRows:
     """Slots for the sequences of one pool. `settings` names further columns and their dtypes (int32, int64 or float64);
     `values_of` makes the values of a sequence for them from its owner, which is the same object while it runs.
@@ -88,9 +158,7 @@ class DecodeRows:
         self._seats: dict[int, tuple[int, _Seat]] = {}
         self._aranges: dict[int, Tensor] = {}
         self._is_running = False
-        self._changed: list[tuple[int, int]] = []
-        self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
-        self._sent: torch.Event | None = None
+        self._block = _Block(device)
 
     def reserve(self, num_rows: int, width: int) -> None:
         """Make room for so many rows, and so many pages in each. Whatever was there is sent again when it runs next."""
@@ -104,34 +172,19 @@ class DecodeRows:
         sizes = {_NEWEST: (torch.int64, capacity * MAX_NEWEST), **sizes}
         sizes[_NUM_ROWS] = torch.int32, 1
         sizes[_TABLE] = torch.int32, capacity * width
-        num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
-        mirror = pinned_empty(4 * num_words, self._device).view(torch.int32).zero_()
-        self._mirror = mirror.numpy()
-        self._block = mirror if self._device.type == "cpu" else torch.zeros_like(mirror, device=self._device)
-        self._starts: dict[str, int] = {}
-        self._values: dict[str, np.ndarray[tuple[int], np.dtype[np.generic]]] = {}
-        self._columns: dict[str, Tensor] = {}
-        start = 0
-        for name, (dtype, count) in sizes.items():
-            stop = start + _WORDS[dtype] * count
-            self._starts[name] = start
-            self._values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
-            self._columns[name] = self._block[start:stop].view(dtype)
-            start = stop
+        self._block.lay_out(sizes)
+        self._columns, self._values = self._block.columns, self._block.values
         self._values[_TABLE].fill(self._scratch_page)
         self._columns[_TABLE].fill_(self._scratch_page)
-        moving = self._starts[_MOVING[0]]
-        moving_words = self._block[moving : moving + len(_MOVING) * 2 * capacity]
-        self._columns[_ALL_MOVING] = moving_words.view(torch.int64).view(len(_MOVING), capacity)
+        self._columns[_ALL_MOVING] = self._block.side_by_side(_MOVING, capacity)
         self._views: dict[int, dict[str, Tensor]] = {}
         self._seats.clear()
-        self._changed.clear()
         self._capacity, self._width = capacity, width
 
     @property
     def address(self) -> int:
         """Where the slots lie. It changes when room is made for more."""
-        return self._block.data_ptr()
+        return self._block.address
 
     # -- the host's side --------------------------------------------------------------------------------------------
 
@@ -164,13 +217,13 @@ class DecodeRows:
         if self._is_running:
             self._forget()
         if self._values[_NUM_ROWS][0] != len(rows):
-            self._set(_NUM_ROWS, 0, len(rows))
+            self._block.set(_NUM_ROWS, 0, len(rows))
         if drafting is None:
             self._send_news(seated, rows, owners)
         else:
             for (slot, seat), row, owner, draft in zip(seated, rows, owners, drafting, strict=True):
                 self._send(slot, seat, row, owner, draft)
-        self._flush()
+        self._block.flush()
         self._is_running = True
         return [slot for slot, _ in seated]
 
@@ -209,9 +262,7 @@ class DecodeRows:
     def _let_go(self, slot: int, first: int, stop: int) -> None:
         """Put the scratch page into the places of pages that the sequence of a slot has no longer."""
         if first < stop:
-            at = slot * self._width + first
-            self._values[_TABLE][at : at + stop - first] = self._scratch_page
-            self._mark(self._starts[_TABLE] + at, stop - first)
+            self._block.fill(_TABLE, slot * self._width + first, stop - first, self._scratch_page)
 
     def _send_news(self, seated: Sequence[tuple[int, _Seat]], rows: Sequence[Row], owners: Sequence[object]) -> None:
         """Send what the device does not know of rows that draft nothing: of most of them nothing. Between two tokens of
@@ -227,66 +278,38 @@ class DecodeRows:
         (token,) = row.tokens
         moved = seat.token != token or seat.position != row.start
         if moved:
-            self._set("token", slot, token)
-            self._set("position", slot, row.start)
-            self._set("context_len", slot, row.start + 1)
+            self._block.set("token", slot, token)
+            self._block.set("position", slot, row.start)
+            self._block.set("context_len", slot, row.start + 1)
             seat.token, seat.position = token, row.start
         if drafting is not _NOTHING:
             self._send_drafting(slot, seat, drafting, moved)
         if seat.owner is not owner:
             for name, value in zip(self._settings, self._values_of(owner), strict=True):
-                self._set(name, slot, value)
+                self._block.set(name, slot, value)
             seat.owner = owner
         # pages behind the newest token may have been given back and others taken; those before it stay
         now, offset = divmod(row.start, self._page_size)
         cache_slot = row.pages[now] * self._page_size + offset
         if moved or seat.cache_slot != cache_slot:
-            self._set("cache_slot", slot, cache_slot)
+            self._block.set("cache_slot", slot, cache_slot)
             seat.cache_slot = cache_slot
         first = seat.first if now >= seat.first else 0
         tail = list(row.pages[first:])
         if first != seat.first or tail != seat.tail:
-            at = slot * self._width + first
-            self._values[_TABLE][at : at + len(tail)] = tail
-            self._mark(self._starts[_TABLE] + at, len(tail))
+            self._block.fill(_TABLE, slot * self._width + first, len(tail), tail)
             self._let_go(slot, first + len(tail), seat.first + len(seat.tail))
         seat.first, seat.tail = now, tail[now - first :]
 
     def _send_drafting(self, slot: int, seat: _Seat, drafting: Drafting, moved: bool) -> None:
         if moved or seat.newest != drafting.newest:
             for at, newest in enumerate(drafting.newest):
-                self._set(_NEWEST, slot * MAX_NEWEST + at, newest)
-            self._set("num_newest", slot, len(drafting.newest))
+                self._block.set(_NEWEST, slot * MAX_NEWEST + at, newest)
+            self._block.set("num_newest", slot, len(drafting.newest))
             seat.newest = drafting.newest
         if seat.num_drafts != drafting.num_drafts:
-            self._set("num_drafts", slot, drafting.num_drafts)
+            self._block.set("num_drafts", slot, drafting.num_drafts)
             seat.num_drafts = drafting.num_drafts
-
-    def _set(self, name: str, slot: int, value: float) -> None:
-        self._values[name][slot] = value
-        words = _WORDS[self._columns[name].dtype]
-        self._mark(self._starts[name] + words * slot, words)
-
-    def _mark(self, start: int, count: int) -> None:
-        if self._block.device.type != "cpu":
-            self._changed.append((start, start + count))
-
-    def _flush(self) -> None:
-        """Send the words that changed: their places and values in one copy."""
-        if not self._changed:
-            return
-        places = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in self._changed])
-        self._changed.clear()
-        count = len(places)
-        if self._sent is not None and not self._sent.query():  # only behind a step that nobody read
-            self._sent.synchronize()
-        if len(self._staging) < 2 * count:
-            self._staging = pinned_empty(4 * max(4 * count, 1024), self._device).view(torch.int32)
-        words = self._staging.numpy()
-        words[:count], words[count : 2 * count] = places, self._mirror[places]
-        sent = self._staging[: 2 * count].to(self._device, non_blocking=True)
-        self._sent = record_event(self._device)
-        self._block.index_copy_(0, sent[:count].long(), sent[count:])
 
     # -- the device's side: nothing here looks at a value -------------------------------------------------------------
 

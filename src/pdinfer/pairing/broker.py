@@ -14,8 +14,10 @@ import logging
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import le
+
+import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
@@ -23,29 +25,106 @@ from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
-from pdinfer.pairing.ports import LostPorts, Ports
+from pdinfer.pairing.ports import LinkWatch, LostPorts, Ports
 from pdinfer.pairing.promise import Class, Coming, Door
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
-from pdinfer.pairing.request import TrackedRequest
+from pdinfer.pairing.relinking import Relinking
+from pdinfer.pairing.request import End, TrackedRequest
 from pdinfer.stats import PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 RELEASE_S = 1.0
 """How long ids are withheld from decodes after an interrupt: the events that would have released them may be lost."""
-LOOK_S = 0.1
-"""How often loads are searched for links that were lost or came back."""
-DIAL_S = 5.0
-"""How often links that are down are dialled anew: the channels may have given up the peer, or never reached it."""
-STRANDED_S = 3.0
-"""How long a request waits for a prefill at a decode that none reaches, while another pair could serve it. Links that
-broke are back sooner, or one of their ports is known to be lost."""
 
 _log = logging.getLogger("pdinfer")
 
 
+@attrs.define(eq=False)
+class Counts:
+    """What has become of requests so far. Of those that were not taken, `refused` counts the reasons."""
+
+    num_retries: int = 0
+    num_moved: int = 0
+    num_switches: int = 0
+    ended: Counter[FinishReason] = attrs.field(factory=Counter)
+    refused: Counter[str] = attrs.field(factory=Counter)
+
+    def stats(
+        self, queued: int, unfinished: int, rerouted: int, ports: Ports, lost_ports: LostPorts, now: float
+    ) -> PairingStats:
+        """Return it with how requests and ports are now."""
+        prefills, decodes = ports.brief_loads()
+        return PairingStats(
+            num_queued_requests=queued,
+            num_unfinished_requests=unfinished,
+            ended=tuple(sorted(self.ended.items(), key=lambda item: item[0].value)),
+            num_retries=self.num_retries,
+            num_reroutes=rerouted,
+            num_moved=self.num_moved,
+            num_switches=self.num_switches,
+            num_ports_lost=lost_ports.num_lost,
+            links_down=tuple(sorted(ports.links_down, key=str)),
+            ports_lost=lost_ports.told(now),
+            ports_away=tuple(lost_ports.away),
+            loads=(*prefills.values(), *decodes.values()),
+            refused=tuple(self.refused.items()),
+        )
+
+
+class Dispatching:
+    """Sends the requests of a queue to pairs of ports."""
+
+    def __init__(
+        self, queue: Queue, ports: Ports, lost_ports: LostPorts, chooser: Chooser, awaiting_release: AwaitingRelease
+    ) -> None:
+        self._queue = queue
+        self._ports = ports
+        self._chooser = chooser
+        self._awaiting_release = awaiting_release
+        self._wait_limits = WaitLimits(ports, lost_ports)
+
+    def expired(self, now: float) -> Iterator[tuple[TrackedRequest, End]]:
+        """Take the requests out of the queue that have to end, and yield them and how they end."""
+        for tracked, end in self._wait_limits.ends(self._queue, now):
+            self._queue.remove(tracked)
+            yield tracked, end
+
+    def send(self, requests: Mapping[str, TrackedRequest], now: float) -> None:
+        """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
+        requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
+        none is overtaken on the ports it does need."""
+        self._awaiting_release.expire(now)
+        if not self._queue:
+            return
+        board = self._chooser.board(requests)
+        rooms = self._ports.rooms
+        held: list[list[int]] = []  # how many ports of each side fit a held request; they are nested
+        decodes = self._ports.decodes
+        for tracked in self._queue.in_turn(now):
+            fitting = [len(room) - bisect_left(room, tracked.max_tokens) for room in rooms]
+            overtakes = any(all(map(le, fitting, other)) for other in held)
+            if overtakes or self._awaiting_release.waits(tracked.request_id, decodes):
+                continue
+            if not self._assign(tracked, now, board):
+                if fitting == list(map(len, rooms)):
+                    return
+                held.append(fitting)
+
+    def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
+        choice = self._chooser.choose(tracked, board)
+        if choice is None:
+            return False
+        self._queue.serve(tracked)
+        tracked.chosen(choice, now)
+        self._ports.decodes[choice.decode].submit(
+            tracked.request_at(now), writers=self._ports.prefills[choice.prefill].addresses
+        )
+        return True
+
+
 class Broker:
     """The requests under way and the decisions about them. `requests` holds all that have not ended, and the host's
-    threads add to it. `refused` counts those that were not taken, by reason. `emit` takes every event for the host.
+    threads add to it. `emit` takes every event for the host.
     `door` is there if a promise has to be kept."""
 
     def __init__(
@@ -59,42 +138,35 @@ class Broker:
         self.requests: dict[str, TrackedRequest] = {}
         self.queue = Queue(fair_share=config.fair_share)
         self.door = None if config.slo is None else Door(config.slo)
+        self.counts = Counts()
         self.lost_ports = LostPorts(ports, config.port_wait_s)
         self._ports = ports
         self._config = config
         self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
-        self._wait_limits = WaitLimits(ports, self.lost_ports)
         self._awaiting_release = AwaitingRelease()
+        self._dispatching = Dispatching(self.queue, ports, self.lost_ports, self._chooser, self._awaiting_release)
+        self._relinking = Relinking(
+            ports, self.lost_ports, self._chooser, take_away=self._take_away, ask_to_end=self._ask_to_end
+        )
+        self._link_watch = LinkWatch(ports)
         self._emitting: tuple[TrackedRequest, TokenEvent] | None = None
-        self._look_at = self._dial_at = -math.inf
-        self._num_changes = 0
-        self._stranded = False
-        self._num_retries = 0
-        self._num_reroutes = 0
-        self._num_moved = 0
-        self.num_switches = 0
-        self._ended: Counter[FinishReason] = Counter()
-        self.refused: Counter[str] = Counter()
 
     def advance(self) -> None:
         """Take one step: send what can be sent, step every port, and end what has to end."""
         now = self._clock()
         self.lost_ports.recover()
-        if (self.requests or self._ports.links_down) and now >= self._look_at:
-            self._ports.look()
-            self._look_at = now + LOOK_S
-            if now >= self._dial_at:
-                self._ports.dial()
-                self._dial_at = now + DIAL_S
-        if self._stranded or self._ports.num_changes != self._num_changes:
-            self._relink(now)
+        if self.requests or self._ports.links_down:
+            self._link_watch.act(now)
+        relinking = self._relinking
+        if relinking.some_are_stranded or relinking.num_changes_seen != self._ports.num_changes:
+            relinking.act(self.requests, now)
         self._dispatch(now)
-        num_moved = self._num_moved
+        num_moved = self.counts.num_moved
         for port in self._ports.all:
             self.step_port(port)
-        if num_moved != self._num_moved:  # nothing else would wake the host for moved requests
+        if num_moved != self.counts.num_moved:  # nothing else would wake the host for moved requests
             self._dispatch(now)
         self._end_overdue()
 
@@ -103,29 +175,15 @@ class Broker:
         now = self._clock()
         wakes = [tracked.wakes_at(now) for tracked in list(self.requests.values())]
         if self._ports.links_down or (wakes and self._ports.has_links):
-            wakes.append(self._look_at)
+            wakes.append(self._link_watch.looks_at)
         if wakes:
             wakes += self._awaiting_release.ends_at()
         return min(wakes, default=math.inf)
 
     @property
     def stats(self) -> PairingStats:
-        now, (prefills, decodes) = self._clock(), self._ports.brief_loads()
-        return PairingStats(
-            num_queued_requests=len(self.queue),
-            num_unfinished_requests=len(self.requests),
-            ended=tuple(sorted(self._ended.items(), key=lambda item: item[0].value)),
-            num_retries=self._num_retries,
-            num_reroutes=self._num_reroutes,
-            num_moved=self._num_moved,
-            num_switches=self.num_switches,
-            num_ports_lost=self.lost_ports.num_lost,
-            links_down=tuple(sorted(self._ports.links_down, key=str)),
-            ports_lost=self.lost_ports.told(now),
-            ports_away=tuple(self.lost_ports.away),
-            loads=(*prefills.values(), *decodes.values()),
-            refused=tuple(self.refused.items()),
-        )
+        sizes = len(self.queue), len(self.requests), self._relinking.num_reroutes
+        return self.counts.stats(*sizes, self._ports, self.lost_ports, self._clock())
 
     def recover(self, unread: Sequence[TokenEvent]) -> None:
         """Make everything consistent after an interrupted step. Queued requests keep waiting. All others end, since
@@ -150,18 +208,8 @@ class Broker:
         """Let the door see how things are after a step."""
         board = self._chooser.board(self.requests)
         prefills, decodes = board.all
-        coming = [
-            Coming(
-                tracked.request.priority,
-                attempt.prefill_tokens or tracked.num_prompt_tokens,
-                0 if attempt.num_grants else tracked.num_prompt_tokens,
-                attempt.prefill,
-                attempt.decode,
-            )
-            for tracked in list(self.requests.values())
-            if not (attempt := tracked.attempt).landed
-        ]
-        door.look(prefills, decodes, board.links(prefills.keys(), decodes.keys()), coming, self._clock())
+        links = board.links(prefills.keys(), decodes.keys())
+        door.look(prefills, decodes, links, _coming(list(self.requests.values())), self._clock())
 
     def class_of(self, tracked: TrackedRequest) -> Class:
         """Return the class whose answers tell how long that of a request will be."""
@@ -186,39 +234,9 @@ class Broker:
             self._ask_to_end(tracked)
 
     def _dispatch(self, now: float) -> None:
-        """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
-        requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
-        none is overtaken on the ports it does need."""
-        for tracked, end in self._wait_limits.ends(self.queue, now):
-            self.queue.remove(tracked)
+        for tracked, end in self._dispatching.expired(now):
             self.end(tracked, *end)
-        self._awaiting_release.expire(now)
-        if not self.queue:
-            return
-        board = self._chooser.board(self.requests)
-        rooms = self._ports.rooms
-        held: list[list[int]] = []  # how many ports of each side fit a held request; they are nested
-        decodes = self._ports.decodes
-        for tracked in self.queue.in_turn(now):
-            fitting = [len(room) - bisect_left(room, tracked.max_tokens) for room in rooms]
-            overtakes = any(all(map(le, fitting, other)) for other in held)
-            if overtakes or self._awaiting_release.waits(tracked.request_id, decodes):
-                continue
-            if not self._assign(tracked, now, board):
-                if fitting == list(map(len, rooms)):
-                    return
-                held.append(fitting)
-
-    def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
-        choice = self._chooser.choose(tracked, board)
-        if choice is None:
-            return False
-        self.queue.serve(tracked)
-        tracked.chosen(choice, now)
-        self._ports.decodes[choice.decode].submit(
-            tracked.request_at(now), writers=self._ports.prefills[choice.prefill].addresses
-        )
-        return True
+        self._dispatching.send(self.requests, now)
 
     # -- what ports say ---------------------------------------------------------------------------------------------
 
@@ -278,7 +296,7 @@ class Broker:
         tracked.num_tokens = event.index + (event.token is not None)
         if event.finish_reason is not None and self.requests.get(tracked.request_id) is tracked:
             del self.requests[tracked.request_id]
-            self._ended[event.finish_reason] += 1
+            self.counts.ended[event.finish_reason] += 1
             if self.door is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.door.answers.note(self.class_of(tracked), tracked.num_tokens)
         self._emitting = None
@@ -295,7 +313,7 @@ class Broker:
         """Make prefill start. Its port may have left since it was chosen."""
         if tracked.failure is not None or tracked.cancelled:
             return  # decode has been asked to end it
-        self._num_retries += tracked.attempt.num_grants > 0
+        self.counts.num_retries += tracked.attempt.num_grants > 0
         tracked.granted(self._clock())
         port = self._ports.prefills.get(granted.grant.writers[0])
         tracked.attempt.forwarded = port is not None
@@ -303,7 +321,7 @@ class Broker:
             self._chooser.follow(tracked)
             port.submit(granted.request, granted.grant)
         else:
-            self._relink(self._clock())
+            self._relinking.act(self.requests, self._clock())
 
     def _refused(self, tracked: TrackedRequest, error: PDInferError) -> None:
         """Queue a request again for which its decode has no room. Any other refusal is final."""
@@ -358,7 +376,7 @@ class Broker:
             tracked.attempt.prefill = None
             if tracked.losses.is_suspect:
                 self._take_away(tracked, TransferError(f"its prefill is lost: {address}: {error}{tracked.losses}"))
-        self._relink(self._clock())
+        self._relinking.act(self.requests, self._clock())
 
     def _take_away(self, tracked: TrackedRequest, lost: TransferError) -> None:
         """Take a request from a decode that lives, as if it were lost. It may go there again once that has let go."""
@@ -382,55 +400,8 @@ class Broker:
             self.end(tracked, FinishReason.FAILED, tracked.failure or lost)
         else:
             tracked.leave(self._clock(), lost)
-            self._num_moved += 1
+            self.counts.num_moved += 1
             self.queue.put(tracked)
-
-    def _relink(self, now: float) -> None:
-        """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,
-        since they need it when they are retracted. A request for which there is none is stranded."""
-        self._num_changes, self._stranded, is_stranded = self._ports.num_changes, True, False  # until it has ended
-        board = self._chooser.board(self.requests)
-        for tracked in list(self.requests.values()):
-            attempt = tracked.attempt
-            decode = attempt.decode
-            if decode is None or tracked.failure is not None:
-                continue
-            if self._ports.linked(attempt.prefill, decode):
-                attempt.give_up_at = attempt.stranded_at = math.inf
-                continue
-            choice = self._chooser.choose(tracked, board, decode)
-            if choice is None:
-                is_stranded = True
-                self._strand(tracked, now)
-                continue
-            if attempt.num_grants and not attempt.landed and attempt.prefill in self._ports.prefills:
-                tracked.losses.links.append(attempt.prefill)
-                if tracked.losses.are_too_many:
-                    self._take_away(tracked, TransferError(f"its attempts failed{tracked.losses}"))
-                    continue
-            self._num_reroutes += 1
-            attempt.prefill, attempt.forwarded = choice.prefill, attempt.landed
-            attempt.give_up_at = attempt.stranded_at = math.inf
-            self._ports.decodes[decode].change_writers(
-                tracked.request_id, writers=self._ports.prefills[choice.prefill].addresses
-            )
-        self._stranded = is_stranded
-
-    def _strand(self, tracked: TrackedRequest, now: float) -> None:
-        """Let a request wait for a prefill. A link may come back: decode itself waits WRITER_GRACE_S for that. If it
-        does not, another pair may serve the request. Where there is no prefill at all, only a port that joins can help.
-        """
-        attempt = tracked.attempt
-        prefills, _ = self._ports.fitting(tracked.max_tokens)
-        attempt.stranded_at = min(attempt.stranded_at, now)
-        if attempt.landed or prefills:
-            attempt.give_up_at = math.inf
-            is_late = not attempt.landed and now >= attempt.stranded_at + STRANDED_S
-            if is_late and not tracked.cancelled and self._ports.has_linked_pair(tracked.max_tokens):
-                self._take_away(tracked, TransferError(f"no prefill has reached its decode for {STRANDED_S:g} s"))
-        elif attempt.gives_up(now, self.lost_ports.waits_s("prefill")):
-            last = self.lost_ports.last("prefill")
-            self._ask_to_end(tracked, TransferError(f"no prefill port is left for it{last}{tracked.losses}"))
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -447,8 +418,22 @@ class Broker:
     def _end_overdue(self) -> None:
         """End requests that their decode should have ended by now. It may be frozen, or in a long step."""
         now = self._clock()
-        late = [tracked for tracked in list(self.requests.values()) if tracked.ends_by <= now]
-        for tracked in late:
+        for tracked in [one for one in list(self.requests.values()) if one.ends_by <= now]:
             if tracked.attempt.decode is not None:
                 self._recall(tracked)
                 self.end(tracked, *tracked.overdue_end)
+
+
+def _coming(requests: Iterable[TrackedRequest]) -> list[Coming]:
+    """Return the requests whose KV is not at their decode yet, as the door sees them."""
+    return [
+        Coming(
+            tracked.request.priority,
+            attempt.prefill_tokens or tracked.num_prompt_tokens,
+            0 if attempt.num_grants else tracked.num_prompt_tokens,
+            attempt.prefill,
+            attempt.decode,
+        )
+        for tracked in requests
+        if not (attempt := tracked.attempt).landed
+    ]

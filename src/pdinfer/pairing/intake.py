@@ -1,22 +1,57 @@
-"""The way into a Pairing: checks what hosts submit, and carries it to the thread that steps."""
+"""Between the threads of a host and the broker: the way in, which any thread may take, the steps that one thread at a
+time takes, and the events on their way out."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
+from typing import TypeVar
 
 from pdinfer.config import PairingConfig
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.choosing import FoundTokens
+from pdinfer.pairing.choosing import FoundTokens, OfPolicy
+from pdinfer.pairing.port import Port
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.locks import HeldBack, let_go, open_lock
+from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
-from pdinfer.types import Request, RequestShape
+from pdinfer.types import Request, RequestShape, TokenEvent
+
+Result = TypeVar("Result")
+
+
+class Outbox:
+    """The `events` that the host has not fetched."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+        self._unread_ids: set[str] = set()
+
+    def put(self, event: TokenEvent) -> None:
+        """Keep an event, unless nobody will read it."""
+        if event.request_id not in self._unread_ids:
+            self.events.append(event)
+        elif event.finish_reason is not None:
+            self._unread_ids.discard(event.request_id)
+
+    def take(self, request_ids: set[str]) -> list[TokenEvent]:
+        """Return the events of these requests. All others stay."""
+        events = self.events
+        self.events = [event for event in events if event.request_id not in request_ids]
+        return [event for event in events if event.request_id in request_ids]
+
+    def shut(self, unfinished_ids: Iterable[str]) -> None:
+        """Keep no event of these requests from now on."""
+        self._unread_ids.update(unfinished_ids)
 
 
 class Intake:
@@ -100,7 +135,7 @@ class Intake:
         if not self.has_room:
             displaced = gives_way(self._queued(), tracked.request.priority)
             if displaced is None:
-                self._broker.refused["the queue is full"] += 1
+                self._broker.counts.refused["the queue is full"] += 1
                 raise Overloaded(reason, retry_after_s=self._half_empty_in_s())
         self._check_deadline(tracked)
         self._check_promise(tracked)
@@ -118,7 +153,7 @@ class Intake:
         waits_s = self._turn_in_s(tracked.request.priority)
         left_s = tracked.deadline_at - tracked.submitted_at
         if waits_s is not None and waits_s > left_s:
-            self._broker.refused["its deadline would pass before its turn"] += 1
+            self._broker.counts.refused["its deadline would pass before its turn"] += 1
             raise Overloaded(
                 f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
                 retry_after_s=waits_s - left_s,
@@ -140,7 +175,7 @@ class Intake:
         try:
             self._broker.door.take(shape, kind, request.expected_new_tokens, self._clock())
         except Overloaded:
-            self._broker.refused["it would miss the SLO"] += 1
+            self._broker.counts.refused["it would miss the SLO"] += 1
             raise
 
     def _queued(self) -> list[TrackedRequest]:
@@ -170,3 +205,122 @@ class Intake:
             (to_compute, sum(load.tokens_per_s for load in prefills.values())),
             (to_generate, sum(load.tokens_per_s for load in decodes.values())),
         )
+
+
+class Stepping(OfOneProcess):
+    """Steps a Pairing, in the thread that holds `lock`. A step is whole, or the next one makes it whole again: one that
+    was interrupted is `is_unfinished`. Before each step, `before` are called."""
+
+    _ends = frozenset({"close", "forget"})  # `forget` ends a `generate` that a forked child drops
+
+    def __init__(
+        self, broker: Broker, intake: Intake, ports: Ports, outbox: Outbox, clock: Callable[[], float]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.is_unfinished = False
+        self.before: list[Callable[[], None]] = []
+        self.intake = intake
+        self.outbox = outbox
+        self._broker = broker
+        self._ports = ports
+        self._clock = clock
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the last step was in this thread, which is not inside of it."""
+        return self._thread is threading.current_thread() and not self.is_unfinished
+
+    def advance(self) -> None:
+        """Take one step. Its events are in the outbox."""
+        with HeldBack(), self.lock:
+            self._thread = threading.current_thread()
+            if not self.intake.closed:
+                check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
+                for act in self.before:
+                    act()
+                self.change(self._go_on)
+
+    def _go_on(self) -> None:
+        self.intake.act()
+        self._broker.advance()
+        self.intake.look_up()
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Make a change that must not stay half done, in the thread that holds `lock`. After an interrupt, the next
+        change first makes everything consistent."""
+        if self.intake.closed:
+            change()
+            return
+        if self.is_unfinished:
+            let_go()
+            with self.intake.lock:
+                self._broker.recover(self.outbox.events)
+        self.is_unfinished, failed = True, None  # until this one has ended
+        try:
+            change()
+        except OfPolicy as error:
+            failed = error.error
+        self.is_unfinished = False
+        if failed is not None:
+            raise failed
+
+    def advance_for(self, request_ids: set[str]) -> list[TokenEvent]:
+        """Take one step, and return the events of these requests. All others wait for the host."""
+        with self.lock:
+            self.advance()
+            return self.outbox.take(request_ids)
+
+    def forget(self, request_ids: set[str]) -> None:
+        """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
+        with self.lock:
+            self.outbox.take(request_ids)
+        unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
+        self.outbox.shut(unfinished)
+        for request_id in unfinished:
+            self.intake.cancel(request_id)
+        if unfinished:
+            self.advance()
+
+    def live(self, request_ids: set[str]) -> tuple[set[str], bool]:
+        """Return which of these requests will have another event, and whether one waits already."""
+        collected = {event.request_id for event in self.outbox.events}
+        return request_ids & (self._broker.requests.keys() | collected), not request_ids.isdisjoint(collected)
+
+    def carry_out(self, change: Generator[float, None, Result]) -> Result:
+        """Step until a change of ports has ended, and return what came of it. It yields the seconds that it may
+        take."""
+        with contextlib.closing(change):
+            while True:
+                try:
+                    left_s = next(change)
+                except StopIteration as ended:
+                    changed: Result = ended.value
+                    return changed
+                self.advance()
+                self.sleep(min(0.05, left_s))
+
+    def find_lost(self, others: Iterable[Port]) -> None:
+        """Step the ports that did not answer: those that are lost are no reason to refuse a new one. Another thread
+        that steps finds them itself."""
+        if self.lock.acquire(blocking=False):
+            try:
+                for other in others:
+                    if other in self._ports.all:
+                        self.change(partial(self._broker.step_port, other))
+            finally:
+                self.lock.release()
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would. Events that the host
+        has not fetched do not count."""
+        if self.intake.closed or any(port.wait(0.0) for port in self._ports.all):
+            return True
+        left_s = self._broker.wakes_at() - self._clock()
+        return self.intake.inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
+    def let_go(self) -> None:
+        """Open the locks that an interrupted call of this thread still holds. Ports open their own."""
+        let_go()
+        open_lock(self.intake.lock)
+        open_lock(self.lock)

@@ -11,41 +11,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.errors import ConfigError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.pairing.following import Followed, Following, PortDirectory, in_a_thread
+from pdinfer.pairing.generating import generated
 from pdinfer.pairing.health import Health, HealthState, health_of
-from pdinfer.pairing.intake import Intake
+from pdinfer.pairing.intake import Intake, Outbox, Stepping
 from pdinfer.pairing.joining import Joining
+from pdinfer.pairing.leaving import Leaving
 from pdinfer.pairing.policy import Policy, traffic_aware
-from pdinfer.pairing.port import DecodePort, Port, PrefillPort
+from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.request import failed
-from pdinfer.pairing.switching import check_switch, switched
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
-from pdinfer.process.modes import check_tensors_are_real
+from pdinfer.process.locks import interruptible
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, Request, TokenEvent
-
-SWITCH_POLL_S = 0.02
-"""How often an engine in another process is asked whether it has changed its role."""
 
 
 class Pairing(OfOneProcess):
@@ -56,8 +49,6 @@ class Pairing(OfOneProcess):
     connects the ports as `add` does and, with a `directory`, begins to follow it. Raises ConfigError when a side is
     empty and there is no directory.
     """
-
-    _ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
 
     @typed
     def __init__(
@@ -75,16 +66,13 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._ports = Ports()
-        self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
+        self._outbox = Outbox()
+        self._broker = Broker(self._ports, self.config, policy, clock, self._outbox.put)
         self._intake = Intake(self._broker, self._ports, self.config, clock, random_bytes)
-        self._joining = Joining(self._ports, self._intake, self._find_lost, self.config.connect_timeout_s)
-        self._stepping = threading.RLock()
-        self._stepper: threading.Thread | None = None
+        self._stepping = Stepping(self._broker, self._intake, self._ports, self._outbox, clock)
+        self._joining = Joining(self._ports, self._intake, self._stepping.find_lost, self.config.connect_timeout_s)
         self._followings: list[Following] = []
-        self._switching: set[Port] = set()
-        self._undelivered: list[TokenEvent] = []
-        self._unread_ids: set[str] = set()
-        self._unfinished_call = False
+        self._leaving = Leaving(self._ports, self._broker, self._joining, self._stepping, self._followings)
         for port in prefill if isinstance(prefill, Sequence) else [prefill]:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
@@ -189,41 +177,8 @@ class Pairing(OfOneProcess):
         what it submitted. Events of other requests stay for `step`; a `step` that the host calls before the iterator
         has ended takes the iterator's events, too, and then it does not yield them. Raises ConfigError for what is no
         request, which ends the iterator."""
-        return self._serve(iter((requests,) if isinstance(requests, Request) else requests))
-
-    def _serve(self, source: Iterator[Request]) -> Iterator[TokenEvent]:
-        """Yield the events of the requests in `source`, as `generate` does."""
-        check_tensors_are_real()
-        mine: set[str] = set()
-        more = True
-        pulled: Request | None = None
-        try:
-            while more or mine:
-                while more and self._intake.has_room:
-                    pulled = pulled or next(source, None)
-                    if pulled is None:
-                        more = False
-                        break
-                    try:
-                        mine.add(self.submit(pulled))
-                    except Overloaded:
-                        break  # another thread, or `requests` itself, has filled the queue meanwhile
-                    except RequestError as error:
-                        request_id = pulled.request_id
-                        yield failed(request_id if isinstance(request_id, str) else self._random_bytes(8).hex(), error)
-                    pulled = None
-                yield from self._advance_for(mine)
-                collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
-                mine &= self._broker.requests.keys() | collected
-                if (more or mine) and not mine & collected:
-                    self._sleep(1.0)
-        except (PDInferError, GeneratorExit):
-            raise
-        except BaseException:
-            self.let_go()
-            raise
-        finally:
-            self._forget(mine)
+        source = iter((requests,) if isinstance(requests, Request) else requests)
+        return generated(source, self.submit, self._stepping, self._random_bytes)
 
     @interruptible
     def step(self) -> list[TokenEvent]:
@@ -232,28 +187,21 @@ class Pairing(OfOneProcess):
         next one goes on, and returns the events of this one, too."""
         events: list[TokenEvent] = []
         try:
-            with self._stepping:
-                self._advance()
-                events, self._undelivered = self._undelivered, []
+            with self._stepping.lock:
+                self._stepping.advance()
+                events, self._outbox.events = self._outbox.events, []
             return events
         except BaseException:  # the caller did not get them
-            self._undelivered = events + self._undelivered
+            self._outbox.events = events + self._outbox.events
             raise
 
     @typed
     @interruptible
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
-        if self._undelivered or self._intake.closed:
-            return bool(self._undelivered)
-        return self._sleep(timeout_s)
-
-    def _sleep(self, timeout_s: float) -> bool:
-        """Sleep as `wait` does, but ignore events that the host has not fetched."""
-        if self._intake.closed or any(port.wait(0.0) for port in self._ports.all):
-            return True
-        left_s = self._broker.wakes_at() - self._clock()
-        return self._intake.inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+        if self._outbox.events or self._intake.closed:
+            return bool(self._outbox.events)
+        return self._stepping.sleep(timeout_s)
 
     @typed
     @interruptible
@@ -262,9 +210,9 @@ class Pairing(OfOneProcess):
         returns the events."""
         end = time.monotonic() + timeout_s
         while self.num_unfinished and time.monotonic() < end:
-            self._advance()
+            self._stepping.advance()
             if self.num_unfinished:
-                self._sleep(min(0.1, max(0.0, end - time.monotonic())))
+                self._stepping.sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self.num_unfinished
 
     @interruptible
@@ -272,25 +220,23 @@ class Pairing(OfOneProcess):
         """End unfinished requests with CANCELLED and close the ports, once a step that is under way has ended. One last
         `step` returns the events. Does not wait for ports in other processes. A second call does nothing."""
         with self._intake.lock:
-            if self._intake.closed and not self._unfinished_call:
+            if self._intake.closed and not self._stepping.is_unfinished:
                 return
-            self._intake.closed = self._unfinished_call = True  # unfinished until the ports are closed
+            self._intake.closed = self._stepping.is_unfinished = True  # until the ports are closed
         self._intake.inbox.wake()
         for following in self._followings:
             following.close()
-        with self._stepping, contextlib.ExitStack() as closing:
+        with self._stepping.lock, contextlib.ExitStack() as closing:
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
             # a port that cannot be closed does not keep the others open
             for port in [*self._broker.lost_ports.away.values(), *reversed(self._ports.all)]:
                 closing.callback(port.close)
-        self._unfinished_call = False
+        self._stepping.is_unfinished = False
 
     def let_go(self) -> None:
         """Open the locks that an interrupted call of this thread still holds. Ports open their own."""
-        let_go()
-        open_lock(self._intake.lock)
-        open_lock(self._stepping)
+        self._stepping.let_go()
 
     # -- ports ------------------------------------------------------------------------------------------------------
 
@@ -305,12 +251,12 @@ class Pairing(OfOneProcess):
         when the layouts of two ports differ, and ConfigError when the port is part of this pairing already. The port
         does not join then.
         """
-        if self._stepper is not threading.current_thread() or self._unfinished_call:  # or from inside a step
+        if not self._stepping.is_between:
             self._joining.add(port)
             return
         for _ in self.joining(port):
-            self._advance()
-            self._sleep(0.05)
+            self._stepping.advance()
+            self._stepping.sleep(0.05)
 
     def joining(self, port: PrefillPort | DecodePort) -> Iterator[float]:
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
@@ -318,45 +264,17 @@ class Pairing(OfOneProcess):
         its iterator is closed before it has."""
         return self._joining.beside(port)
 
-    def _find_lost(self, others: Iterable[Port]) -> None:
-        """Step the ports that did not answer: those that are lost are no reason to refuse a new one. Another thread
-        that steps finds them itself."""
-        if self._stepping.acquire(blocking=False):
-            try:
-                for other in others:
-                    if other in self._ports.all:
-                        self._change(partial(self._broker.step_port, other))
-            finally:
-                self._stepping.release()
-
     @typed
     @interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Stop choosing a port, step until its requests have ended or `drain_s` is over, and let it go, still open.
         Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`."""
-        for left_s in self.removal(port, drain_s=drain_s):
-            self._advance()
-            self._sleep(min(0.05, left_s))
+        self._stepping.carry_out(self.removal(port, drain_s=drain_s))
 
     def removal(self, port: PrefillPort | DecodePort, *, drain_s: float) -> Generator[float, None, None]:
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
         steps until there is none. A removal that is closed before leaves the port in use."""
-        address, end = port.address, time.monotonic() + drain_s
-        self._broker.lost_ports.away.pop(address, None)
-        self._joining.give_up(address)
-        self._ports.leaving.add(address)
-        try:
-            while self._broker.assigned(address) and (left_s := end - time.monotonic()) > 0:
-                yield left_s
-            with self._stepping:
-                is_alive = port in self._ports.all
-                self._change(partial(self._part_with, port, steps=is_alive))
-                self._advance()
-                if is_alive:  # so that it answers the peers that took its rooms away
-                    self._change(partial(self._broker.step_port, port))
-                self._broker.lost_ports.away.pop(address, None)  # if it was lost meanwhile
-        finally:  # after an interrupt the port may still be here, and then stays
-            self._ports.leaving.discard(address)
+        return self._leaving.removal(port, drain_s=drain_s)
 
     @typed
     @interruptible
@@ -373,48 +291,14 @@ class Pairing(OfOneProcess):
         meanwhile, and what `add` raises when it cannot join; it is then out of the pairing, and the host's to close.
         """
         switching = self.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
-        while True:
-            try:
-                left_s = next(switching)
-            except StopIteration as ended:
-                changed: PrefillPort | DecodePort = ended.value
-                return changed
-            self._advance()
-            self._sleep(min(0.05, left_s))
+        return self._stepping.carry_out(switching)
 
     def switching(
         self, port: PrefillPort | DecodePort, role: str, *, drain_s: float, leaves_none: bool = False
     ) -> Generator[float, None, PrefillPort | DecodePort]:
         """Do the same for a host that steps meanwhile, as `removal` does; it returns the new port. Closed while it
         drains, it leaves the port in use."""
-        check_switch(self._ports, port, role, list(self._broker.requests.values()), leaves_none=leaves_none)
-        self._switching.add(port)
-        try:
-            with contextlib.closing(self.removal(port, drain_s=drain_s)) as removal:
-                for left_s in removal:
-                    yield left_s
-                    if port not in self._ports.all:
-                        raise TransferError(f"{port.address} was lost while it was drained, and keeps its role")
-            with self._stepping:
-                self._change(partial(self._broker.switch, port))
-                changed = switched(port, role)
-            while changed is None:
-                yield SWITCH_POLL_S
-                changed = switched(port, role)
-            yield from self.joining(changed)
-            self._broker.num_switches += 1
-            for following in self._followings:
-                following.replace(port, changed)
-            return changed
-        finally:
-            self._switching.discard(port)
-
-    def _part_with(self, port: Port, *, steps: bool) -> None:
-        """Let go of a port, and step it unless it was lost before, so that it lets go, too."""
-        self._broker.remove(port)
-        self._joining.release(port)
-        if steps:
-            self._broker.step_port(port)
+        return self._leaving.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
 
     @typed
     @interruptible
@@ -427,72 +311,9 @@ class Pairing(OfOneProcess):
         the steps of the host. That an entry is gone removes nothing. A request waits for ports of a role of which there
         is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute).
         """
-        followed = Followed(self.add, self.removal, self._has, self._intake.inbox.wake)
+        followed = Followed(self.add, self.removal, self._leaving.has, self._intake.inbox.wake)
         following = Following(directory, followed, drain_s, self._clock, in_a_thread)
         self._broker.lost_ports.expect_ports()
         self._followings.append(following)
+        self._stepping.before.append(following.act)
         following.start()
-
-    def _has(self, port: Port) -> bool:
-        return port in (*self._ports.all, *list(self._broker.lost_ports.away.values()), *list(self._switching))
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        with HeldBack(), self._stepping:
-            self._stepper = threading.current_thread()
-            if not self._intake.closed:
-                check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
-                for following in self._followings:
-                    following.act()
-                self._change(self._go_on)
-
-    def _go_on(self) -> None:
-        self._intake.act()
-        self._broker.advance()
-        self._intake.look_up()
-
-    def _change(self, change: Callable[[], None]) -> None:
-        """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the
-        next change first makes everything consistent."""
-        if self._intake.closed:
-            change()
-            return
-        if self._unfinished_call:
-            let_go()
-            with self._intake.lock:
-                self._broker.recover(self._undelivered)
-        self._unfinished_call, failed = True, None  # until this one has ended
-        try:
-            change()
-        except OfPolicy as error:
-            failed = error.error
-        self._unfinished_call = False
-        if failed is not None:
-            raise failed
-
-    def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
-        """Step, and return the events of `mine`. All others wait for `step`."""
-        with self._stepping:
-            self._advance()
-            events = self._undelivered
-            self._undelivered = [event for event in events if event.request_id not in mine]
-        return [event for event in events if event.request_id in mine]
-
-    def _emit(self, event: TokenEvent) -> None:
-        """Keep an event for the host, unless nobody will read it."""
-        if event.request_id not in self._unread_ids:
-            self._undelivered.append(event)
-        elif event.finish_reason is not None:
-            self._unread_ids.discard(event.request_id)
-
-    def _forget(self, request_ids: set[str]) -> None:
-        """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
-        with self._stepping:
-            self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
-        unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
-        self._unread_ids.update(unfinished)
-        for request_id in unfinished:
-            self.cancel(request_id)
-        if unfinished:
-            self._advance()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -21,6 +22,10 @@ from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
 
+LOOK_S = 0.1
+"""How often loads are searched for links that were lost or came back."""
+DIAL_S = 5.0
+"""How often links that are down are dialled anew: the channels may have given up the peer, or never reached it."""
 MAX_PORTS_LOST = 64
 """How many losses `stats` lists."""
 PORT_WAIT_S = 60.0
@@ -283,6 +288,24 @@ def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float
 
 def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
     return sum(peers[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in peers)
+
+
+class LinkWatch:
+    """Looks for links that were lost or came back, at `looks_at` again, and has those dialled that are down."""
+
+    def __init__(self, ports: Ports) -> None:
+        self.looks_at = -math.inf
+        self._dials_at = -math.inf
+        self._ports = ports
+
+    def act(self, now: float) -> None:
+        if now < self.looks_at:
+            return
+        self._ports.look()
+        self.looks_at = now + LOOK_S
+        if now >= self._dials_at:
+            self._ports.dial()
+            self._dials_at = now + DIAL_S
 
 
 class LostPorts:

@@ -19,7 +19,7 @@ class PageNews:
 
     def close(self) -> None:
         """Hear of no more changes."""
-        self._pool.unwatch(self)
+        self._pool.watchers.all.remove(self)
 
     def all(self) -> PageChanges:
         """Return all pages that can be found now. What changed before is told by it."""

@@ -13,6 +13,8 @@ from operator import mul
 
 import numpy as np
 
+from pdinfer.stats import DecodeCost
+
 RATIO_DECAY = 0.99
 """What a step counts for in the ratios after each later one: about 100 steps are remembered."""
 SCALE_DECAY = 0.85
@@ -136,3 +138,9 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
         rest = sum(matrix[i][j] * solved[j] for j in range(i + 1, size))
         solved[i] = (right[i] - rest) / matrix[i][i]
     return solved
+
+
+def decode_cost(costs: StepCosts) -> DecodeCost:
+    """Return what the steps of a decode take, whose terms are 1, their sequences and the tokens of their contexts."""
+    step_s, sequence_s, token_s = costs.weights
+    return DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)

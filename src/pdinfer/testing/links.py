@@ -13,6 +13,7 @@ import enum
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
+from random import Random
 from typing import Protocol
 
 import attrs
@@ -199,12 +200,14 @@ class End:
             self.shut(error)
 
     def _fly(self, parcel: Parcel) -> None:
-        faults = self.network.faults
-        copies = [parcel]
+        frame, payload, num_copies = parcel.frame, parcel.payload, 1
         if parcel.kind in (ParcelKind.FRAME, ParcelKind.WRITE):
-            copies = self._mangle(parcel, faults)
-        for copy in copies:
-            self._send_off(copy)
+            rng = self.network.simulation.rng
+            frame, payload, num_copies = _mangled(parcel, self.network.faults, rng, self._chance)
+        if num_copies != 1 or frame is not parcel.frame:
+            self.mangled = self.peer.mangled = True
+        for _ in range(num_copies):
+            self._send_off(attrs.evolve(parcel, frame=frame, payload=payload))
 
     def _send_off(self, parcel: Parcel) -> None:
         faults, simulation, peer = self.network.faults, self.network.simulation, self.peer
@@ -217,26 +220,6 @@ class End:
             peer.inbound[-1], peer.inbound[-2] = peer.inbound[-2], peer.inbound[-1]
             self.mangled = peer.mangled = True
         simulation.later(peer.last_arrival_s - simulation.clock.now_s, peer.arrive, node=peer.node)
-
-    def _mangle(self, parcel: Parcel, faults: NetworkFaults) -> list[Parcel]:
-        """Return what becomes of a message that something on the way has damaged."""
-        rng = self.network.simulation.rng
-        frame, payload = parcel.frame, parcel.payload
-        copies = 1
-        if self._chance("drop", faults.drop):
-            copies = 0
-        elif self._chance("duplicate", faults.duplicate):
-            copies = 2
-        elif self._chance("truncate", faults.truncate):
-            frame = frame[: rng.randrange(1, max(2, len(frame)))]
-        elif self._chance("flip_frame", faults.flip_frame):
-            frame = _flipped(frame, rng.randrange(8 * len(frame)))
-        elif payload and self._chance("flip_payload", faults.flip_payload):
-            return [attrs.evolve(parcel, payload=_flipped(payload, rng.randrange(8 * len(payload))))]
-        if copies == 1 and frame is parcel.frame:
-            return [parcel]
-        self.mangled = self.peer.mangled = True
-        return [attrs.evolve(parcel, frame=frame) for _ in range(copies)]
 
     # -- arriving ---------------------------------------------------------------------------------------------------
 
@@ -383,6 +366,24 @@ class End:
             self.open = False
             if self.peer.open:
                 self._send_off(Parcel(ParcelKind.END))
+
+
+def _mangled(
+    parcel: Parcel, faults: NetworkFaults, rng: Random, happens: Callable[[str, float], bool]
+) -> tuple[bytes, bytes, int]:
+    """Return the frame and the payload of a message after something on the way, and how often it arrives."""
+    frame, payload = parcel.frame, parcel.payload
+    if happens("drop", faults.drop):
+        return frame, payload, 0
+    if happens("duplicate", faults.duplicate):
+        return frame, payload, 2
+    if happens("truncate", faults.truncate):
+        return frame[: rng.randrange(1, max(2, len(frame)))], payload, 1
+    if happens("flip_frame", faults.flip_frame):
+        return _flipped(frame, rng.randrange(8 * len(frame))), payload, 1
+    if payload and happens("flip_payload", faults.flip_payload):
+        return frame, _flipped(payload, rng.randrange(8 * len(payload))), 1
+    return frame, payload, 1
 
 
 def _flipped(data: bytes, bit: int) -> bytes:

@@ -212,8 +212,8 @@ def test_an_engine_that_has_left_holds_nothing_though_it_lives() -> None:
     pool = pool_of()
     gone, there = Engine((list(pool.own(2)), [])), Engine((list(pool.own(3)), []))
     for engine in (gone, there):
-        pool.hold(engine.held)
-    pool.release_holder(gone.held)
+        pool.holders.add(engine.held)
+    pool.holders.remove(gone.held)
     pool.rebuild()
     assert pool.num_owned == 3
 
@@ -222,7 +222,7 @@ def test_accounts_are_made_anew_from_what_engines_hold() -> None:
     pool = pool_of()
     shared, granted, lost = pool.own(2), pool.grant(2), pool.own(2)
     engine = Engine(([*shared, shared[0]], list(granted)))
-    pool.hold(engine.held)
+    pool.holders.add(engine.held)
     before = pool.generations((*shared, *granted, *lost))
     pool._free.clear()  # as if an interrupt had hit
     pool.rebuild()

@@ -295,12 +295,9 @@ class KVChannel(OfOneProcess):
             self.in_doubt = False
 
     def redial_in_s(self) -> float:
-        """Return in how many seconds `redial` would dial, infinity where a thread of the transport does it."""
+        """Return in how many seconds a step has to call `links.redial`, infinity where a thread of the transport does
+        it."""
         return float("inf") if self.transport.ticks else self.links.book.redial_in_s()
-
-    def redial(self) -> None:
-        if self.redial_in_s() <= 0:
-            self.links.redial()
 
     def wake(self) -> None:
         with self._changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdinfer.scheduling.costs import StepCosts
+from pdinfer.scheduling.costs import StepCosts, decode_cost
 from pdinfer.stats import DecodeCost
 
 LEARN_ALL, LEARN_EVERY = 2048, 128
@@ -24,8 +24,7 @@ class DecodeLearning:
     def cost(self) -> DecodeCost:
         """What steps take, by those learned from so far."""
         if self._cost is None:
-            step_s, sequence_s, token_s = self._costs.weights
-            self._cost = DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s)
+            self._cost = decode_cost(self._costs)
         return self._cost
 
     def begin_anew(self, num_steps: int) -> None:

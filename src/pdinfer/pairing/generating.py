@@ -1,0 +1,50 @@
+"""Serves the requests of one `Pairing.generate`, as many at a time as the queue has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.pairing.intake import Stepping
+from pdinfer.pairing.request import failed
+from pdinfer.process.modes import check_tensors_are_real
+from pdinfer.types import Request, TokenEvent
+
+
+def generated(
+    source: Iterator[Request],
+    submit: Callable[[Request], str],
+    stepping: Stepping,
+    random_bytes: Callable[[int], bytes],
+) -> Iterator[TokenEvent]:
+    """Submit what comes from `source`, step, and yield the events, see `Pairing.generate`."""
+    check_tensors_are_real()
+    mine: set[str] = set()
+    more = True
+    pulled: Request | None = None
+    try:
+        while more or mine:
+            while more and stepping.intake.has_room:
+                pulled = pulled or next(source, None)
+                if pulled is None:
+                    more = False
+                    break
+                try:
+                    mine.add(submit(pulled))
+                except Overloaded:
+                    break  # another thread, or `source` itself, has filled the queue meanwhile
+                except RequestError as error:
+                    request_id = pulled.request_id
+                    yield failed(request_id if isinstance(request_id, str) else random_bytes(8).hex(), error)
+                pulled = None
+            yield from stepping.advance_for(mine)
+            mine, has_come = stepping.live(mine)  # another step may have had events, while we yielded
+            if (more or mine) and not has_come:
+                stepping.sleep(1.0)
+    except (PDInferError, GeneratorExit):
+        raise
+    except BaseException:
+        stepping.let_go()
+        raise
+    finally:
+        stepping.forget(mine)
