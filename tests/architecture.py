@@ -212,7 +212,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams"),
+        ("locks",),
+        ("compiler", "memory", "openmp", "recording", "scratch", "signals", "silence", "streams", "untraced"),
     ),
 }
 

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
+from pdinfer.process.signals import HeldBack
 
 T = TypeVar("T")
 
@@ -26,9 +27,10 @@ class Inbox(OfOneProcess, Generic[T]):
         self._listeners: list[Callable[[], None]] = []
 
     def put(self, item: T) -> None:
-        with self._changed:
-            self._items.append(item)
-        self.wake()
+        with HeldBack():
+            with self._changed:
+                self._items.append(item)
+            self.wake()
 
     def take(self) -> list[T]:
         """Return everything put in since the last call, in order."""

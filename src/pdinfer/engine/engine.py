@@ -33,9 +33,10 @@ from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute
-from pdinfer.process.locks import HeldBack, let_go
+from pdinfer.process.locks import let_go
 from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
+from pdinfer.process.signals import HeldBack
 from pdinfer.progress import Progress, telling
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.scheduling.prefill import PrefillScheduler
@@ -167,8 +168,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._events: list[Event] = []
         self._tell_computing: Callable[[frozenset[str]], None] | None = None
         self.longest_warm_up_s = 0.0
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
+        self._prefix_query_tokens = self._prefix_hit_tokens = 0
         self._brief: tuple[int, EngineLoad] | None = None
         self._closed = False
         self._arrivals = 0
@@ -322,7 +322,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other
-        ranks if there are any. Raise RankLost when one of them does not come. Ctrl-C waits for its end (`HeldBack`)."""
+        ranks if there are any. Raise RankLost when one does not come. What signals raise waits (`HeldBack`)."""
         events: list[Event] = []
         try:
             with HeldBack():
@@ -407,8 +407,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @typed
     def drain(self, timeout_s: float) -> bool:
         """Step until nothing is unfinished or the time is over. The next `step` returns the events of these steps."""
-        end = time.monotonic() + timeout_s
-        events: list[Event] = []
+        end, events = time.monotonic() + timeout_s, list[Event]()
         try:
             while self.num_unfinished and time.monotonic() < end:
                 events += self.step()
@@ -422,8 +421,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
         if not self._closed:
-            self.ranks.close(begin=self._begin_call, end=self._close)
-            self._leave()
+            with HeldBack():
+                self.ranks.close(begin=self._begin_call, end=self._close)
+                self._leave()
 
     def _become(self, other: type[AnyEngine]) -> AnyEngine:
         """Close the engine, which has nothing unfinished, but leave its channel open, without links, and its pages

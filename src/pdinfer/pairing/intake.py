@@ -14,6 +14,7 @@ from pdinfer.pairing.choosing import FoundTokens
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.process.signals import HeldBack
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
 from pdinfer.types import Request, RequestShape
@@ -41,10 +42,11 @@ class Intake:
         self._random_bytes = random_bytes
 
     def submit(self, request: Request) -> str:
-        request = check_request(request, self._ports.roomiest_limits)
-        tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
-        for scheme in self._ports.key_schemes:
-            tracked.keys.of(scheme)  # before the thread that steps needs them
+        with HeldBack():  # or what an alarm raises is taken for an error of a matcher
+            request = check_request(request, self._ports.roomiest_limits)
+            tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
+            for scheme in self._ports.key_schemes:
+                tracked.keys.of(scheme)  # before the thread that steps needs them
         with self.lock:  # only one of two threads gets an id, or the last place in the queue
             if self.closed:
                 raise RequestError("the pairing is closed")

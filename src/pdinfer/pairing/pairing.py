@@ -36,16 +36,14 @@ from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import failed
-from pdinfer.pairing.switching import check_switch, switched
+from pdinfer.pairing.switching import SWITCH_POLL_S, check_switch, switched
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import HeldBack, interruptible, let_go, open_lock
+from pdinfer.process.locks import interruptible, let_go, open_lock, undivided
 from pdinfer.process.modes import check_tensors_are_real
+from pdinfer.process.signals import HeldBack
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, Request, TokenEvent
-
-SWITCH_POLL_S = 0.02
-"""How often an engine in another process is asked whether it has changed its role."""
 
 
 class Pairing(OfOneProcess):
@@ -170,14 +168,13 @@ class Pairing(OfOneProcess):
 
         Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
         that the request's deadline would probably pass before its turn, or when the request would probably miss
-        `PairingConfig.slo`. Nothing was taken then. In a full queue the
-        request takes the place of the youngest one of the lowest priority below its own, which ends FAILED with
-        Overloaded.
+        `PairingConfig.slo`. Nothing was taken then. In a full queue the request takes the place of the youngest one of
+        the lowest priority below its own, which ends FAILED with Overloaded.
         """
         return self._intake.submit(request)
 
     @typed
-    @interruptible
+    @undivided
     def cancel(self, request_id: str) -> None:
         """End a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
         self._intake.cancel(request_id)
@@ -205,7 +202,8 @@ class Pairing(OfOneProcess):
                         more = False
                         break
                     try:
-                        mine.add(self.submit(pulled))
+                        with HeldBack():  # or else a signal may come between the two
+                            mine.add(self.submit(pulled))
                     except Overloaded:
                         break  # another thread, or `requests` itself, has filled the queue meanwhile
                     except RequestError as error:
@@ -225,18 +223,19 @@ class Pairing(OfOneProcess):
         finally:
             self._forget(mine)
 
-    @interruptible
     def step(self) -> list[TokenEvent]:
         """Send waiting requests on, step every port, and return the events since the last step. Raise ConfigError, and
-        change nothing, in a mode of torch that makes tensors without memory. Ctrl-C waits for the end of the step: the
-        next one goes on, and returns the events of this one, too."""
+        change nothing, in a mode of torch that makes tensors without memory. What Ctrl-C or another signal raises waits
+        for the end of the step: the next one goes on, and returns the events of this one, too."""
         events: list[TokenEvent] = []
         try:
             with self._stepping:
                 self._advance()
                 events, self._undelivered = self._undelivered, []
             return events
-        except BaseException:  # the caller did not get them
+        except BaseException as error:  # the caller did not get them
+            if not isinstance(error, PDInferError):
+                self.let_go()
             self._undelivered = events + self._undelivered
             raise
 
@@ -267,7 +266,7 @@ class Pairing(OfOneProcess):
                 self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self.num_unfinished
 
-    @interruptible
+    @undivided
     def close(self) -> None:
         """End unfinished requests with CANCELLED and close the ports, once a step that is under way has ended. One last
         `step` returns the events. Does not wait for ports in other processes. A second call does nothing."""
@@ -439,7 +438,7 @@ class Pairing(OfOneProcess):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        with HeldBack(), self._stepping:
+        with self._stepping:
             self._stepper = threading.current_thread()
             if not self._intake.closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
@@ -453,23 +452,24 @@ class Pairing(OfOneProcess):
         self._intake.look_up()
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the
-        next change first makes everything consistent."""
-        if self._intake.closed:
-            change()
-            return
-        if self._unfinished_call:
-            let_go()
-            with self._intake.lock:
-                self._broker.recover(self._undelivered)
-        self._unfinished_call, failed = True, None  # until this one has ended
-        try:
-            change()
-        except OfPolicy as error:
-            failed = error.error
-        self._unfinished_call = False
-        if failed is not None:
-            raise failed
+        """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt that no
+        signal brought, the next change first makes everything consistent."""
+        with HeldBack():
+            if self._intake.closed:
+                change()
+                return
+            if self._unfinished_call:
+                let_go()
+                with self._intake.lock:
+                    self._broker.recover(self._undelivered)
+            self._unfinished_call, failed = True, None  # until this one has ended
+            try:
+                change()
+            except OfPolicy as error:
+                failed = error.error
+            self._unfinished_call = False
+            if failed is not None:
+                raise failed
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
         """Step, and return the events of `mine`. All others wait for `step`."""
@@ -488,11 +488,11 @@ class Pairing(OfOneProcess):
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
-        with self._stepping:
+        with HeldBack(), self._stepping:
             self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
-        unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
-        self._unread_ids.update(unfinished)
-        for request_id in unfinished:
-            self.cancel(request_id)
-        if unfinished:
-            self._advance()
+            unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
+            self._unread_ids.update(unfinished)
+            for request_id in unfinished:
+                self.cancel(request_id)
+            if unfinished:
+                self._advance()

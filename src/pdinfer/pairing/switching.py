@@ -13,6 +13,9 @@ from pdinfer.pairing.port import DecodePort, Port, PrefillPort, SwitchingPort
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import TrackedRequest
 
+SWITCH_POLL_S = 0.02
+"""How often an engine in another process is asked whether it has changed its role."""
+
 
 def check_switch(ports: Ports, port: Port, role: str, requests: Iterable[TrackedRequest], *, leaves_none: bool) -> None:
     """Raise ConfigError when a port cannot change its role, or when the ports that stay in its old one cannot hold the

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a step, and no lock stays closed after any other interrupt.
+"""No lock stays closed after an interrupt.
 
 A handler of a signal may raise between any two lines, also where a `with` already has its lock but not yet, or no
 longer, the duty to give it back. So the outermost call that was interrupted opens the locks that its thread still
@@ -7,15 +7,14 @@ holds.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # what `signal` wraps: its enums would take 20 us of each step
 import functools
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pdinfer.errors import PDInferError
+from pdinfer.process.signals import HeldBack
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -31,7 +30,6 @@ class LetsGo(Protocol):
 Owner = TypeVar("Owner", bound=LetsGo)
 Method = Callable[Concatenate[Owner, Args], Result]
 
-SIGINT: int = _signal.SIGINT
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
@@ -58,7 +56,7 @@ def open_lock(lock: threading.RLock) -> None:
 
 
 def interruptible(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Result]:
-    """Make a method leave no lock closed, wherever Ctrl-C hits it. The next step finds what it leaves half done."""
+    """Make a method leave no lock closed, wherever an interrupt hits it. The next step finds what is half done."""
 
     @functools.wraps(method)
     def call(owner: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -73,36 +71,12 @@ def interruptible(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Re
     return call
 
 
-class HeldBack:
-    """Hold Ctrl-C back until the context ends, and raise KeyboardInterrupt there. A second one is raised at once, for
-    the user whose step takes too long.
+def undivided(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Result]:
+    """Do the same for a method that does not wait, and hold back until its end what handlers of signals raise."""
 
-    This is so in the main thread where SIGINT has Python's own handler, which would raise between any two lines. Any
-    other handler is the host's, and stays."""
+    @functools.wraps(method)
+    def whole(owner: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with HeldBack():
+            return method(owner, *args, **kwargs)
 
-    __slots__ = ("_came", "_holds")
-
-    def __enter__(self) -> None:
-        self._came = False
-        self._holds = (
-            threading.current_thread() is threading.main_thread()
-            and _signal.getsignal(SIGINT) is _signal.default_int_handler
-        )
-        if self._holds:
-            _signal.signal(SIGINT, self._note)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._holds:
-            return
-        if _signal.getsignal(SIGINT) == self._note:  # or the host has set its own meanwhile
-            _signal.signal(SIGINT, _signal.default_int_handler)
-        if self._came and not isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
-            _signal.signal(SIGINT, _signal.default_int_handler)
-            raise KeyboardInterrupt
-        self._came = True
+    return interruptible(whole)

@@ -1,0 +1,116 @@
+"""Handlers of signals are called at once, and what they raise waits for the end of the context."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdinfer.process import signals
+from pdinfer.process.signals import HeldBack
+
+rung: list[int] = []
+
+
+def ring(number: int, _: object) -> None:
+    rung.append(number)
+    raise ArithmeticError(len(rung))
+
+
+@pytest.fixture(autouse=True)
+def _rings() -> Iterator[None]:
+    rung.clear()
+    numbers = signal.SIGALRM, signal.SIGTERM
+    before = [signal.signal(number, ring) for number in numbers]
+    yield
+    assert [signal.signal(number, old) for number, old in zip(numbers, before, strict=True)] == [ring, ring]
+
+
+def alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def test_what_a_handler_raises_waits_for_the_end() -> None:
+    with pytest.raises(ArithmeticError) as raised, HeldBack():
+        alarm()
+        assert rung == [signal.SIGALRM]
+    assert raised.value.__context__ is None
+    with pytest.raises(ArithmeticError):
+        alarm()
+
+
+def test_it_goes_before_what_the_context_itself_raises() -> None:
+    with pytest.raises(ArithmeticError) as raised, HeldBack():
+        alarm()
+        raise KeyError
+    assert isinstance(raised.value.__context__, KeyError)
+
+
+def test_a_second_error_is_raised_at_once() -> None:
+    seen = []
+    with pytest.raises(ArithmeticError, match="2"), HeldBack():
+        alarm()
+        seen.append("behind the first")
+        signal.raise_signal(signal.SIGTERM)
+        seen.append("behind the second")
+    assert seen == ["behind the first"]
+
+
+def test_the_outermost_context_holds_back() -> None:
+    ended = []
+    with pytest.raises(ArithmeticError), HeldBack():
+        with HeldBack():
+            alarm()
+        ended.append("the inner one")
+    assert ended
+
+
+def test_other_threads_hold_nothing_back() -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        with HeldBack():
+            seen.append(signal.getsignal(signal.SIGALRM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [ring]
+
+
+def test_a_handler_that_a_callback_has_put_away_and_sets_again_is_the_hosts() -> None:
+    with HeldBack():
+        kept = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, kept)
+    with pytest.raises(ArithmeticError):
+        alarm()
+    ended = []
+    with pytest.raises(ArithmeticError), HeldBack():
+        alarm()
+        ended.append("the line behind")
+    assert ended
+    signal.signal(signal.SIGALRM, ring)
+
+
+@pytest.mark.parametrize("held_s", [0.0, 0.001, 0.003])
+def test_what_has_waited_too_long_comes_once_more_and_never_for_the_host(
+    monkeypatch: pytest.MonkeyPatch, held_s: float
+) -> None:
+    """Also where the context ends at that moment."""
+    monkeypatch.setattr(signals, "HELD_S", held_s)
+    for number in range(100):
+        with pytest.raises(ArithmeticError), HeldBack():
+            alarm()
+            time.sleep(held_s * (number % 3) / 2)
+        assert len(rung) == number + 1
+
+
+def test_a_host_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "HELD_S", 0.05)
+    with pytest.raises(ArithmeticError, match="1"), HeldBack():
+        alarm()
+        while True:
+            time.sleep(0.001)
