@@ -212,8 +212,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("locks",),
-        ("compiler", "memory", "openmp", "recording", "scratch", "signals", "silence", "streams", "untraced"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams", "untraced"),
     ),
 }
 

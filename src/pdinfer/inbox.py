@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import new_lock
-from pdinfer.process.signals import HeldBack
+from pdinfer.process.locks import HeldBack, new_lock
 
 T = TypeVar("T")
 
@@ -66,11 +64,5 @@ class Inbox(OfOneProcess, Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until `wake` or the end of `timeout_s`. Return whether it was woken."""
-        end = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._awake:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-            return True
+        with self._changed:  # whose clock is not one that a host's tests have stopped
+            return self._awake or (timeout_s > 0 and self._changed.wait_for(lambda: self._awake, timeout_s))

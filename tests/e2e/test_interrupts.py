@@ -22,7 +22,7 @@ from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker, queue
 from pdinfer.pairing.choosing import OfPolicy
-from pdinfer.process import signals
+from pdinfer.process import locks
 from pdinfer.scheduling import decode as scheduling
 from tests.e2e.interrupts import FACTORY, Alarm, Interrupter, Signaller, alarming, check_goes_on, interrupted, serve
 from tests.e2e.setups import (
@@ -311,7 +311,7 @@ def test_what_a_handler_raises_while_a_callback_hangs_is_raised_in_it(monkeypatc
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(signals, "HELD_S", 0.05)
+    monkeypatch.setattr(locks, "HELD_S", 0.05)
     policy = Stand(pd.policy.least_tokens)
     with local(policy=policy) as setup, handler_of_sigint(ring):
         setup.pairing.submit(request("hit"))

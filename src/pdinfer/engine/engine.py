@@ -33,10 +33,9 @@ from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute
-from pdinfer.process.locks import let_go
+from pdinfer.process.locks import HeldBack, let_go
 from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
-from pdinfer.process.signals import HeldBack
 from pdinfer.progress import Progress, telling
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.scheduling.prefill import PrefillScheduler

@@ -14,7 +14,7 @@ from pdinfer.pairing.choosing import FoundTokens
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.process.signals import HeldBack
+from pdinfer.process.locks import HeldBack
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
 from pdinfer.types import Request, RequestShape

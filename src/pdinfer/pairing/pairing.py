@@ -38,9 +38,8 @@ from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.request import failed
 from pdinfer.pairing.switching import SWITCH_POLL_S, check_switch, switched
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import interruptible, let_go, open_lock, undivided
+from pdinfer.process.locks import HeldBack, check_not_inside, interruptible, let_go, open_lock, undivided
 from pdinfer.process.modes import check_tensors_are_real
-from pdinfer.process.signals import HeldBack
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -459,6 +458,7 @@ class Pairing(OfOneProcess):
                 change()
                 return
             if self._unfinished_call:
+                check_not_inside(self)
                 let_go()
                 with self._intake.lock:
                     self._broker.recover(self._undelivered)

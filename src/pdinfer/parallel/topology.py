@@ -231,7 +231,7 @@ def _backend_of(kind: str) -> str:
         ) from error
 
 
-def _beside(kind: str, timeout: timedelta) -> dist.ProcessGroup:
+def _beside(kind: str, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a new group of the ranks of the host's world, whose collectives may come in any order beside ours: with
     its backends and its deadline, or with ours where it cannot carry both host tensors and those on such a device."""
     backend = None
@@ -239,7 +239,7 @@ def _beside(kind: str, timeout: timedelta) -> dist.ProcessGroup:
         timeout = min(timeout_of(dist.group.WORLD, each) for each in ("cpu", kind))
     except RuntimeError:
         backend = _backend_of(kind)
-    made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)  # type: ignore[no-untyped-call]
+    made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
     return made
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from pdinfer.process import signals
-from pdinfer.process.signals import HeldBack
+from pdinfer.process import locks
+from pdinfer.process.locks import HeldBack
 
 rung: list[int] = []
 
@@ -33,39 +34,45 @@ def alarm() -> None:
     signal.raise_signal(signal.SIGALRM)
 
 
+def held(*calls: Callable[[], object]) -> None:
+    with HeldBack():
+        for call in calls:
+            call()
+
+
 def test_what_a_handler_raises_waits_for_the_end() -> None:
-    with pytest.raises(ArithmeticError) as raised, HeldBack():
-        alarm()
-        assert rung == [signal.SIGALRM]
+    seen: list[int] = []
+    with pytest.raises(ArithmeticError) as raised:
+        held(alarm, lambda: seen.extend(rung))
+    assert seen == [signal.SIGALRM]
     assert raised.value.__context__ is None
     with pytest.raises(ArithmeticError):
         alarm()
 
 
 def test_it_goes_before_what_the_context_itself_raises() -> None:
-    with pytest.raises(ArithmeticError) as raised, HeldBack():
-        alarm()
-        raise KeyError
+    with pytest.raises(ArithmeticError) as raised:
+        held(alarm, lambda: {}["key"])
     assert isinstance(raised.value.__context__, KeyError)
 
 
 def test_a_second_error_is_raised_at_once() -> None:
-    seen = []
-    with pytest.raises(ArithmeticError, match="2"), HeldBack():
-        alarm()
-        seen.append("behind the first")
-        signal.raise_signal(signal.SIGTERM)
-        seen.append("behind the second")
+    seen: list[str] = []
+    with pytest.raises(ArithmeticError, match="2"):
+        held(
+            alarm,
+            lambda: seen.append("behind the first"),
+            lambda: signal.raise_signal(signal.SIGTERM),
+            lambda: seen.append("behind the second"),
+        )
     assert seen == ["behind the first"]
 
 
 def test_the_outermost_context_holds_back() -> None:
-    ended = []
-    with pytest.raises(ArithmeticError), HeldBack():
-        with HeldBack():
-            alarm()
-        ended.append("the inner one")
-    assert ended
+    seen: list[str] = []
+    with pytest.raises(ArithmeticError):
+        held(lambda: held(alarm), lambda: seen.append("behind the inner one"))
+    assert seen
 
 
 def test_other_threads_hold_nothing_back() -> None:
@@ -87,11 +94,10 @@ def test_a_handler_that_a_callback_has_put_away_and_sets_again_is_the_hosts() ->
     signal.signal(signal.SIGALRM, kept)
     with pytest.raises(ArithmeticError):
         alarm()
-    ended = []
-    with pytest.raises(ArithmeticError), HeldBack():
-        alarm()
-        ended.append("the line behind")
-    assert ended
+    seen: list[str] = []
+    with pytest.raises(ArithmeticError):
+        held(alarm, lambda: seen.append("the line behind"))
+    assert seen
     signal.signal(signal.SIGALRM, ring)
 
 
@@ -100,17 +106,14 @@ def test_what_has_waited_too_long_comes_once_more_and_never_for_the_host(
     monkeypatch: pytest.MonkeyPatch, held_s: float
 ) -> None:
     """Also where the context ends at that moment."""
-    monkeypatch.setattr(signals, "HELD_S", held_s)
+    monkeypatch.setattr(locks, "HELD_S", held_s)
     for number in range(100):
-        with pytest.raises(ArithmeticError), HeldBack():
-            alarm()
-            time.sleep(held_s * (number % 3) / 2)
+        with pytest.raises(ArithmeticError):
+            held(alarm, partial(time.sleep, held_s * (number % 3) / 2))
         assert len(rung) == number + 1
 
 
 def test_a_host_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "HELD_S", 0.05)
-    with pytest.raises(ArithmeticError, match="1"), HeldBack():
-        alarm()
-        while True:
-            time.sleep(0.001)
+    monkeypatch.setattr(locks, "HELD_S", 0.05)
+    with pytest.raises(ArithmeticError, match="1"):
+        held(alarm, *[partial(time.sleep, 0.001)] * 100_000)
