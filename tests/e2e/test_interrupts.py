@@ -308,8 +308,7 @@ def test_what_a_handler_raises_while_a_callback_hangs_is_raised_in_it(monkeypatc
 
     def hangs(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
-        while True:
-            time.sleep(0.01)
+        wait_until(lambda: False)
 
     monkeypatch.setattr(locks, "HELD_S", 0.05)
     policy = Stand(pd.policy.least_tokens)

@@ -113,7 +113,34 @@ def test_what_has_waited_too_long_comes_once_more_and_never_for_the_host(
         assert len(rung) == number + 1
 
 
+def test_a_reminder_that_is_under_way_when_the_context_ends_is_not_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = signal.pthread_kill
+
+    def late(thread: int, number: int) -> None:
+        time.sleep(0.05)
+        send(thread, number)
+
+    monkeypatch.setattr(locks, "HELD_S", 0.0)
+    monkeypatch.setattr(locks._signal, "pthread_kill", late)
+    with pytest.raises(ArithmeticError):
+        held(alarm, partial(time.sleep, 0.01))
+    time.sleep(0.1)
+    assert len(rung) == 1
+
+
+def test_what_was_raised_in_time_does_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "HELD_S", 0.02)
+    with pytest.raises(ArithmeticError):
+        held(alarm)
+    time.sleep(0.1)
+    assert len(rung) == 1
+
+
 def test_a_host_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "HELD_S", 0.05)
+    seen: list[str] = []
     with pytest.raises(ArithmeticError, match="1"):
-        held(alarm, *[partial(time.sleep, 0.001)] * 100_000)
+        held(alarm, *[partial(time.sleep, 0.001)] * 5_000, lambda: seen.append("the end of it"))
+    assert not seen
