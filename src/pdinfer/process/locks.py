@@ -137,8 +137,8 @@ class HeldBack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._holds = False
         try:
+            self._holds = False
             if self._error is not None:
                 self._reminder.end()
         finally:
@@ -152,9 +152,13 @@ class HeldBack:
 
     def _put_back(self) -> None:
         self._holds = False
-        for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._call:
-                _signal.signal(number, handler)
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) == self._call:
+                    _signal.signal(number, handler)
+        except BaseException:  # one that is back has raised already
+            self._put_back()
+            raise
 
     def _call(self, number: int, frame: FrameType | None) -> None:
         """Stand in for the host's handler."""

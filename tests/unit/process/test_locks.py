@@ -130,6 +130,21 @@ def test_a_reminder_that_is_under_way_when_the_context_ends_is_not_for_the_host(
     assert len(rung) == 1
 
 
+def test_a_handler_that_raises_while_others_are_put_back_leaves_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours stand in for both until the end, where the first one is back already."""
+    set_one = locks._signal.signal
+
+    def rings(number: int, handler: object) -> None:
+        set_one(number, handler)
+        if handler is ring and not rung:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(locks._signal, "signal", rings)
+    with pytest.raises(ArithmeticError):
+        held()
+    assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGTERM)] == [ring, ring]
+
+
 def test_what_was_raised_in_time_does_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "HELD_S", 0.02)
     with pytest.raises(ArithmeticError):
