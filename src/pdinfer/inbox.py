@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import HeldBack, new_lock
 
 T = TypeVar("T")
 
@@ -26,9 +25,10 @@ class Inbox(OfOneProcess, Generic[T]):
         self._listeners: list[Callable[[], None]] = []
 
     def put(self, item: T) -> None:
-        with self._changed:
-            self._items.append(item)
-        self.wake()
+        with HeldBack():
+            with self._changed:
+                self._items.append(item)
+            self.wake()
 
     def take(self) -> list[T]:
         """Return everything put in since the last call, in order."""
@@ -64,11 +64,5 @@ class Inbox(OfOneProcess, Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until `wake` or the end of `timeout_s`. Return whether it was woken."""
-        end = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._awake:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-            return True
+        with self._changed:  # whose clock is not one that a host's tests have stopped
+            return self._awake or (timeout_s > 0 and self._changed.wait_for(lambda: self._awake, timeout_s))

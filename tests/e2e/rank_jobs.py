@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pdinfer.parallel.groups import Group, Groups
 from pdinfer.process.memory import DeviceMemory
 from tests.e2e.rank_worlds import miss_soon
 from tests.forks import FAR_S
+from tests.ranks import COLLECTIVE_S
 
 
 def noted(groups: Groups) -> list[str]:
@@ -190,6 +191,46 @@ def stand_still(folder: str) -> str:
     os.kill(pids[others], signal.SIGKILL)
     wakeup.close()
     return str(raised.value)
+
+
+def beside_the_host(sizes: dict[str, int]) -> list[int]:
+    """Collectives of the host and ours, in another order on each rank; then either ends before the other."""
+    groups = pd.Topology.from_env(**sizes).connect()
+    ours, of_two, hosts = (torch.tensor([number], dtype=torch.int64, device="cpu") for number in (1, 10, 100))
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(hosts, async_op=True),
+        lambda: dist.all_reduce(ours, group=groups.world.process_group, async_op=True),
+        lambda: dist.all_reduce(of_two, group=groups.tp.process_group, async_op=True),
+    ]
+    for work in [call() for call in (calls if dist.get_rank() % 2 else reversed(calls))]:
+        work.wait()
+    groups.close()
+    with pytest.raises(ValueError, match="is not initialized in the world group map"):
+        dist.get_backend(groups.tp.process_group)
+    dist.all_reduce(hosts)
+    again = pd.Topology.from_env(**sizes).connect()
+    dist.destroy_process_group()
+    again.world.all_reduce(ours)
+    again.close()
+    return [int(ours), int(of_two), int(hosts)]
+
+
+def beside_a_host_of_devices_alone(folder: str) -> int:
+    """The host's groups carry no host tensors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    groups = pd.Topology.from_env(tp_size=2).connect(timeout_s=COLLECTIVE_S)
+    total = int(groups.tp.all_reduce(torch.ones(1, dtype=torch.int64, device="cpu")))
+    groups.world.all_reduce(torch.ones(1, device="cpu"))
+    return total
+
+
+def beside_a_larger_host() -> None:
+    """An engine of one rank less than the host has."""
+    size = dist.get_world_size() - 1
+    pd.Topology(rank=min(dist.get_rank(), size - 1), world_size=size, dp_size=size).connect()
 
 
 def meet_elsewhere(port: int) -> int:

@@ -155,6 +155,34 @@ def test_tensors_that_hold_nothing_are_refused_and_nothing_is_lost() -> None:
         assert served(pairing).keys() == before.keys()
 
 
+def test_what_a_host_compiles_may_serve_requests() -> None:
+    model, pairing = made("float32", {})
+    prompt = prompt_of(9)
+
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return x + model.logits(prompt)[0, 0]
+
+    def serve(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        return x + 1, served(pairing)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, list[int | None]]:
+        pairing.submit(pd.Request(prompt=prompt, sampling=pd.SamplingParams(max_new_tokens=4, temperature=0.0)))
+        tokens = []
+        while pairing.num_unfinished:
+            tokens += [event.token for event in pairing.step()]
+            pairing.wait(0.1)
+        return x + 1, tokens
+
+    one = torch.ones(1, device="cpu")
+    with pairing:
+        for host in (score, serve, step):
+            host(one)  # over known pages from here on
+            plain, compiled = host(one), torch.compile(host, backend="eager")(one)
+            assert compiled == plain, host
+        with pytest.raises(RuntimeError, match=r"pdinfer serves requests, .* compiled with fullgraph=True"):
+            torch.compile(lambda x: x + model.logits(prompt)[0, 0], backend="eager", fullgraph=True)(one)
+
+
 def test_a_failed_step_says_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     pairing = made("float32", {})[1]
     with pairing:

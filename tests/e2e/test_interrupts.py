@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import signal
@@ -21,8 +22,9 @@ from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker, queue
 from pdinfer.pairing.choosing import OfPolicy
+from pdinfer.process import locks
 from pdinfer.scheduling import decode as scheduling
-from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
+from tests.e2e.interrupts import FACTORY, Alarm, Interrupter, Signaller, alarming, check_goes_on, interrupted, serve
 from tests.e2e.setups import (
     PROMPT,
     Setup,
@@ -97,6 +99,40 @@ def test_a_slice_of_random_lines(kind: str, error: str) -> None:
 )
 def test_a_thousand_random_lines(kind: str, error: str, count: int, seed: int) -> None:
     at_random_lines(kind, error, count, seed + 1)
+
+
+def alarms_at_random_lines(kind: str, count: int, seed: int) -> None:
+    """Each a run in which a handler of the host raises at a line drawn from those of a whole run: it reaches the host,
+    and nothing ends that the host did not end."""
+    rng = random.Random(f"{kind}/{seed}")
+    with over(kind) as setup, alarming():
+        whole = Signaller(-1)
+        interrupted(setup, "whole", whole)
+        for number in range(count):
+            hit = Signaller(rng.randrange(whole.num_lines), Alarm)
+            events: list[pd.TokenEvent] = []
+            try:
+                with contextlib.suppress(Alarm), hit.active():
+                    serve(setup, f"{number}", events)
+                    assert not hit.where, "it has not reached the host"
+                check_goes_on(setup, f"{number}", events)
+                stats = setup.pairing.stats
+                assert (stats.num_ports_lost, stats.num_retries, dict(stats.ended).get("failed", 0)) == (0, 0, 0)
+            except BaseException as failed:
+                failed.add_note(f"hit in line {hit.at}, {hit.where}")
+                raise
+
+
+@pytest.mark.parametrize("kind", ["shared", "loopback"])
+def test_what_a_handler_raises_at_any_line_costs_nothing(kind: str) -> None:
+    alarms_at_random_lines(kind, 15, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["shared", "loopback", "tcp"])
+def test_what_a_handler_raises_at_three_hundred_lines_of_each_kind_costs_nothing(kind: str, seed: int) -> None:
+    alarms_at_random_lines(kind, 30, seed + 1)
 
 
 @contextmanager
@@ -178,6 +214,16 @@ def test_ctrl_c_itself() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+class Stand:
+    """A policy that can be another one from now on."""
+
+    def __init__(self, policy: Any) -> None:
+        self.now = policy
+
+    def __call__(self, *given: Any) -> Any:
+        return self.now(*given)
+
+
 @contextmanager
 def handler_of_sigint(handler: Any) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, handler)
@@ -250,6 +296,54 @@ def test_a_second_ctrl_c_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert streams["hit"][-1].finish_reason is not None
         assert tokens_of(streams["next"]) == list(reference("v3", PROMPT, 5).tokens)
         setup.check_idle()
+
+
+def test_what_a_handler_raises_while_a_callback_hangs_is_raised_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the end of the step, but not for ever. The handler itself is called once."""
+    rung: list[int] = []
+
+    def ring(number: int, _: object) -> None:
+        rung.append(number)
+        raise Alarm
+
+    def hangs(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: False)
+
+    monkeypatch.setattr(locks, "HELD_S", 0.05)
+    policy = Stand(pd.policy.least_tokens)
+    with local(policy=policy) as setup, handler_of_sigint(ring):
+        setup.pairing.submit(request("hit"))
+        policy.now = hangs
+        with pytest.raises(Alarm):
+            setup.pairing.step()
+        policy.now = pd.policy.least_tokens
+        assert rung == [signal.SIGINT]
+        streams = by_request(collect(setup.pairing))
+        assert tokens_of(streams["hit"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()
+
+
+class Rings:
+    """A matcher in which the host's alarm rings."""
+
+    def begin(self, prompt: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return lambda token: False
+
+
+@pytest.mark.parametrize("where", ["matcher", "inbox"])
+def test_a_submit_in_which_a_handler_raises_has_taken_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with local() as setup, alarming():
+        plain = Inbox.wake
+        if where == "inbox":
+            monkeypatch.setattr(Inbox, "wake", lambda inbox: (plain(inbox), signal.raise_signal(signal.SIGUSR1)))
+        with pytest.raises(Alarm):
+            setup.pairing.submit(request("a", stop=Rings() if where == "matcher" else ()))
+        monkeypatch.setattr(Inbox, "wake", plain)
+        assert setup.pairing.num_unfinished == 0
+        setup.pairing.submit(request("a"))
+        assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
 
 
 def test_a_handler_of_the_host_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,25 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import join, local, model_of, pool_of, request, tokens_of
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    join,
+    local,
+    model_of,
+    pool_of,
+    reference,
+    request,
+    tokens_of,
+)
 from tests.forks import FAR_S
+from tests.waiting import check_ends, started
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -153,3 +166,36 @@ def test_a_policy_that_returns_no_choice_is_told() -> None:
 def test_a_prompt_that_no_engine_can_hold_is_refused_before_it_is_copied() -> None:
     with pytest.raises(pd.ConfigError, match="at most 16777216 tokens, got 16777217"):
         pd.Request(prompt=range(2**24 + 1))
+
+
+@pytest.mark.parametrize("call", ["step", "generate", "drain", "remove"])
+def test_a_pairing_that_is_stepped_from_inside_its_step_says_so_and_loses_nothing(call: str) -> None:
+    """Here by its policy; handlers of signals do it, too."""
+    tried = []
+
+    def steps(*given: Any) -> Any:
+        with pytest.raises(pd.ConfigError, match="has called a Pairing from inside its own step"):
+            calls[call]()
+        tried.append(call)
+        return pd.policy.least_tokens(*given)
+
+    with local(policy=steps) as setup:
+        pairing = setup.pairing
+        calls: dict[str, Callable[[], object]] = {
+            "step": pairing.step,
+            "generate": lambda: list(pairing.generate([request("inner")])),
+            "drain": lambda: pairing.drain(1.0),
+            "remove": lambda: pairing.remove(setup.decodes[0], drain_s=1.0),
+        }
+        pairing.submit(request("outer"))
+        streams = by_request(collect(pairing))
+        assert tried
+        assert tokens_of(streams["outer"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()
+
+
+def test_a_sleep_ends_where_a_hosts_tests_have_stopped_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local() as setup:
+        monkeypatch.setattr(time, "monotonic", lambda: 5.0)
+        for each in (setup.pairing, *setup.engines):
+            check_ends(started(each.wait, 0.01))

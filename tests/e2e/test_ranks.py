@@ -247,6 +247,21 @@ def test_no_group_waits_longer_than_the_world(ranks: Ranks) -> None:
     assert ranks.run("tests.e2e.rank_jobs:timeouts", 4, shape.sizes) == [dict.fromkeys(names, COLLECTIVE_S)] * 4
 
 
+def test_groups_are_our_own_beside_those_of_the_host(ranks: Ranks) -> None:
+    found = ranks.run("tests.e2e.rank_jobs:beside_the_host", 4, Shape(tp=2, dp=2).sizes)
+    assert found == [[16, 20, 1600]] * 4
+
+
+def test_groups_carry_what_those_of_the_host_cannot(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run("tests.e2e.rank_jobs:beside_a_host_of_devices_alone", 4, str(tmp_path)) == [2] * 4
+
+
+def test_a_host_with_other_ranks_than_the_engine_is_told(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes("tests.e2e.rank_jobs:beside_a_larger_host", 3):
+        assert outcome.error == "ConfigError"
+        assert "processes of its own (pdinfer.remote), where nothing is initialized" in outcome.message
+
+
 @pytest.mark.full
 def test_a_rank_that_stands_still_is_missed_by_its_silence(ranks: Ranks, tmp_path: Path) -> None:
     *told, still = ranks.outcomes("tests.e2e.rank_jobs:stand_still", 3, str(tmp_path))

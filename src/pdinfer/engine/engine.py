@@ -267,7 +267,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other
-        ranks if there are any. Raise RankLost when one of them does not come. Ctrl-C waits for its end (`HeldBack`)."""
+        ranks if there are any. Raise RankLost when one does not come. What signals raise waits (`HeldBack`)."""
         events: list[Event] = []
         try:
             with HeldBack():
@@ -343,8 +343,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @typed
     def drain(self, timeout_s: float) -> bool:
         """Step until nothing is unfinished or the time is over. The next `step` returns the events of these steps."""
-        end = time.monotonic() + timeout_s
-        events: list[Event] = []
+        end, events = time.monotonic() + timeout_s, list[Event]()
         try:
             while self.num_unfinished and time.monotonic() < end:
                 events += self.step()
@@ -358,8 +357,9 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
         in their next step. A second call does nothing."""
         if not self.closed:
-            self.ranks.close(begin=self._begin_call, end=self._close)
-            self._leave()
+            with HeldBack():
+                self.ranks.close(begin=self._begin_call, end=self._close)
+                self._leave()
 
     def _become(self, other: type[AnyEngine]) -> AnyEngine:
         """Close the engine, which has nothing unfinished, but leave its channel open, without links, and its pages

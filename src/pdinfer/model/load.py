@@ -32,6 +32,7 @@ from pdinfer.parallel.topology import Topology
 from pdinfer.process.forked import begin_to_compute
 from pdinfer.process.modes import own_modes
 from pdinfer.process.streams import make_current, present
+from pdinfer.process.untraced import untraced
 from pdinfer.progress import Progress, telling
 
 Device = str | torch.device
@@ -46,6 +47,7 @@ MANY = 2000
 """With up to this many tensors missing, their names are still found and listed."""
 
 
+@untraced
 @typed
 @own_modes()
 def load_model(

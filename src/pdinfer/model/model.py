@@ -35,6 +35,7 @@ from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
 from pdinfer.process.modes import own_modes
+from pdinfer.process.untraced import untraced
 from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64
@@ -169,6 +170,7 @@ class Model:
         """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
         return self._linear(state_TD, self.lm_head_VD).float()
 
+    @untraced
     def logits(self, tokens: Sequence[int] | IntArray) -> Tensor:
         """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's
         device.
@@ -181,6 +183,7 @@ class Model:
             batch, view = self._whole(self._checked(tokens))
             return self.head(batch.in_order(self.norm(self.forward(batch, view))))
 
+    @untraced
     @typed
     def activations(
         self,
@@ -212,6 +215,7 @@ class Model:
                     observer.note(layer, layer_TD, batch, row)
             return observer.result()
 
+    @untraced
     @typed
     def mtp_logits(self, tokens: Sequence[int] | IntArray, next_token: int) -> Tensor:
         """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from pdinfer.errors import Overloaded, PDInferError, RequestError
 from pdinfer.pairing.intake import Stepping
 from pdinfer.pairing.request import failed
+from pdinfer.process.locks import HeldBack
 from pdinfer.process.modes import check_tensors_are_real
+from pdinfer.process.untraced import untraced
 from pdinfer.types import Request, TokenEvent
 
 
+@untraced
 def generated(
     source: Iterator[Request],
     submit: Callable[[Request], str],
@@ -30,7 +33,8 @@ def generated(
                     more = False
                     break
                 try:
-                    mine.add(submit(pulled))
+                    with HeldBack():  # or else a signal may come between the two
+                        mine.add(submit(pulled))
                 except Overloaded:
                     break  # another thread, or `source` itself, has filled the queue meanwhile
                 except RequestError as error:

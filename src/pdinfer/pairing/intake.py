@@ -20,7 +20,7 @@ from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.queue import full, gives_way
 from pdinfer.pairing.request import TrackedRequest
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import HeldBack, let_go, open_lock
+from pdinfer.process.locks import HeldBack, check_not_inside, let_go, open_lock
 from pdinfer.process.modes import check_tensors_are_real
 from pdinfer.scheduling.admission import check_request
 from pdinfer.scheduling.rules import queueing_s
@@ -76,10 +76,11 @@ class Intake:
         self._random_bytes = random_bytes
 
     def submit(self, request: Request) -> str:
-        request = check_request(request, self._ports.roomiest_limits)
-        tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
-        for scheme in self._ports.key_schemes:
-            tracked.keys.of(scheme)  # before the thread that steps needs them
+        with HeldBack():  # or what an alarm raises is taken for an error of a matcher
+            request = check_request(request, self._ports.roomiest_limits)
+            tracked = TrackedRequest.of(request, self._clock(), self._config.default_deadline_s, self._random_bytes)
+            for scheme in self._ports.key_schemes:
+                tracked.keys.of(scheme)  # before the thread that steps needs them
         with self.lock:  # only one of two threads gets an id, or the last place in the queue
             if self.closed:
                 raise RequestError("the pairing is closed")
@@ -233,7 +234,7 @@ class Stepping(OfOneProcess):
 
     def advance(self) -> None:
         """Take one step. Its events are in the outbox."""
-        with HeldBack(), self.lock:
+        with self.lock:
             self._thread = threading.current_thread()
             if not self.intake.closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
@@ -247,23 +248,25 @@ class Stepping(OfOneProcess):
         self.intake.look_up()
 
     def change(self, change: Callable[[], None]) -> None:
-        """Make a change that must not stay half done, in the thread that holds `lock`. After an interrupt, the next
-        change first makes everything consistent."""
-        if self.intake.closed:
-            change()
-            return
-        if self.is_unfinished:
-            let_go()
-            with self.intake.lock:
-                self._broker.recover(self.outbox.events)
-        self.is_unfinished, failed = True, None  # until this one has ended
-        try:
-            change()
-        except OfPolicy as error:
-            failed = error.error
-        self.is_unfinished = False
-        if failed is not None:
-            raise failed
+        """Make a change that must not stay half done, in the thread that holds `lock`. After an interrupt that no
+        signal brought, the next change first makes everything consistent."""
+        with HeldBack():
+            if self.intake.closed:
+                change()
+                return
+            if self.is_unfinished:
+                check_not_inside(self)
+                let_go()
+                with self.intake.lock:
+                    self._broker.recover(self.outbox.events)
+            self.is_unfinished, failed = True, None  # until this one has ended
+            try:
+                change()
+            except OfPolicy as error:
+                failed = error.error
+            self.is_unfinished = False
+            if failed is not None:
+                raise failed
 
     def advance_for(self, request_ids: set[str]) -> list[TokenEvent]:
         """Take one step, and return the events of these requests. All others wait for the host."""
@@ -273,14 +276,14 @@ class Stepping(OfOneProcess):
 
     def forget(self, request_ids: set[str]) -> None:
         """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
-        with self.lock:
+        with HeldBack(), self.lock:
             self.outbox.take(request_ids)
-        unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
-        self.outbox.shut(unfinished)
-        for request_id in unfinished:
-            self.intake.cancel(request_id)
-        if unfinished:
-            self.advance()
+            unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
+            self.outbox.shut(unfinished)
+            for request_id in unfinished:
+                self.intake.cancel(request_id)
+            if unfinished:
+                self.advance()
 
     def live(self, request_ids: set[str]) -> tuple[set[str], bool]:
         """Return which of these requests will have another event, and whether one waits already."""

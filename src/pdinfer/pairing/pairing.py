@@ -18,7 +18,7 @@ from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError
+from pdinfer.errors import ConfigError, PDInferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -35,7 +35,7 @@ from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.pairing.ports import Ports
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import interruptible
+from pdinfer.process.locks import interruptible, undivided
 from pdinfer.progress import Progress
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -158,14 +158,13 @@ class Pairing(OfOneProcess):
 
         Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
         that the request's deadline would probably pass before its turn, or when the request would probably miss
-        `PairingConfig.slo`. Nothing was taken then. In a full queue the
-        request takes the place of the youngest one of the lowest priority below its own, which ends FAILED with
-        Overloaded.
+        `PairingConfig.slo`. Nothing was taken then. In a full queue the request takes the place of the youngest one of
+        the lowest priority below its own, which ends FAILED with Overloaded.
         """
         return self._intake.submit(request)
 
     @typed
-    @interruptible
+    @undivided
     def cancel(self, request_id: str) -> None:
         """End a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
         self._intake.cancel(request_id)
@@ -180,18 +179,19 @@ class Pairing(OfOneProcess):
         source = iter((requests,) if isinstance(requests, Request) else requests)
         return generated(source, self.submit, self._stepping, self._random_bytes)
 
-    @interruptible
     def step(self) -> list[TokenEvent]:
         """Send waiting requests on, step every port, and return the events since the last step. Raise ConfigError, and
-        change nothing, in a mode of torch that makes tensors without memory. Ctrl-C waits for the end of the step: the
-        next one goes on, and returns the events of this one, too."""
+        change nothing, in a mode of torch that makes tensors without memory. What Ctrl-C or another signal raises waits
+        for the end of the step: the next one goes on, and returns the events of this one, too."""
         events: list[TokenEvent] = []
         try:
             with self._stepping.lock:
                 self._stepping.advance()
                 events, self._outbox.events = self._outbox.events, []
             return events
-        except BaseException:  # the caller did not get them
+        except BaseException as error:  # the caller did not get them
+            if not isinstance(error, PDInferError):
+                self.let_go()
             self._outbox.events = events + self._outbox.events
             raise
 
@@ -215,7 +215,7 @@ class Pairing(OfOneProcess):
                 self._stepping.sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self.num_unfinished
 
-    @interruptible
+    @undivided
     def close(self) -> None:
         """End unfinished requests with CANCELLED and close the ports, once a step that is under way has ended. One last
         `step` returns the events. Does not wait for ports in other processes. A second call does nothing."""

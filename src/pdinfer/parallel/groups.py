@@ -282,12 +282,19 @@ class Groups(OfOneProcess):
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     def close(self) -> None:
-        """End what libraries have built on the connections, the last first, and the connections if `Topology.connect`
-        began them. A collective: call it on every rank, behind the engines. Without it they end with the process."""
+        """End what libraries have built on the connections, the last first, and the connections; torch.distributed if
+        `Topology.connect` began it. A collective: call it on every rank, behind the engines. Without it they end with
+        the process."""
         while self.world.ends:
             self.world.ends.pop()()
-        if self.owns_backend and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.owns_backend:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return
+        groups = self.world, self.attention, self.tp, self.cp, self.dense_tp, self.ep
+        for made in {each.process_group for each in groups} - {None}:
+            with contextlib.suppress(ValueError):  # the host has ended all of torch.distributed
+                dist.destroy_process_group(made)
 
 
 @contextlib.contextmanager

@@ -113,13 +113,14 @@ class Topology:
     ) -> Groups:
         """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
-        It uses the torch.distributed backend that the host has initialized, or initializes one: gloo for host tensors,
-        and for those on a device the one that torch has for it, NCCL on "cuda", whose watchdog must not be off. Ranks
+        Where the host has initialized torch.distributed for these ranks, the groups are new ones beside its own, with
+        its backends and deadlines; a backend that it lacks, or all of it where it has not: gloo for host tensors, and
+        for those on a device the one that torch has for it, NCCL on "cuda", whose watchdog must not be off. Ranks
         meet in `store`, or where torchrun's variables say: a store may live in a process that is not a rank, so that it
         outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. With a store, the
-        log says after 10 s which ranks have not come. Raises ConfigError when the ranks do not agree on sizes, or for a
-        store when a backend was initialized without it; BackendUnavailable for a device without a backend; RankLost
-        when a rank does not come, which with a store it names.
+        log says after 10 s which ranks have not come. Raises ConfigError when the ranks do not agree on sizes, are not
+        those of the host, or for a store when a backend was initialized without it; BackendUnavailable for a device
+        without a backend; RankLost when a rank does not come, which with a store it names.
         """
         if self.world_size == 1:
             return self.apart()
@@ -137,30 +138,37 @@ class Topology:
     def _connect(self, kind: str, timeout_s: float, store: Store | None) -> Groups:
         if kind == "cuda":
             _check_watchdog()
-        owns_backend = not dist.is_initialized()
-        if owns_backend:
-            backend, timeout = _backend_of(kind), timedelta(seconds=timeout_s)
+        owns_backend, timeout = not dist.is_initialized(), timedelta(seconds=timeout_s)
+        if not owns_backend:
+            self._check_host(store)
+            meeting = _beside(kind, timeout)
+        else:
             if store is None:
-                dist.init_process_group(backend, timeout=timeout)
+                dist.init_process_group(_backend_of(kind), timeout=timeout)
             else:
-                self._meet(store, backend, timeout)
-        elif store is not None:
+                self._meet(store, _backend_of(kind), timeout)
+            meeting = dist.group.WORLD
+        apart, lookout, ends = self.apart(), Lookout(), list[Callable[[], None]]()
+        world = attrs.evolve(apart.world, process_group=meeting, lookout=lookout, ends=ends)
+        self._compare(world)
+        others = {
+            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout, ends=ends), world, kind)
+            for name in ("attention", "tp", "cp", "dense_tp", "ep")
+        }
+        return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)
+
+    def _check_host(self, store: Store | None) -> None:
+        """Refuse to meet beside a world of the host that is not these ranks."""
+        if store is not None:
             raise ConfigError(
                 "a store was given, but torch.distributed was initialized before: give it to init_process_group"
             )
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise ConfigError(
                 f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was initialized as rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}"
+                f"{dist.get_rank()} of {dist.get_world_size()}; start an engine whose ranks are not the host's in "
+                "processes of its own (pdinfer.remote), where nothing is initialized"
             )
-        apart, lookout, ends = self.apart(), Lookout(), list[Callable[[], None]]()
-        world = attrs.evolve(apart.world, process_group=dist.group.WORLD, lookout=lookout, ends=ends)
-        self._compare(world)
-        others = {
-            name: self._connected(attrs.evolve(getattr(apart, name), lookout=lookout, ends=ends), kind)
-            for name in ("attention", "tp", "cp", "dense_tp", "ep")
-        }
-        return attrs.evolve(apart, world=world, owns_backend=owns_backend, **others)
 
     def _meet(self, store: Store, backend: str, timeout: timedelta) -> None:
         roll_call = RollCall(store, self.rank, self.world_size)
@@ -180,13 +188,13 @@ class Topology:
         first = self.rank - at * stride
         return Group(name, tuple(range(first, first + size * stride, stride)), at)
 
-    def _connected(self, alone: Group, kind: str) -> Group:
+    def _connected(self, alone: Group, world: Group, kind: str) -> Group:
         """Return one of this rank's groups with connections to its other ranks."""
         if alone.size == 1:
             return alone
         # the world has connections already
         if alone.size == self.world_size:
-            return attrs.evolve(alone, process_group=dist.group.WORLD)
+            return attrs.evolve(alone, process_group=world.process_group)
         stride = alone.ranks[1] - alone.ranks[0]
         block = alone.size * stride
         # every rank names the groups of all ranks: making groups is a collective of the world
@@ -195,8 +203,9 @@ class Topology:
             for first in range(0, self.world_size, block)
             for at in range(first, first + stride)
         ]
-        # without a timeout of their own groups get torch's, which is half an hour
-        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout_of(dist.group.WORLD, kind))  # type: ignore[no-untyped-call]
+        # by default groups get torch's timeout, which is half an hour, and the backends of the host
+        timeout, backend = timeout_of(world.process_group, kind), dist.get_backend_config(world.process_group)
+        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, backend=backend)  # type: ignore[no-untyped-call]
         return attrs.evolve(alone, process_group=ours)
 
     def _compare(self, world: Group) -> None:
@@ -220,6 +229,18 @@ def _backend_of(kind: str) -> str:
             f"ranks are to meet with tensors on {kind}, and torch.distributed has no backend for these; import the "
             "package that brings one, or initialize torch.distributed before"
         ) from error
+
+
+def _beside(kind: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a new group of the ranks of the host's world, whose collectives may come in any order beside ours: with
+    its backends and its deadline, or with ours where it cannot carry both host tensors and those on such a device."""
+    backend = None
+    try:
+        timeout = min(timeout_of(dist.group.WORLD, each) for each in ("cpu", kind))
+    except RuntimeError:
+        backend = _backend_of(kind)
+    made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+    return made
 
 
 def _check_watchdog() -> None:

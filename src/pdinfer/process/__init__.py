@@ -5,7 +5,7 @@ records.
     ahead.py     the same before they are needed, for CPUs by name
     compiler.py  the C compiler: its version, the instruction sets that it may use, and what its failures mean
     forked.py    what belongs to one process; a forked child may neither use nor end it
-    locks.py     Ctrl-C waits for the end of a step, and no lock stays closed after any other interrupt
+    locks.py     what a handler of a signal raises waits, and no lock stays closed after any other interrupt
     memory.py    how much memory a device has, and how much is in use; page-locked, huge and freed pages of the host
     modes.py     the modes in which we compute, whatever those of the host are
     openmp.py    the OpenMP runtime that torch has loaded, and whether it gives the threads that torch counts on
@@ -13,6 +13,7 @@ records.
     silence.py   how long a peer was silent, as far as this process was awake; one table of times
     scratch.py   temporary folders, and the removal of those whose process was killed
     streams.py   events, streams and graphs of the device that a model is on
+    untraced.py  what torch.compile leaves alone
 
 Tested by tests/unit/process; forks by tests/e2e/test_fork.py, locks by tests/e2e/test_interrupts.py.
 

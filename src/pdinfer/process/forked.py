@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from pdinfer.errors import ConfigError, Forked
 from pdinfer.process.openmp import check_threads
+from pdinfer.process.untraced import leave_alone
 
 _WHAT_TO_DO = (
     'start processes with multiprocessing\'s "spawn" (or "forkserver"), or make everything anew in the child; '
@@ -32,8 +33,8 @@ class NotCopied:
 
 
 class OfOneProcess(NotCopied):
-    """Base of objects that a forked child may not use. The methods named in `_ends` do nothing there. An object with a
-    `close` is a context manager."""
+    """Base of objects that a forked child may not use, and torch.compile leaves alone. The methods named in `_ends` do
+    nothing in a child. An object with a `close` is a context manager."""
 
     _ends: ClassVar[frozenset[str]] = frozenset({"close"})
 
@@ -44,6 +45,7 @@ class OfOneProcess(NotCopied):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        leave_alone(cls)
         show = cls.__repr__
 
         def show_either(self: OfOneProcess) -> str:
