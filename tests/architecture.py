@@ -140,7 +140,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "moe": (("migration",), ("layer",), ("parallel", "balance"), ("dispatchers", "placement")),
     "moe.migration": (("rebalancing",), ("migration",), ("transfer", "status")),
-    "moe.balance": (("__main__",), ("solver", "process"), ("exchange", "deepseek"), ("assignment",)),
+    "moe.balance": (("__main__",), ("solver", "process"), ("exchange", "deepseek", "messages"), ("assignment",)),
     "moe.dispatchers": (
         ("choose",),
         ("all_to_all_int8", "deep_ep_elastic"),

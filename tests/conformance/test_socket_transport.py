@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -30,7 +31,7 @@ from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, closing, finished
 from tests.forks import check_ended, fork
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.waiting import TIMEOUT_S, check_returns, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -501,6 +502,16 @@ def test_an_opening_link_can_be_fenced(
     end.transport.fence(link)
     assert transfer.error is not None
     assert [c.error for c in end.receiver.of("closed", link)] == [None]
+
+
+@pytest.mark.parametrize("of", ["link", "thread"])
+def test_a_fence_ends_when_an_interrupt_has_left_its_locks_closed(open_end: Callable[..., End], of: str) -> None:
+    left, right = open_end(), open_end()
+    link, _ = left.connect(right)
+    transport: Any = left.transport
+    lock = transport._connected(link)._lock if of == "link" else transport._io._lock
+    check_returns(lambda: (lock.acquire(), transport.fence(link)))
+    left.receiver.wait("closed")
 
 
 def test_a_link_that_is_dialled_again_asks_no_resolver(

@@ -126,8 +126,9 @@ class Switching(World):
 
     def _switched(self, name: str, role: str, *, drain_s: float) -> Iterator[float]:
         old = self.engines[name]
-        joining = self.pairing.joining
-        self.pairing.joining = partial(self._joined, name)  # type: ignore[method-assign,assignment]
+        joining = self.pairing._joining
+        beside = joining.beside
+        joining.beside = partial(self._joined, name)  # type: ignore[method-assign,assignment]
         try:
             new = yield from self.pairing.switching(old, role, drain_s=drain_s)
         except ConfigError:
@@ -140,7 +141,7 @@ class Switching(World):
             self.counts["switch"] += 1
             self.counts[f"pages kept as a {role}"] += new.pool.num_cached > 0
         finally:
-            self.pairing.joining = joining  # type: ignore[method-assign]
+            joining.beside = beside  # type: ignore[method-assign]
 
     def _joined(self, name: str, port: Any) -> Iterator[float]:
         """Join until it succeeds, without a thread beside this one, in which no time would pass."""

@@ -265,7 +265,7 @@ def test_who_is_gone_leaves_nothing_and_the_others_go_on() -> None:
         ends = [event for _, event in told if getattr(event, "finish_reason", None)]
         assert [event.finish_reason for event in ends] == [pd.FinishReason.LENGTH] * 3  # type: ignore[union-attr]
         assert desk.shared.names.of_client(one) == []
-        assert len(desk.engine.pool._watchers) == 1
+        assert len(desk.engine.pool.watchers.all) == 1
         desk.setup.check_pools()
 
 

@@ -228,8 +228,7 @@ class Peer:
     def flush(self) -> None:
         """Send what is queued, unless another thread is doing so. No lock is held while the transport is called: it may
         call back, or deliver to an end that posts to this one. A frame that the transport cannot send closes the link,
-        since no frame after a missing one verifies. After an interrupt that is left to `KVChannel.recover`: closing
-        waits for the transport's thread, which may wait for a lock that was not given back."""
+        since no frame after a missing one verifies."""
         with self._lock:
             if self._posting:
                 return
@@ -237,16 +236,19 @@ class Peer:
         while (item := self._next()) is not None:
             try:
                 self._send(*item)
-            except BaseException as error:
+            except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
                 self._break_off(item, error)
-                if isinstance(error, MemoryError) or not isinstance(error, Exception):
-                    raise  # it may have hit anything, so whoever steps the engine has to know
-                is_bug = not isinstance(error, TransferError)  # a third party's transport must not stop an engine
+                raise
+            except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
+                is_bug = not isinstance(error, TransferError)
                 self.complaints.warn(
                     "a frame could not be sent, %s is given up: %s", self.link.endpoint, error, exc_info=is_bug
                 )
-                self.fence()
+                self._break_off(item, error)
                 return
+            except BaseException as error:
+                self._break_off(item, error)
+                raise
 
     def fence(self) -> None:
         self.transport.fence(self.link)
@@ -274,3 +276,4 @@ class Peer:
         for _, write in lost:
             if write is not None:
                 write.complete(Transfer(0, done=True, error=self._broken))
+        self.fence()

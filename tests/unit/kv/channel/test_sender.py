@@ -410,13 +410,9 @@ def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkey
     def interrupt(*_: object, **__: object) -> Transfer:
         raise KeyboardInterrupt
 
-    fenced: list[object] = []
     monkeypatch.setattr(prefill.transport, "write", interrupt)
-    monkeypatch.setattr(prefill.transport, "fence", fenced.append)
     with pytest.raises(KeyboardInterrupt):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
-    assert not fenced, "a thread that holds locks which it was to give back waits for another one"
-    assert prefill.in_doubt
     assert prefill.sender.pushes.unsent_bytes == 0
     assert prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED)).done
 

@@ -30,7 +30,7 @@ from pdinfer.kv.transports.stream.framing import (
     framed,
 )
 from pdinfer.kv.transports.stream.payloads import Payloads
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import new_lock, open_lock
 
 TURN_BYTES = 4 << 20
 """About how much a link may send or receive before others have their turn."""
@@ -200,6 +200,10 @@ class StreamConnection:
         if flags & socket.MSG_CTRUNC:
             raise TransferError(f"{self.link.endpoint} sent more descriptors than any message has")
         return count
+
+    def let_go(self) -> None:
+        """Open its lock if the calling thread holds it."""
+        open_lock(self._lock)
 
     def shut(self, error: TransferError) -> bool:
         """Close the socket and fail what has not left. Return False when that was done before."""

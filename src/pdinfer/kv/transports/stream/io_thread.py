@@ -20,7 +20,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import new_lock, open_lock
 
 CLOSE_S = 5.0
 CATCH_UP_ROUNDS = 3
@@ -92,6 +92,9 @@ class IOThread:
         """Close a link, and return when nothing of it can land any more."""
         self.shut(connection, None)
         if not self._is_current:
+            # Nobody comes here with one of these locks, unless an interrupt kept it from giving one back.
+            connection.let_go()
+            open_lock(self._lock)
             connection.gone.wait()
 
     def close(self) -> None:
