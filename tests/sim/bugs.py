@@ -27,7 +27,7 @@ from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
-from pdinfer.scheduling import rules
+from pdinfer.scheduling import prefill as prefill_scheduling
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.testing import Placement, SimNetwork
 from pdinfer.testing.network import SimTransport
@@ -409,7 +409,7 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
             counts[index] = min(remaining[index], chunk_size - sum(counts))
         return counts
 
-    patch.setattr(rules, "plan_chunk", shortest_first)
+    patch.setattr(prefill_scheduling, "plan_chunk", shortest_first)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

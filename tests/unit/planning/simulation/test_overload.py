@@ -120,7 +120,7 @@ class Asking(Simulator):
         return None
 
     def _ask_later(self, job: Job, refused_at: float, told_s: float) -> None:
-        self.world.at(self.world.now_s + 0.05, self._ask, job, refused_at, told_s)
+        self.world.at(self.world.now_s + 0.02, self._ask, job, refused_at, told_s)
 
     def _ask(self, job: Job, refused_at: float, told_s: float) -> None:
         if self._retry_after_s(job) is not None:
