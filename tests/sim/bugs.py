@@ -27,6 +27,7 @@ from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.request import TrackedRequest
+from pdinfer.scheduling import decode as decode_scheduling
 from pdinfer.scheduling import prefill as prefill_scheduling
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.testing import Placement, SimNetwork
@@ -410,6 +411,16 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
         return counts
 
     patch.setattr(prefill_scheduling, "plan_chunk", shortest_first)
+
+
+@bug(rare=True)
+def who_gave_way_gives_way_again(patch: pytest.MonkeyPatch) -> None:
+    """Steps take pages from the same sequence again and again."""
+
+    def most_attempts(candidates: Any) -> int:
+        return max(range(len(candidates)), key=lambda index: candidates[index][1])
+
+    patch.setattr(decode_scheduling, "choose_victim", most_attempts)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

@@ -35,6 +35,8 @@ from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.parallel.topology import Topology
+from pdinfer.scheduling.prefill import SINCE
+from pdinfer.scheduling.rules import by_age, is_late
 from pdinfer.types import NamedState, Request, SamplingParams
 
 CELL = struct.Struct("<Q")
@@ -402,19 +404,30 @@ class CellPrefill(PrefillEngine):
 
     shared = False
 
-    def _plan(self) -> list[tuple[Any, int]]:
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._scheduler.plan = functools.partial(self._checked, self._scheduler.plan)  # type: ignore[method-assign]
+
+    def _checked(self, plan: Callable[..., list[tuple[Any, int]]], decoding_s: float | None) -> list[tuple[Any, int]]:
         """Check what a step promises: it uses no more than its budget, all of it, and half of it for the first in the
         queue."""
-        remaining = {prompt: prompt.num_remaining for prompt in self._active}
-        chunk = super()._plan()
-        size = self.config.chunked_prefill_size
+        scheduler, now = self._scheduler, self._clock()
+        remaining = {prompt: prompt.num_remaining for prompt in scheduler.active}
+        size, speed = scheduler._chunk_size(decoding_s), scheduler.costs.best_tokens_per_s
+        oldest = by_age(remaining, SINCE, num_turns=scheduler.num_steps, now=now)
+
+        def order(prompt: Any) -> tuple[bool, bool, Any]:
+            late = is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
+            return prompt is not oldest, late, prompt.order
+
+        chunk = plan(decoding_s)
         num_tokens = sum(count for _, count in chunk)
         if any(prompt.request.alone for prompt in remaining):
             return chunk  # it shares no step, and so leaves some of its budget
         if size != -1 and num_tokens != min(size, sum(remaining.values())):
             raise Violation(f"a step of {size} tokens runs {num_tokens} of {list(remaining.values())}")
         if chunk:
-            first = self._active[0]
+            first = min(remaining, key=order)
             due = remaining[first] if size == -1 else min(remaining[first], -(-size // 2))
             if dict(chunk).get(first, 0) < due:
                 raise Violation(f"the first in line is owed {due} tokens of a step and gets {dict(chunk).get(first)}")
@@ -433,15 +446,21 @@ class CellDecode(DecodeEngine):
             drafts=self.config.num_draft_tokens > 0,
         )
 
-    def _retract(self, sequence: Any) -> None:
-        """Check which request is chosen: none at its last attempt, and none twice before its equals once."""
-        if sequence.num_failed >= self.config.max_attempts:
-            raise Violation(f"{sequence.request_id} is retracted at its last attempt")
-        priority = sequence.request.priority
-        equals = [one for one in self._running if one.request.priority == priority and not one.protected]
-        if any(one.attempts < sequence.attempts for one in equals):
-            raise Violation(f"{sequence.request_id} is retracted at attempt {sequence.attempts}, others have had fewer")
-        super()._retract(sequence)
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._scheduler.plan = functools.partial(self._checked, self._scheduler.plan)  # type: ignore[method-assign]
+
+    def _checked(self, plan: Callable[[], list[Any]]) -> list[Any]:
+        """Check who gives way in a step: none at its last attempt, and none twice before its equals once."""
+        able = [one for one in self._scheduler.running if not one.protected]
+        batch = plan()
+        for victim in self._scheduler.retracted:
+            if victim not in able or victim.num_failed >= self.config.max_attempts:
+                raise Violation(f"{victim.request_id} is retracted at its last attempt")
+            able.remove(victim)
+            if any(one.priority == victim.priority and one.attempts < victim.attempts for one in able):
+                raise Violation(f"{victim.request_id} is retracted at attempt {victim.attempts}, others have had fewer")
+        return batch
 
 
 class CellBrain:
