@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pdinfer as pd
 from pdinfer.process.modes import own_modes
+from pdinfer.scheduling import rules
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.testing.models import FAMILIES
 from tests.backends import ROOT
@@ -47,6 +48,12 @@ CONFIG = pd.EngineConfig(chunked_prefill_size=8, max_running_requests=4, num_dra
 
 Plain = tuple[torch.Tensor, list[dict[str, list[Any]]]]
 """Logits in one piece, and what is served twice: the second time over known pages, which may round otherwise."""
+
+
+@pytest.fixture(autouse=True)
+def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine that stands still keeps waiting shares its steps with others, and rounds otherwise."""
+    monkeypatch.setattr(rules, "PATIENCE_S", float("inf"))
 
 
 @pytest.fixture(scope="module")
