@@ -135,7 +135,11 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
     """Return the op of `provider`. Raises BackendUnavailable where it cannot run or does not offer it: no test is made
     for such a place."""
     sum_in_float32(torch.device(device))
-    op = _ops(provider, name, device, dtype)[name]
+    return within_host(_ops(provider, name, device, dtype)[name])
+
+
+def within_host(op: Any) -> Any:
+    """Have an op run under the setting of HOST, if there is one."""
     return op if HOST is None else within(HOST, op)
 
 

@@ -13,7 +13,16 @@ from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.resolve import explain_backends, resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from tests.conformance.op_suite import SCALE, Attention, contexts_of, draw, for_every_op, op_of, query_lens_of
+from tests.conformance.op_suite import (
+    SCALE,
+    Attention,
+    contexts_of,
+    draw,
+    for_every_op,
+    op_of,
+    query_lens_of,
+    within_host,
+)
 from tests.joined import for_each
 from tests.rounding import gamma
 
@@ -26,7 +35,7 @@ every_size = for_each(("page_size", "count"), [*product((3, 16), (0, 5))])
 
 def over_parts(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
     spec = OpSpec(device=device, dtype=dtype, rope_apart=True, index_format="int8")
-    return resolve_ops(spec, forced={name: provider}).ops[name]
+    return within_host(resolve_ops(spec, forced={name: provider}).ops[name])
 
 
 def attend(op: Any, name: str, case: Attention, pages: Any, device: str) -> Tensor:
