@@ -58,6 +58,7 @@ def test_the_plan_tells_the_floor_of_every_kernel_and_names_every_card() -> None
     assert {run.plan(name).splitlines()[0].split()[2] for name in card.NOMINAL} == set(card.NOMINAL)
 
 
+@pytest.mark.full
 def test_the_plan_needs_nothing_but_the_library() -> None:
     done = subprocess.run(
         [sys.executable, str(GPU / "run.py"), "--dry-run"],
@@ -219,7 +220,7 @@ def test_the_kit_says_what_it_takes() -> None:
     assert done.stderr.startswith("usage: ")
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_format", ["auto", pytest.param("fp8", marks=pytest.mark.full)])
 def test_steps_of_a_small_slice_are_measured(kv_format: str) -> None:
     output = output_of(steps, "--tiny", "--batches", "2", "--contexts", "70", "--kv-format", kv_format)
     (line,) = [line for line in lines_of(output) if "step_us" in line]
@@ -248,6 +249,7 @@ class Marker:
         self.is_recorded = True
 
 
+@pytest.mark.full
 def test_providers_are_passed_over() -> None:
     told = output_of(steps, "--tiny", "--batches", "1", "--contexts", "5", "--without", "native,torch")
     (providers,) = [line["value"] for line in lines_of(told) if line["case"] == "ops"]

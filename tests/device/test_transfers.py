@@ -22,6 +22,7 @@ from pdinfer.kv.transports.loopback import LoopbackHub
 from pdinfer.kv.view import PageMemory
 from pdinfer.model.batch import Row
 from pdinfer.testing import random_model, tiny_config
+from tests.each_time import others_in_full
 from tests.simulated import order
 from tests.simulated.order import StreamOrder
 from tests.simulated.watch import Watch
@@ -350,7 +351,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("streams")
-@pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("transport", others_in_full(["loopback", "shm", "tcp"], ["loopback", "shm"]))
 def test_tokens_are_the_hosts_and_the_engines_thread_waits_for_no_copy(transport: str, device: torch.device) -> None:
     with Watch() as watch:
         assert serve(transport, device) == of_the_host()

@@ -12,6 +12,7 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.setups import collect, request
+from tests.each_time import others_in_full
 from tests.ranks import Ranks
 
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
@@ -81,7 +82,7 @@ def test_one_bit_of_one_tensor_is_found(tmp_path: Path, name: str, tcp: bool) ->
         ("mxfp4", "_packed"),
     ],
 )
-@pytest.mark.parametrize("weights", ["stored", "float"])
+@pytest.mark.parametrize("weights", others_in_full(["stored", "float"], ["stored"]))
 def test_one_bit_of_a_quantized_weight_is_found(tmp_path: Path, scheme: str, suffix: str, weights: str) -> None:
     name = f"{EXPERT}{suffix}"
     folders = made(tmp_path / "one", scheme=scheme), made(tmp_path / "other", name, scheme)

@@ -187,7 +187,7 @@ def run(monkeypatch: pytest.MonkeyPatch, seeds: range, *, deaths: bool) -> int:
     return num_switches
 
 
-@pytest.mark.parametrize("deaths", [False, True])
+@pytest.mark.parametrize("deaths", [pytest.param(False, marks=pytest.mark.full), True])
 def test_no_token_is_wrong_and_no_request_lost_while_roles_change(
     monkeypatch: pytest.MonkeyPatch, deaths: bool
 ) -> None:

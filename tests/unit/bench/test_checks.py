@@ -13,6 +13,7 @@ from pdinfer import bench, planning
 from pdinfer.bench import Summary, check
 from pdinfer.bench.compare import ComparedRow
 from pdinfer.bench.summary import EngineUse, Interval
+from tests.each_time import others_in_full
 from tests.unit.bench.study import WRONG, rows
 
 
@@ -121,7 +122,7 @@ def test_one_figure_that_cannot_be_is_found_in_a_sound_run_and_not_compared(
 
 
 @pytest.mark.parametrize("more", [{}, {"arrivals": "gamma", "cv": 4.0}, {"max_concurrency": 2}])
-@pytest.mark.parametrize("rate", [0.2, 5.0, 200.0])
+@pytest.mark.parametrize("rate", others_in_full([0.2, 5.0, 200.0], [5.0]))
 def test_sound_open_loops_pass_however_they_end(rate: float, more: dict[str, Any]) -> None:
     """With much left at the end, with bursts, and with requests that wait to be sent."""
     cluster = planning.cluster("1P1D", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.02)

@@ -23,6 +23,7 @@ from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.setups import greedy, join, pool_of
 from tests.packed import SCHEMES, Change, changed, ignoring, prefixed, tensors_of, twin_of, unpack, with_twin
+from tests.slices import one_in
 
 SIZES = {"hidden_size": 96, "moe_intermediate_size": 64}
 EXPERT = "model.layers.2.mlp.experts.5.down_proj"
@@ -72,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @every_scheme
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", one_in(2, SHAPES))
 def test_models_of_any_shape_are_their_twins(tmp_path: Path, scheme: str, shape: str) -> None:
     """Every linear map is packed that has whole groups. The prompt runs in one piece, and in chunks."""
     write_checkpoint(tmp_path / "floats", SHAPES[shape], seed=len(shape))

@@ -130,7 +130,7 @@ class Asking(Simulator):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("factor", [1.3, 2.0])
+@pytest.mark.parametrize("factor", [1.3, pytest.param(2.0, marks=pytest.mark.full)])
 @pytest.mark.parametrize("of", KNEES)
 def test_the_time_to_retry_is_about_right(of: str, factor: float, seed: int) -> None:
     simulator = Asking(cluster(of, door=True), load(of, factor * KNEES[of], seed), seed=seed)

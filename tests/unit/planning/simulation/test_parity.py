@@ -12,6 +12,7 @@ import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.planning import Simulator, StepRows
 from pdinfer.planning.simulation import Cluster
+from tests.each_time import others_in_full
 from tests.unit.planning.simulation.timed import Timed
 
 Records = tuple[bench.Record, ...]
@@ -71,7 +72,10 @@ def assert_alike(real: Records, simulated: Records) -> None:
         pytest.param("4P4D", 55.0, 500, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("policy", [pd.policy.round_robin, pd.policy.least_tokens, pd.policy.traffic_aware])
+@pytest.mark.parametrize(
+    "policy",
+    others_in_full([pd.policy.round_robin, pd.policy.least_tokens, pd.policy.traffic_aware], [pd.policy.traffic_aware]),
+)
 def test_real_engines_and_simulated_ones_serve_alike(shape: str, rate: float, num_requests: int, policy: Any) -> None:
     lengths = {"prompt_tokens": (50, 900), "output_tokens": (20, 200)}
     load = conversations(bench.open_loop(rate, num_requests, **lengths))
