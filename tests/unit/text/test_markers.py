@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -189,7 +190,7 @@ def test_a_tokenizer_that_makes_the_marker_of_plain_text_refuses_it() -> None:
     ("content", "says"),
     [
         (lambda: "<|im_end|>" + "".join(map(chr, UNWRITTEN)), "private use"),
-        (lambda: json.loads("[" * 900 + "]" * 900), "nested too deep|JSON values only"),
+        (lambda: functools.reduce(lambda inner, _: [inner], range(50_000), "a"), "nested too deep|JSON values only"),
     ],
 )
 def test_a_chat_that_cannot_be_marked_is_refused(content: Callable[[], Any], says: str) -> None:
