@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -524,3 +526,33 @@ def test_requests_that_wait_in_the_queue_wait_on() -> None:
         right = [name for name, stream in streams.items() if stream[-1].finish_reason is pd.FinishReason.LENGTH]
         assert right == [*names[-in_line:], "later"]
         setup.check_idle()
+
+
+def depth() -> int:
+    frame, num_frames = sys._getframe(), 0
+    while frame is not None:
+        frame, num_frames = frame.f_back, num_frames + 1
+    return num_frames
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"), [("loopback", 4), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in KINDS)]
+)
+def test_a_host_that_calls_from_too_deep_loses_no_engine(kind: str, every: int) -> None:
+    """Wherever its stack ends, and again where what recovers from that needs more of it."""
+    ends = Counter[str]()
+    limit = sys.getrecursionlimit()
+    with over(kind) as setup:
+        for room in range(10, 80, every):
+            events: list[pd.TokenEvent] = []
+            try:
+                sys.setrecursionlimit(depth() + room)
+                serve(setup, f"{room}", events)
+                ends["served"] += 1
+            except RecursionError:
+                ends["raised"] += 1
+            finally:
+                sys.setrecursionlimit(limit)
+            check_goes_on(setup, f"{room}", events)
+        assert setup.pairing.stats.num_ports_lost == 0
+    assert min(ends["raised"], ends["served"]) > 2

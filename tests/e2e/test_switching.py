@@ -151,11 +151,11 @@ def test_an_engine_that_was_switched_away_touches_nothing_any_more() -> None:
     with setup_of(2, 1) as setup:
         old = setup.prefills[0]
         new = switch(setup, old, "decode")
-        new.channel.in_doubt = True  # which a step of the engine that has it deals with
+        new.channel.transport.in_doubt = True  # which a step of the engine that has it deals with
         assert old.step() == []
-        assert new.channel.in_doubt
+        assert new.channel.transport.in_doubt
         new.step()
-        assert not new.channel.in_doubt
+        assert not new.channel.transport.in_doubt
 
 
 def test_pages_that_another_prefill_wrote_are_not_found_as_a_prefill() -> None:

@@ -74,7 +74,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
     def _begin_call(self) -> None:
         """Begin a call that changes what this engine has. The call ends by clearing `_unfinished_call`; when an earlier
         one did not, everything is in doubt and the engine recovers first."""
-        if self._unfinished_call or self.channel.in_doubt:
+        if self._unfinished_call or self.channel.transport.in_doubt:
             let_go()
             self._recover(PDInferError(f"a step of the {self.role} engine was interrupted"))
         self._unfinished_call = True

@@ -30,6 +30,7 @@ from pdinfer.pairing.promise import Class, Coming, Door
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
 from pdinfer.pairing.relinking import Relinking
 from pdinfer.pairing.request import End, TrackedRequest
+from pdinfer.process.locks import EXHAUSTED
 from pdinfer.stats import PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
@@ -246,7 +247,7 @@ class Broker:
         failed = None
         try:
             events = port.step()
-        except MemoryError:  # this process has none left, whichever port asked for it
+        except EXHAUSTED:  # whichever port asked last
             raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
             self._lose(port, error)

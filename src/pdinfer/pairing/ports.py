@@ -18,7 +18,7 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
 
@@ -358,7 +358,7 @@ class LostPorts:
                 if address in (known.address for known in self._ports.all if known is not port):
                     raise ConfigError("the host has added another port to it")
                 self._ports.take_back(port)
-            except MemoryError:
+            except EXHAUSTED:
                 raise
             except Exception as error:  # noqa: BLE001 - as of a step
                 _log.error("a port that was lost will not come back: %s: %s", address, error)

@@ -1,9 +1,9 @@
 """What a handler of a signal raises waits for the end of a step, and no lock stays closed after any other interrupt.
 
 Python calls handlers between any two lines of the main thread, and half a step cannot be told from a whole one.
-`MemoryError` and what another thread sets come at any line, too, also where a `with` already has its lock but not yet,
-or no longer, the duty to give it back. So the outermost call that was interrupted opens the locks that its thread still
-holds.
+What a process is out of, and what another thread sets, come at any line, too, also where a `with` already has its lock
+but not yet, or no longer, the duty to give it back. So the outermost call that was interrupted opens the locks that its
+thread still holds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ Owner = TypeVar("Owner", bound=LetsGo)
 Handler = Callable[[int, FrameType | None], object]
 Method = Callable[Concatenate[Owner, Args], Result]
 
+EXHAUSTED = (MemoryError, RecursionError)
+"""What this process has no more of, or the host left no more of: the line that asked last is not to blame."""
 HELD_S = 10.0
 """How long an error waits for the end of a step: a callback of the host may hang in it."""
 

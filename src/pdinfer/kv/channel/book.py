@@ -165,7 +165,8 @@ class LinkBook:
 
     def cut(self) -> None:
         """Close every link, whatever an interrupted call has left of the book. All wanted peers become due."""
-        for link in (links := list(self._by_link)):
+        links = {*self._by_link, *(peer.link for peer in self._linked.values())}
+        for link in links:
             self._transport.fence(link)
         with self.changed:
             self._by_link = {link: peer for link, peer in self._by_link.items() if link not in links}

@@ -35,7 +35,7 @@ from pdinfer.kv.channel.snapshot import ChannelSnapshot
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
-from pdinfer.kv.transports.loopback import Interrupted, LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.stats import ChannelStats, PeerStats
@@ -53,8 +53,8 @@ class KVChannel(OfOneProcess):
     With `takes_offers` decodes may send their grants over the link, for `poll_offers`; otherwise such a grant is
     answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `engine` is the one that was made
     over this end: there can be only one, and once its host has dropped it the next tick closes this end. Once
-    `in_doubt` it is time to `recover`: a host was interrupted inside one of our callbacks, or while it sent. Raises
-    ConfigError or TransferError when the transport cannot start.
+    the transport is `in_doubt` it is time to `recover`. Raises ConfigError or TransferError when the transport cannot
+    start.
     """
 
     @typed
@@ -82,7 +82,6 @@ class KVChannel(OfOneProcess):
         self.sender = HandoffSender(pool, book, self.wake, takes_offers=takes_offers)
         self.receiver = HandoffReceiver(pool, book, self.wake)
         self.looked_at = clock()
-        self.in_doubt = False
         self.is_closed = False
         self.engine: weakref.ref[object] | None = None
         self.arrivals = ChannelArrivals(self, authenticates=key is not None)
@@ -282,7 +281,7 @@ class KVChannel(OfOneProcess):
     def _doubt(self, error: BaseException) -> None:
         """Be in doubt after any exception that is not ours: half of what was to be sent may have left."""
         if not isinstance(error, PDInferError):
-            self.in_doubt = True
+            self.transport.in_doubt = True
 
     def recover(self) -> None:
         """Close every link and forget all rooms, after a call that was interrupted at any line. Links go first, which
@@ -292,7 +291,7 @@ class KVChannel(OfOneProcess):
         with self._changed:
             self.receiver.forget()
             self.sender.forget()
-            self.in_doubt = False
+            self.transport.in_doubt = False
 
     def redial_in_s(self) -> float:
         """Return in how many seconds a step has to call `links.redial`, infinity where a thread of the transport does
@@ -362,7 +361,6 @@ class ChannelArrivals:
         self._channel.links.tick(max(0.0, now - self._channel.looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        self._channel.in_doubt |= isinstance(error, Interrupted)
         with (
             self._book.changed
         ):  # one block, so that no room is made between the loss of a link and the end of its rooms

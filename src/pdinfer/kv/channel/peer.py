@@ -17,7 +17,7 @@ from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -236,7 +236,7 @@ class Peer:
         while (item := self._next()) is not None:
             try:
                 self._send(*item)
-            except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
+            except EXHAUSTED as error:  # it may have hit anything, so whoever steps the engine has to know
                 self._break_off(item, error)
                 raise
             except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine

@@ -116,6 +116,10 @@ class Transport(Protocol):
     """What a channel needs. Methods may be called from any thread unless they say otherwise, and never hold a lock
     while calling the receiver. One that is derived from this class has its own `ticks` and `cut` where they differ."""
 
+    in_doubt: bool = False
+    """Whether a host was interrupted at any line inside a callback at either end of a link, or while it sent. What
+    either end knows may be half true, and it may not even know that a link is closed. The channel's to set, too."""
+
     @property
     def name(self) -> str:
         """A short name for tables: "loopback", "tcp", …"""

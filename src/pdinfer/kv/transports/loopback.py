@@ -30,13 +30,9 @@ from pdinfer.kv.transports.base import (
     check_arriving,
     check_placed,
 )
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import EXHAUSTED, new_lock
 
 SCHEME = "loopback://"
-
-
-class Interrupted(TransferError):
-    """A host was interrupted inside a delivery: what either end of the link knows may be half true."""
 
 
 class LoopbackHub:
@@ -65,8 +61,9 @@ class _Delivery:
 
 @attrs.define(eq=False)
 class _End:
-    """One side of a link, and what waits to be delivered to its owner. Both sides share `changed`."""
+    """One side of a link of `transport`, and what waits to be delivered to its owner. Both sides share `changed`."""
 
+    transport: LoopbackTransport
     link: Link
     memory: Memory
     receiver: Receiver
@@ -108,12 +105,14 @@ class _End:
         except TransferError as raised:
             error = raised
         except Exception as raised:
+            if isinstance(raised, EXHAUSTED):  # before anything that asks for more
+                self.transport.in_doubt = self.peer.transport.in_doubt = True
             logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", self.link.endpoint)
-            kind = Interrupted if isinstance(raised, MemoryError) else TransferError
-            error = kind(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
+            error = TransferError(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
         except BaseException:
             # Ctrl-C may hit the host while it delivers; the link must not stay with this thread.
-            error = Interrupted(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
+            self.transport.in_doubt = self.peer.transport.in_doubt = True
+            error = TransferError(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
             delivery.complete(error)
             self.cut()
             raise
@@ -123,8 +122,7 @@ class _End:
 
     def shut(self, error: TransferError | None) -> None:
         """Close both sides: drop what waits and queue `closed`, with `error` here."""
-        kind = Interrupted if isinstance(error, Interrupted) else TransferError
-        reason = kind(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
+        reason = TransferError(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
         with self.changed:
             if self.closing:
                 return
@@ -144,7 +142,8 @@ class _End:
             with side.changed:
                 side.closing = side.gone
                 side.deliverer = None if side in stuck else side.deliverer
-        self.shut(Interrupted("a delivery was interrupted") if stuck else None)
+            side.transport.in_doubt |= bool(stuck)
+        self.shut(TransferError("a delivery was interrupted") if stuck else None)
         self.peer.shut(None)
 
     def closing_with(self, error: TransferError | None) -> None:
@@ -187,6 +186,7 @@ class LoopbackTransport(QueuingTransport):
         self._links: dict[Link, _End] = {}
         self._endpoint = ""
         self._closed = False
+        self.in_doubt = False
 
     @property
     def name(self) -> str:
@@ -220,7 +220,7 @@ class LoopbackTransport(QueuingTransport):
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
         self._links = {link: end for link, end in self._links.items() if not end.gone}
-        end = _End(Link(endpoint), *self._registered, threading.Condition(new_lock()))
+        end = _End(self, Link(endpoint), *self._registered, threading.Condition(new_lock()))
         self._links[end.link] = end
         return end
 
