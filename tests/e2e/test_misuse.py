@@ -11,6 +11,7 @@ import pickle
 import selectors
 import socket
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -191,6 +192,60 @@ def test_a_pairing_that_is_stepped_from_inside_its_step_says_so_and_loses_nothin
         streams = by_request(collect(pairing))
         assert tried
         assert tokens_of(streams["outer"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_what_a_listener_of_the_host_raises_costs_no_link(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One that steps from inside the step that calls it, or beside it from the transport's thread, among them."""
+    model = model_of()
+    refused, others = [], []
+    with join(model, transport, prefill_pools=[pool_of(model)], decode_pools=[pool_of(model)]) as setup:
+        (decode,), stepping = setup.decodes, threading.get_ident()
+        step = decode.step
+
+        def listen() -> None:
+            if threading.get_ident() != stepping:
+                others.append(1)
+                raise ValueError("a fault of the host")
+            if decode._unfinished_call:
+                try:
+                    step()
+                except pd.ConfigError as error:
+                    refused.append(str(error))
+                    raise
+
+        decode.channel.notify(listen)
+        setup.pairing.submit(request("a"))
+        assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()
+    assert all("has called a DecodeEngine from inside its own step" in said for said in refused)
+    assert others if transport == "tcp" else refused
+    assert "a listener of a KVChannel failed" in caplog.text
+
+
+def test_an_engine_that_another_thread_steps_says_so_and_loses_nothing() -> None:
+    with local() as setup:
+        (decode,), said = setup.decodes, []
+        land = decode._land
+
+        def looks() -> None:
+            if not said:
+
+                def also() -> None:
+                    with pytest.raises(
+                        pd.ConfigError, match="a DecodeEngine was called while another thread was in"
+                    ) as told:
+                        decode.step()
+                    said.append(str(told.value))
+
+                check_ends(started(also))
+            land()
+
+        decode._land = looks
+        setup.pairing.submit(request("a"))
+        assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
+        assert len(said) == 1
         setup.check_idle()
 
 

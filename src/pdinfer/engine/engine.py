@@ -35,7 +35,7 @@ from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute
-from pdinfer.process.locks import HeldBack, let_go
+from pdinfer.process.locks import HeldBack, check_not_inside, let_go
 from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
@@ -107,9 +107,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     """An engine over the pages of its channel's pool, which no other engine uses. `close` also closes the channel.
 
     A request may name any of `logits_processors`. Give the engines of both roles the same ones. `other_config` is for
-    the engine of the other role that this one may become (`Pairing.switch`), and by default like `config`.
-
-    `submit`, `cancel` and `load` may be called from any thread, everything else only from the thread that steps.
+    the engine of the other role that this one may become (`Pairing.switch`), and by default like `config`. `submit`,
+    `cancel` and `load` may be called from any thread, everything else only from the thread that steps.
 
     When the model's topology has several ranks, each rank makes an engine with equal arguments in its own process,
     steps it and waits for it (`remote.serve` is such a loop). Requests go to the leader of an attention group; on any
@@ -281,6 +280,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _change(self) -> None:
         if self._has_left:  # its channel and its pages are another engine's
             return
+        if self._unfinished_call:
+            check_not_inside(self, type(self).__name__)
         had_work = self.num_unfinished > 0
         try:
             self._begin_call()
@@ -395,9 +396,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def brief_load(self) -> EngineLoad:
         """Return the part of `load` that policies need, as it was after the last step or `submit`."""
-        num_changes = self._num_changes
-        if self._brief is None or self._brief[0] != num_changes:
-            self._brief = num_changes, self._make_brief_load()
+        if self._brief is None or self._brief[0] != self._num_changes:
+            self._brief = self._num_changes, self._make_brief_load()
         return self._brief[1]
 
     @abstractmethod

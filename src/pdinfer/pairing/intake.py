@@ -255,7 +255,7 @@ class Stepping(OfOneProcess):
                 change()
                 return
             if self.is_unfinished:
-                check_not_inside(self)
+                check_not_inside(self, "Pairing")
                 let_go()
                 with self.intake.lock:
                     self._broker.recover(self.outbox.events)

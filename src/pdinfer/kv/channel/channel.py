@@ -15,6 +15,7 @@ rooms on both sides in the same moment. It is never held while the transport is 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -37,9 +38,11 @@ from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
+
+_log = logging.getLogger("pdinfer")
 
 WINDOW_BYTES = 64 << 20
 
@@ -302,7 +305,12 @@ class KVChannel(OfOneProcess):
         with self._changed:
             self._changed.notify_all()
         for listener in self._listeners:
-            listener()
+            try:
+                listener()
+            except EXHAUSTED:
+                raise
+            except Exception:  # noqa: BLE001 - whatever a host's raises, the links are not to blame
+                _log.exception("a listener of a KVChannel failed")
 
 
 def turn_away(channel: KVChannel, grant: PageGrant, error: PDInferError) -> bool:
