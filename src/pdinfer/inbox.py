@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import HeldBack, new_lock
+from pdinfer.process.locks import EXHAUSTED, HeldBack, new_lock
 
 T = TypeVar("T")
+
+_log = logging.getLogger("pdinfer")
+
+
+def tell(listeners: Iterable[Callable[[], None]]) -> None:
+    """Call each, and log what one raises: it is the host's, and neither who submits nor a link is to blame."""
+    for listener in listeners:
+        try:
+            listener()
+        except EXHAUSTED:
+            raise
+        except Exception:  # noqa: BLE001 - whatever a host's raises
+            _log.exception("a listener failed")
 
 
 class Inbox(OfOneProcess, Generic[T]):
@@ -54,8 +68,7 @@ class Inbox(OfOneProcess, Generic[T]):
             self._awake = True
             self._changed.notify_all()
             listeners = list(self._listeners)
-        for listener in listeners:
-            listener()
+        tell(listeners)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from any thread, on every wake."""

@@ -216,12 +216,13 @@ def test_what_a_listener_of_the_host_raises_costs_no_link(transport: str, caplog
                     raise
 
         decode.channel.notify(listen)
+        decode.notify(listen)
         setup.pairing.submit(request("a"))
         assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
         setup.check_idle()
     assert all("has called a DecodeEngine from inside its own step" in said for said in refused)
     assert others if transport == "tcp" else refused
-    assert "a listener of a KVChannel failed" in caplog.text
+    assert "a listener failed" in caplog.text
 
 
 def test_an_engine_that_another_thread_steps_says_so_and_loses_nothing() -> None:

@@ -15,7 +15,6 @@ rooms on both sides in the same moment. It is never held while the transport is 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ import attrs
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
+from pdinfer.inbox import tell
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.links import ChannelLinks, Handshake
@@ -38,11 +38,9 @@ from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import EXHAUSTED, new_lock
+from pdinfer.process.locks import new_lock
 from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
-
-_log = logging.getLogger("pdinfer")
 
 WINDOW_BYTES = 64 << 20
 
@@ -304,13 +302,7 @@ class KVChannel(OfOneProcess):
     def wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        for listener in self._listeners:
-            try:
-                listener()
-            except EXHAUSTED:
-                raise
-            except Exception:  # noqa: BLE001 - whatever a host's raises, the links are not to blame
-                _log.exception("a listener of a KVChannel failed")
+        tell(self._listeners)
 
 
 def turn_away(channel: KVChannel, grant: PageGrant, error: PDInferError) -> bool:
