@@ -20,6 +20,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.engine.engine import Engine
 from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.pairing import broker, queue
@@ -556,3 +557,27 @@ def test_a_host_that_calls_from_too_deep_loses_no_engine(kind: str, every: int) 
             check_goes_on(setup, f"{room}", events)
         assert setup.pairing.stats.num_ports_lost == 0
     assert min(ends["raised"], ends["served"]) > 2
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_loss_that_an_end_could_not_note_is_made_up_for(
+    transport: str, role: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No transport says twice that a link is closed."""
+    close, failed = LinkBook.close, []
+    with over(transport) as setup:
+        (book,) = [engine.channel.links.book for engine in setup.engines if engine.role == role]
+
+        def fails_once(self: LinkBook, *lost: Any) -> Any:
+            if self is book and not failed:
+                failed.append(lost)
+                raise error
+            return close(self, *lost)
+
+        monkeypatch.setattr(LinkBook, "close", fails_once)
+        for peer in book.peers():
+            peer.fence()
+        wait_until(lambda: failed)
+        check_goes_on(setup, role, [])

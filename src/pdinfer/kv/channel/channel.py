@@ -361,12 +361,17 @@ class ChannelArrivals:
         self._channel.links.tick(max(0.0, now - self._channel.looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        with (
-            self._book.changed
-        ):  # one block, so that no room is made between the loss of a link and the end of its rooms
-            key, lost = self._book.close(link, error)
-            to_stop = {} if key is None else self._receiver.lost(key, lost)
-            if key is not None:
-                self._sender.lost(key, lost)
-        self._receiver.tell_to_stop(to_stop, lost)
-        self._channel.wake()
+        try:
+            with (
+                self._book.changed
+            ):  # one block, so that no room is made between the loss of a link and the end of its rooms
+                key, lost = self._book.close(link, error)
+                to_stop = {} if key is None else self._receiver.lost(key, lost)
+                if key is not None:
+                    self._sender.lost(key, lost)
+            self._receiver.tell_to_stop(to_stop, lost)
+        except BaseException:  # nobody says it once more
+            self._channel.transport.in_doubt = True
+            raise
+        finally:
+            self._channel.wake()
