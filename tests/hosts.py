@@ -169,7 +169,13 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "other-threads": lambda: _set(torch.set_num_threads, 3, torch.get_num_threads()),
     "changed-meanwhile": _busy_threads,
 }
-LEFT_BY_STEPS = ("autocast", "rounded-products", "rounded-products-of-each-backend", "changed-meanwhile")
+LEFT_BY_STEPS = (
+    "autocast",
+    "rounded-products",
+    "rounded-products-of-each-backend",
+    "flush-to-zero",
+    "changed-meanwhile",
+)
 """What engines and models undo before they call an op, and an op by itself does not."""
 
 

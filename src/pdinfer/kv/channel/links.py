@@ -306,7 +306,7 @@ class ChannelLinks:
                 return
             if now < wanted.due or self.book.is_dialling(key):
                 return
-            wanted.due = now + min(high, low * 2.0**wanted.attempts)
+            wanted.due = now + min(high, low * 2.0 ** min(wanted.attempts, 32))  # of 1024 there is no float
             wanted.attempts += 1
         try:
             self._dial(wanted.address, 0.0, wanted)

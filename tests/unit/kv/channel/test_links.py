@@ -212,6 +212,19 @@ def test_dialling_backs_off_and_ends_after_a_minute(net: HandNet, caplog: pytest
     assert are_linked(prefill, decode)
 
 
+def test_a_peer_that_was_away_for_hours_is_found_when_it_is_back(net: HandNet) -> None:
+    """A host that wants it keeps asking."""
+    prefill, decode = linked(net)
+    net.down.update(decode.address.endpoints)
+    net.cut(net.side(prefill))
+    for _ in range(1100):
+        prefill.connect(decode.address, timeout_s=0)
+        net.pass_time(REDIAL_S[1], prefill, every_s=REDIAL_S[1])
+    net.down.clear()
+    net.pass_time(20.0, prefill, decode)
+    assert are_linked(prefill, decode)
+
+
 def test_a_peer_that_is_not_there_yet_is_found_when_it_is(net: HandNet) -> None:
     prefill, decode = net.end(), net.end()
     net.down.update(decode.address.endpoints)
