@@ -225,31 +225,6 @@ def test_what_a_listener_of_the_host_raises_costs_no_link(transport: str, caplog
     assert "a listener failed" in caplog.text
 
 
-def test_an_engine_that_another_thread_steps_says_so_and_loses_nothing() -> None:
-    with local() as setup:
-        (decode,), said = setup.decodes, []
-        land = decode._land
-
-        def looks() -> None:
-            if not said:
-
-                def also() -> None:
-                    with pytest.raises(
-                        pd.ConfigError, match="a DecodeEngine was called while another thread was in"
-                    ) as told:
-                        decode.step()
-                    said.append(str(told.value))
-
-                check_ends(started(also))
-            land()
-
-        decode._land = looks
-        setup.pairing.submit(request("a"))
-        assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
-        assert len(said) == 1
-        setup.check_idle()
-
-
 def test_a_sleep_ends_where_a_hosts_tests_have_stopped_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     with local() as setup:
         monkeypatch.setattr(time, "monotonic", lambda: 5.0)

@@ -98,21 +98,17 @@ def undivided(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Result
 
 
 def check_not_inside(owner: object, name: str) -> None:
-    """Raise ConfigError where the method that calls this runs for the same owner already: further down this thread's
-    stack, since a callback of the host or a handler of a signal has called us, or in another thread."""
-    method, us = sys._getframe(1), threading.get_ident()  # noqa: SLF001 - there is no public name for it
-    for thread, top in sys._current_frames().items():  # noqa: SLF001 - nor for it
-        frame: FrameType | None = method.f_back if thread == us else top
-        while frame is not None:
-            if frame.f_code is method.f_code and frame.f_locals.get("self") is owner:
-                raise ConfigError(
-                    f"a callback or a signal's handler has called a {name} from inside its own step: step it, drain it "
-                    "and generate when that step has returned; submit and cancel may be called anywhere"
-                    if thread == us
-                    else f"a {name} was called while another thread was in its step: one thread steps it; submit and "
-                    "cancel may be called anywhere"
-                )
-            frame = frame.f_back
+    """Raise ConfigError where the method that calls this runs for the same owner further down this thread's stack: a
+    callback of the host, or a handler of a signal, has called us from inside a step."""
+    method = sys._getframe(1)  # noqa: SLF001 - there is no public name for it
+    frame = method.f_back
+    while frame is not None:
+        if frame.f_code is method.f_code and frame.f_locals.get("self") is owner:
+            raise ConfigError(
+                f"a callback or a signal's handler has called a {name} from inside its own step: step it, drain it and "
+                "generate when that step has returned; submit and cancel may be called anywhere"
+            )
+        frame = frame.f_back
 
 
 class HeldBack:
