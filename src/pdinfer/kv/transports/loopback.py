@@ -186,7 +186,6 @@ class LoopbackTransport(QueuingTransport):
         self._links: dict[Link, _End] = {}
         self._endpoint = ""
         self._closed = False
-        self.in_doubt = False
 
     @property
     def name(self) -> str:

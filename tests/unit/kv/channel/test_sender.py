@@ -413,6 +413,7 @@ def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkey
     monkeypatch.setattr(prefill.transport, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
+    assert prefill.transport.in_doubt
     assert prefill.sender.pushes.unsent_bytes == 0
     assert prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED)).done
 
