@@ -16,7 +16,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
-from pdinfer.remote.client import EngineClient
+from pdinfer.remote.line import Line
 from tests.e2e.setups import hang, local, model_of, pool_of, recover, remote, request, watch
 from tests.waiting import TIMEOUT_S, check_ends, check_returns, started, wait_until
 
@@ -91,15 +91,15 @@ def test_an_engine_that_does_not_know_a_field_of_a_request_ends_that_request_alo
             setup.pairing.remove(engine, drain_s=0.0)
         prefill, decode = map(remote, setup.engines)
         with prefill as to_prefill, decode as to_decode, pd.Pairing(to_prefill, to_decode) as pairing:
-            send = EngineClient._send_submit
+            send = Line.submit
 
-            def newer(port: EngineClient, message: Any, num_tokens: int) -> None:
+            def newer(line: Line, message: Any, num_tokens: int) -> None:
                 if isinstance(message, submit):
                     message.request.required += ("colour",)
-                send(port, message, num_tokens)
+                send(line, message, num_tokens)
 
             with monkeypatch.context() as patch:
-                patch.setattr(EngineClient, "_send_submit", newer)
+                patch.setattr(Line, "submit", newer)
                 (event,) = pairing.generate([request()])
             assert event.finish_reason is pd.FinishReason.FAILED
             assert isinstance(event.error, pd.RequestError)

@@ -89,8 +89,8 @@ def test_a_role_that_the_engine_cannot_take_is_refused_before_it_is_drained() ->
 
 def test_an_order_that_no_client_of_ours_sends_is_ignored() -> None:
     with served(other_config=pd.EngineConfig(num_draft_tokens=2)) as (pairing, ports):
-        ports[0]._session.post(messages.Become("decode"))
-        ports[0]._session.post(messages.Become("router"))
+        ports[0]._line.post(messages.Become("decode"))
+        ports[0]._line.post(messages.Become("router"))
         check_tokens(prompts(0), list(pairing.generate(prompts(0))))
 
 

@@ -4,6 +4,7 @@
     child.py      that process
     orders.py     what it is told, and what it says until it serves
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
+    line.py       their sessions, which outlive a connection
     known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
     shared_engine.py the engine as its clients share it

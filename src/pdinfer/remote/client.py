@@ -17,7 +17,6 @@ the other role; a client of that role takes over the session.
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -35,18 +34,15 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
 from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.messages import AnyLoad, Command, Connected, PackedRequest, Ready, Report, Stepped
-from pdinfer.remote.session import MessageStream, Session
+from pdinfer.remote.line import Line
+from pdinfer.remote.messages import AnyLoad, BeatMessage, Connected, PackedRequest, Ready, Report, Stepped
+from pdinfer.remote.session import MessageStream
 from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import Event, PageGrant, PeerAddress, Request
 
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
 CONNECT_MARGIN_S = 5.0
-REDIAL_S = (0.1, 5.0)
-"""Seconds before the first and, doubling, before every later attempt to make another connection."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class EngineClient(OfOneProcess, Generic[AnyLoad]):
@@ -55,8 +51,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     `is_draining` says that the engine has asked to be let go of.
 
-    The session's threads note what is heard in `_engine`, and put events into `_inbox`. The thread that steps learns of
-    a loss by its number: `_num_losses_seen` are those after which the host was told that the engine is back."""
+    The threads of the `Line` put events into `_inbox`. The thread that steps learns of a loss by its number:
+    `_num_losses_seen` are those after which the host was told that the engine is back."""
 
     role: ClassVar[str]
 
@@ -69,7 +65,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         config: RemoteConfig | None = None,
     ) -> None:
         self._begin(config or RemoteConfig(), connection if callable(connection) else None)
-        self._meet(connection() if callable(connection) else connection)
+        self._line.meet(connection() if callable(connection) else connection)
         try:
             ready = self._await_ready(timeout_s)
             if ready.load.of_role(self.role) is None:
@@ -81,73 +77,54 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def _begin(self, config: RemoteConfig, dial: Callable[[], MessageStream] | None, *, follows: bool = False) -> None:
         """Know of no engine yet."""
-        self._config = config
-        self._dial = dial
         self._inbox: Inbox[list[Event]] = Inbox()
-        self._lock = new_lock()
         self._answered = threading.Condition(new_lock())
         self._answers: dict[PeerAddress, Connected | None] = {}
-        self._engine: KnownEngine[AnyLoad] = KnownEngine(self.role, follows=follows)
+        self._line: Line[AnyLoad] = Line(self.role, config, dial, self._hear, self._wake, follows=follows)
+        self._engine: KnownEngine[AnyLoad] = self._line.engine
         self._num_losses_seen = 0
         self.is_draining = False
-        self._reason = ""
-        self._gone = False
-        self._closing = threading.Event()
-        self._session: Session[Report]
         self._successor: PrefillClient | DecodeClient | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address}{', lost' if self._is_lost else ''})"
 
-    def _meet(self, connection: MessageStream) -> None:
-        with self._lock:  # its threads may deliver a message at once
-            self._session = Session(
-                connection,
-                messages.decode_report,
-                self._deliver,
-                silent_s=self._config.silent_s,
-                return_s=self._config.return_s,
-                on_silence=self._silent,
-            )
-
     @property
     def hung_s(self) -> float | None:
         """How long a step of the engine may take before the port is given up: our own limit, or else the engine's."""
-        if self._config.hung_s is not None:
-            return self._config.hung_s
-        return None if self._engine.ready is None else self._engine.ready.hung_s
+        return self._line.hung_s
 
     @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, return at
         once."""
         if timeout_s <= 0:
-            self._session.post(messages.ConnectMessage(peer, timeout_s))
+            self._line.post(messages.ConnectMessage(peer, timeout_s))
             return
         waits_s = timeout_s + CONNECT_MARGIN_S
         with self._answered:
             self._answers[peer] = None
-            self._session.post(messages.ConnectMessage(peer, timeout_s))
+            self._line.post(messages.ConnectMessage(peer, timeout_s))
             self._answered.wait_for(lambda: self._answers.get(peer) or not self._engine.is_live, waits_s)
             answer = self._answers.pop(peer, None)
         if answer is None:
-            raise self._no_answer(waits_s) if self._engine.is_live else self._loss()
+            raise self._no_answer(waits_s) if self._engine.is_live else self._line.loss()
         answer.check()
 
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
-        self._session.post(messages.Disconnect(peer))
+        self._line.post(messages.Disconnect(peer))
 
     @typed
     def cancel(self, request_id: str) -> None:
-        self._session.post(messages.CancelMessage(request_id))
+        self._line.post(messages.CancelMessage(request_id))
 
     def step(self) -> list[Event]:
         """Return the engine's events since the last call. Raises TransferError when its process is gone, silent or
         hangs."""
         events = [event for report in self._inbox.take() for event in report]
         if self._is_lost and not events:
-            raise self._loss()
+            raise self._line.loss()
         return events
 
     @property
@@ -156,8 +133,8 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def recover(self) -> bool:
         """Return whether a lost engine is back, without its requests. Raises TransferError when it never will be."""
-        if self._gone:
-            raise self._loss()
+        if self._line.is_gone:
+            raise self._line.loss()
         num_losses = self._engine.num_losses  # first: it may be lost again in the next line
         if self._engine.is_live:
             self._inbox.take()  # events of requests that were given up with it
@@ -178,8 +155,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         if self._successor is not None:
             self._successor.close()
             return
-        self._closing.set()
-        self._session.close(messages.Close())
+        self._line.close(messages.Close())
 
     @typed
     def check_role(self, role: str) -> None:
@@ -195,11 +171,11 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         if successor is None:
             self.check_role(role)
             if not self._engine.is_live:
-                raise self._loss()
+                raise self._line.loss()
             kind = self._other()
             self._successor = successor = kind.__new__(kind)
             successor._follow(self)  # noqa: SLF001 - another of us
-            self._session.post(messages.Become(role))
+            self._line.post(messages.Become(role))
         return successor if successor._has_come() else None  # noqa: SLF001 - another of us
 
     @abstractmethod
@@ -208,19 +184,20 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def _follow(self, before: EngineClient[Any]) -> None:
         """Hear what comes over the session of a client whose engine will be ours."""
-        self._begin(before._config, before._dial, follows=True)
-        self._session = before._session
-        self._session.report_to(self._deliver, self._silent)
+        self._begin(before._line.config, before._line.dial, follows=True)
+        self._line.follow(before._line)
 
     def _has_come(self) -> bool:
-        if self._engine.ready is None and self._gone:
-            raise self._loss()
-        return self._engine.ready is not None
+        if (ready := self._engine.ready) is not None:
+            self._know(ready)
+        elif self._line.is_gone:
+            raise self._line.loss()
+        return ready is not None
 
-    def _send_submit(self, message: Command, num_tokens: int) -> None:
-        with self._lock:  # so that numbers are in the order of sending
-            if self._engine.submit(num_tokens):
-                self._session.post(message)
+    def _know(self, ready: Ready) -> None:
+        """Note what no engine changes."""
+        self.address, self.limits = ready.address, ready.limits
+        self.addresses = ready.addresses or (ready.address,)
 
     @property
     def key_scheme(self) -> KeyScheme | None:
@@ -238,24 +215,31 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         return self._engine.peers
 
     def load(self) -> AnyLoad:
-        with self._lock:
+        with self._line.lock:
             return attrs.evolve(self._engine.load_now(), step_age_s=self._engine.step_age_s)
 
     def brief_load(self) -> AnyLoad:
-        with self._lock:
+        with self._line.lock:
             return self._engine.brief_load()
 
-    # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
+    # -- what is heard, in the threads of the session ------------------------------------------------------------------
 
-    def _lose(self, reason: str) -> None:
-        """Give the port up. Reports before the next Ready are about requests that were given up too."""
-        with self._lock:
-            if not self._engine.is_live:
-                return
-            self._engine.lose()
-            self._reason = reason
-            self._session.forget()
-        self._wake()
+    def _hear(self, report: Report) -> None:
+        """Take a report. If the host does not step, nothing but events collects."""
+        if isinstance(report, BeatMessage):
+            self.is_draining = report.is_draining is True
+        elif isinstance(report, Connected):
+            with self._answered:
+                if report.peer in self._answers:  # otherwise it comes too late
+                    self._answers[report.peer] = report
+                self._answered.notify_all()
+        elif isinstance(report, Ready) and not self._is_lost:  # the first one
+            with self._answered:
+                self._answered.notify_all()
+        elif isinstance(report, Stepped) and (events := report.events):
+            self._inbox.put(events)
+        else:
+            self._inbox.wake()
 
     def _wake(self) -> None:
         """Wake the host, and whoever waits for an answer."""
@@ -263,105 +247,16 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
             self._answered.notify_all()
         self._inbox.wake()
 
-    def _renew(self) -> None:
-        with self._lock:
-            self._engine.num_renewals += 1
-            self._session.post(messages.Renew(self._engine.num_renewals))
-
-    def _silent(self, is_silent: bool) -> None:
-        if is_silent:
-            self._lose(f"was silent for {self._config.silent_s:g} s")
-        elif not self._engine.is_live and self._engine.ready is not None:
-            self._renew()
-
-    def _check_step(self, age_s: float) -> None:
-        """Give up a port whose step takes too long, for good if it takes `return_s` more. It is back when the step
-        ends."""
-        limit_s = self.hung_s
-        if limit_s is None or age_s <= limit_s:
-            return
-        if self._engine.is_live:
-            self._lose(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
-            self._renew()
-        elif age_s > limit_s + self._config.return_s and not self._gone:
-            self._gone = True
-            self._wake()
-
-    def _disconnected(self) -> None:
-        """Note that nothing more will come over this connection."""
-        with self._lock:
-            session = self._session
-        reason = str(session.loss)
-        self._lose(reason)
-        if self._dial is not None and session.broke and self._engine.ready is not None and not self._closing.is_set():
-            threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
-            return
-        self._reason, self._gone = self._reason or reason, True
-        self._wake()
-
-    def _redial(self) -> None:
-        """Make another connection."""
-        assert self._dial is not None
-        pause_s, left_s = REDIAL_S[0], self._config.return_s
-        while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
-            left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])
-            try:
-                connection = self._dial()
-            except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
-                _log.info("the process at the other end of a port cannot be reached: %s", error)
-                continue
-            self._session.close()
-            self._engine.num_renewals = 0
-            self._meet(connection)
-            if self._closing.is_set():
-                self._session.close(messages.Close())
-            return
-        self._gone = True
-        self._wake()
-
-    def _deliver(self, report: Report | None) -> None:
-        """Take a report in the reading thread. If the host does not step, nothing but events collects."""
-        if report is None:
-            self._disconnected()
-        elif isinstance(report, messages.BeatMessage):
-            age_s, self.is_draining = report.step_age_s or 0.0, report.is_draining is True
-            with self._lock:
-                self._engine.beat(age_s)
-            self._check_step(age_s)
-        elif isinstance(report, Connected):
-            with self._answered:
-                if report.peer in self._answers:  # otherwise it comes too late
-                    self._answers[report.peer] = report
-                self._answered.notify_all()
-        elif self._take(report):
-            if isinstance(report, Ready) and not self._is_lost:  # the first one
-                with self._answered:
-                    self._answered.notify_all()
-            elif isinstance(report, Stepped) and (events := report.events):
-                self._inbox.put(events)
-            else:
-                self._inbox.wake()
-
-    def _take(self, report: Ready | messages.Computing | Stepped) -> bool:
-        with self._lock:
-            is_news = self._engine.take(report)
-            if is_news and isinstance(report, Ready):
-                self.address, self.limits = report.address, report.limits
-                self.addresses = report.addresses or (report.address,)
-            return is_news
-
-    def _loss(self) -> TransferError:
-        return TransferError(f"the process at the other end of a port {self._reason}")
-
     def _no_answer(self, timeout_s: float) -> TransferError:
         return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
 
     def _await_ready(self, timeout_s: float) -> Ready:
         with self._answered:
-            self._answered.wait_for(lambda: self._engine.ready or self._gone, timeout_s)
-        if self._engine.ready is None:
-            raise self._loss() if self._gone else self._no_answer(timeout_s)
-        return self._engine.ready
+            self._answered.wait_for(lambda: self._engine.ready or self._line.is_gone, timeout_s)
+        if (ready := self._engine.ready) is None:
+            raise self._line.loss() if self._line.is_gone else self._no_answer(timeout_s)
+        self._know(ready)
+        return ready
 
 
 class PrefillClient(EngineClient[PrefillLoad]):
@@ -376,7 +271,7 @@ class PrefillClient(EngineClient[PrefillLoad]):
     @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
         message = messages.SubmitPrefillMessage(PackedRequest.of(request), PackedGrant.of(grant))
-        self._send_submit(message, len(request.prompt) + len(request.output))
+        self._line.submit(message, len(request.prompt) + len(request.output))
 
     def _other(self) -> type[DecodeClient]:
         return DecodeClient
@@ -390,11 +285,11 @@ class DecodeClient(EngineClient[DecodeLoad]):
     @typed
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
         message = messages.SubmitDecodeMessage(PackedRequest.of(request), tuple(writers))
-        self._send_submit(message, len(request.prompt) + len(request.output))
+        self._line.submit(message, len(request.prompt) + len(request.output))
 
     @typed
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
-        self._session.post(messages.ChangeWritersMessage(request_id, tuple(writers)))
+        self._line.post(messages.ChangeWritersMessage(request_id, tuple(writers)))
 
     def _other(self) -> type[PrefillClient]:
         return PrefillClient

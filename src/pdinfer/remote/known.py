@@ -52,7 +52,7 @@ class KnownEngine(Generic[AnyLoad]):
     """An engine as its reports describe it. It `is_live` from a Ready until it is lost, for which `num_losses` are
     counted. `pages` are those that it can find, and `computing` are the requests of which it last reported to compute
     rows. One that `follows` begins with the Ready of its role: reports of another engine, which come before, are
-    ignored. `num_renewals` is the number of the last Renew that was sent. The client calls it under one lock."""
+    ignored. `num_renewals` is the number of the last Renew that was sent. The line calls it under its lock."""
 
     def __init__(self, role: str, *, follows: bool = False) -> None:
         self.role = role

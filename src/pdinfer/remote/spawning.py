@@ -66,7 +66,7 @@ class _Spawned(EngineClient[AnyLoad]):
         """Make the process close the engine and end, without waiting for that. One that does not is killed."""
         super().close()
         if self._successor is None:  # which ends it
-            _end(self.process, self._config.exit_s + GRACE_S)
+            _end(self.process, self._line.config.exit_s + GRACE_S)
 
     @classmethod
     def _spawn(

@@ -20,8 +20,7 @@ class _Found(EngineClient[AnyLoad]):
 
     def close(self) -> None:
         """End the connection. An engine that drains ends then; any other waits for a client, as `serve` says."""
-        self._closing.set()
-        self._session.close()
+        self._line.close()
 
 
 class FoundPrefill(_Found[PrefillLoad], PrefillClient):
