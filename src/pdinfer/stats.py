@@ -5,7 +5,7 @@ The bounds in their types apply to what a peer sends (`pdinfer.bounds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Annotated, TypeVar, overload
@@ -212,6 +212,26 @@ def changed(load: L, **values: object) -> L:
     new = object.__new__(type(load))
     object.__setattr__(new, "__dict__", load.__dict__ | values)
     return new
+
+
+def with_queued(load: PrefillLoad, num_tokens: int, sizes: Collection[int]) -> PrefillLoad:
+    """Return the load with more prompts that wait to start, of `num_tokens` in all. `sizes` are what each has to
+    compute."""
+    return changed(
+        load,
+        num_queued_requests=load.num_queued_requests + len(sizes),
+        num_queued_tokens=load.num_queued_tokens + num_tokens,
+        queued=load.queued.plus(sizes),
+    )
+
+
+def with_waiting(load: DecodeLoad, num_tokens: Collection[int]) -> DecodeLoad:
+    """Return the load with more requests that wait, each of so many tokens."""
+    return changed(
+        load,
+        num_waiting_requests=load.num_waiting_requests + len(num_tokens),
+        num_waiting_tokens=load.num_waiting_tokens + sum(num_tokens),
+    )
 
 
 def name_of(address: PeerAddress) -> str:

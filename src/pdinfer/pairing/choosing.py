@@ -20,7 +20,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import ByScheme, Ports
 from pdinfer.pairing.request import PromptKeys, TrackedRequest
-from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
+from pdinfer.stats import DecodeLoad, Links, PrefillLoad, with_queued, with_waiting
 from pdinfer.types import Choice, PeerAddress, RequestShape, TokensByPort
 
 
@@ -99,11 +99,7 @@ class Board:
         self._queue(prefill, num_tokens=num_tokens, sizes=[to_compute])
         load = self._decodes[decode]
         if joins:
-            self._decodes[decode] = load = changed(
-                load,
-                num_waiting_requests=load.num_waiting_requests + 1,
-                num_waiting_tokens=load.num_waiting_tokens + num_tokens,
-            )
+            self._decodes[decode] = load = with_waiting(load, [num_tokens])
             if self._is_full(load):
                 self._full.add(decode)
         link_bytes = (num_tokens - at_decode) * load.token_bytes
@@ -116,12 +112,7 @@ class Board:
     def _queue(self, prefill: PeerAddress, *, num_tokens: int, sizes: Sequence[int]) -> None:
         load = self._prefills.get(prefill)
         if load is not None:
-            self._prefills[prefill] = changed(
-                load,
-                num_queued_requests=load.num_queued_requests + len(sizes),
-                num_queued_tokens=load.num_queued_tokens + num_tokens,
-                queued=load.queued.plus(sizes),
-            )
+            self._prefills[prefill] = with_queued(load, num_tokens, sizes)
 
 
 class FoundTokens(TokensByPort):

@@ -13,7 +13,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import count_known
 from pdinfer.remote import messages
 from pdinfer.remote.messages import KEY_BYTES, AnyLoad, Computing, PageChanges, Ready, Stepped
-from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
+from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad, with_queued, with_waiting
 from pdinfer.types import TokenEvent
 
 
@@ -73,18 +73,9 @@ class KnownEngine(Generic[AnyLoad]):
         """Return the load that the engine reported, with the requests submitted since."""
         load, new = self._load, [tokens for _, tokens in self._unseen]
         if isinstance(load, PrefillLoad):
-            return attrs.evolve(
-                load,
-                num_queued_requests=load.num_queued_requests + len(new),
-                num_queued_tokens=load.num_queued_tokens + sum(new),
-                queued=load.queued.plus(new),
-            )
+            return with_queued(load, sum(new), new)
         assert isinstance(load, DecodeLoad)
-        return attrs.evolve(
-            load,
-            num_waiting_requests=load.num_waiting_requests + len(new),
-            num_waiting_tokens=load.num_waiting_tokens + sum(new),
-        )
+        return with_waiting(load, new)
 
     def brief_load(self) -> AnyLoad:
         """Return the part of it that policies need, which is made again only when something has changed."""

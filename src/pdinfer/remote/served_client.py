@@ -17,7 +17,7 @@ from pdinfer.remote.messages import Command, LoadMessage, Stepped
 from pdinfer.remote.names import renamed
 from pdinfer.remote.news import PageNews
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.stats import EngineLoad, PeerStats, changed
+from pdinfer.stats import EngineLoad, PeerStats, with_waiting
 from pdinfer.types import Event, Granted, PeerAddress, Refused, Request
 
 REPORT_S = 0.02
@@ -165,14 +165,8 @@ class ServedClient:
         """Report the events of a step, and the load. That has the requests of all clients that are in the engine, and
         those held back of this one: others have their turn before or after them all the same."""
         if self.held and load.decode is not None:
-            held = [submitted.request for submitted in self.held]
-            load = LoadMessage(
-                decode=changed(
-                    load.decode,
-                    num_waiting_requests=load.decode.num_waiting_requests + len(held),
-                    num_waiting_tokens=load.decode.num_waiting_tokens + sum(len(one.tokens) for one in held),
-                )
-            )
+            held = [len(submitted.request.tokens) for submitted in self.held]
+            load = LoadMessage(decode=with_waiting(load.decode, held))
         report = Stepped.of(load, self.events, self.num_seen)
         report.pages = None if self._pages is None else self._pages.take()
         self.session.post(report)

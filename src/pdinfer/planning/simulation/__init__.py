@@ -1,9 +1,11 @@
 """A cluster's load, event by event, with the runtime's own decisions and step times that the host gives.
 
-    simulator.py    the call that makes a summary; the host's side
+    simulator.py    the call that makes a summary; the Pairing's side
+    host.py         when requests are sent
     switching.py    engines that change their roles
     view.py         what a policy is shown
     decode.py       a decode engine
+    steps.py        its steps
     learning.py     what it learns of its steps
     tables.py       the pages of its sequences
     prefill.py      a prefill engine

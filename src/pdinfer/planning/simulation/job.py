@@ -117,9 +117,18 @@ class Job(ScheduledSequence):
         self.arrival, self.submitted_at, self.is_resumed = arrival, now_s, self.num_output > 0
         self.attempts, self.num_taken_over = 0, 0
 
-    def run(self, ends: list[float]) -> None:
-        """Begin to run in the steps that come after `ends`."""
-        self.offset, self.ends, self.since = self.num_tokens - len(ends), ends, len(ends)
+    def grant(self, now_s: float) -> None:
+        """Get pages at its decode."""
+        self.num_retries += self.attempts > 1
+        self.room += 1
+        self.granted_s = now_s
+
+    def run(self, ends: list[float], now_s: float) -> None:
+        """Get the token that came with its KV, and begin to run in the steps that come after `ends`."""
+        self.token_s.append(now_s)
+        self.read_s.append(now_s)
+        self.committed_s = now_s
+        self.offset, self.ends, self.since = self.num_tokens + 1 - len(ends), ends, len(ends)
 
     def rest(self) -> None:
         """Run no more."""

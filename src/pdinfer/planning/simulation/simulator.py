@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any
 
 import attrs
 
@@ -24,6 +21,7 @@ from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster, EngineModel
 from pdinfer.planning.simulation.engine import Lockstep
+from pdinfer.planning.simulation.host import Host
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.links import SimLinks
 from pdinfer.planning.simulation.pages import SimPages
@@ -66,7 +64,7 @@ def simulate(
         max_concurrency=load.max_concurrency,
         environment={"pdinfer": version("pdinfer"), "cluster": cluster.name, **dict(load.environment)},
         engines=simulator.uses(),
-        max_step_ms=max(decode.max_step_s for decode in simulator.decodes) * 1e3,
+        max_step_ms=max(decode.burst.max_step_s for decode in simulator.decodes) * 1e3,
         source="simulated",
         mode=load.mode,
         request_rate=load.request_rate,
@@ -115,11 +113,12 @@ class Simulator:
         self._view = View(cluster, self.prefills, self.decodes, policy)
         self._queue: list[Job] = []
         self._num_turns = 0
-        self._due: deque[tuple[Arrival, float]] = deque()
-        self._num_in_flight = 0
-        self._num_arrived = self._num_ended = 0
+        self._num_ended = 0
         self._progress = progress
-        self._begin_load()
+        self._host = Host(load, cluster.stalls, self.world, send=self._send, dispatch=self._dispatch)
+        self._host.begin()
+        for change in cluster.changes:
+            self.world.at(change.at_s, self._change, change)
         self.moves = list[str]()
         if adviser is not None:
             Switching(adviser, self, self._view, make=self._make, lose=self._lose, joined=self._dispatch)
@@ -133,12 +132,13 @@ class Simulator:
     @property
     def num_steps(self) -> int:
         """The steps that all decodes ran."""
-        return sum(len(decode.ends) for decode in self.decodes)
+        return sum(len(decode.burst.ended_s) for decode in self.decodes)
 
     def uses(self) -> tuple[EngineUse, ...]:
         """Return the use of slots and pages, one value per engine. A pool that two share is that of the decode."""
         slots = self.cluster.decode.engine.max_running_requests
-        whole_s = max((decode.ends[-1] for decode in self.decodes if decode.ends), default=0.0)
+        ended = (decode.burst.ended_s for decode in self.decodes)
+        whole_s = max((ended_s[-1] for ended_s in ended if ended_s), default=0.0)
         prefills = [] if self.cluster.colocated else self.prefills
         return (
             *(EngineUse(name=each.name, role="prefill", max_pages=each.pages.max_share) for each in prefills),
@@ -146,7 +146,7 @@ class Simulator:
                 EngineUse(
                     name=each.name,
                     role="decode",
-                    mean_slots=each.slot_s / whole_s / slots if whole_s else None,
+                    mean_slots=each.burst.slot_s / whole_s / slots if whole_s else None,
                     max_slots=each.most_slots / slots,
                     max_pages=each.pages.max_share,
                 )
@@ -187,7 +187,7 @@ class Simulator:
 
     def _tell(self, at_s: float, granted: Sequence[Job], ended: Sequence[Job]) -> None:
         """Let the host learn then what a decode has granted, and what has ended."""
-        self.world.at(at_s, self._unless_stalled, self._told, [(job, job.room) for job in granted], ended)
+        self._host.at(at_s, self._told, [(job, job.room) for job in granted], ended)
 
     def _abort(self, job: Job) -> None:
         """Let the prefill of a granted request stop. Its decode learns when nobody writes its pages any more."""
@@ -219,69 +219,26 @@ class Simulator:
 
     # -- the host: what is sent --------------------------------------------------------------------------------------
 
-    def _unless_stalled(self, action: Callable[..., None], *args: Any) -> None:
-        """Let the host do something now, or when it does something again."""
-        now_s = self.world.now_s
-        for stall in self.cluster.stalls:
-            if stall.at_s <= now_s < stall.at_s + stall.for_s:
-                self.world.at(stall.at_s + stall.for_s, self._unless_stalled, action, *args)
-                return
-        action(*args)
-
-    def _begin_load(self) -> None:
-        arrivals, most = self.load.arrivals, self.load.max_concurrency
-        if self.load.mode == "closed_loop" and most is not None:
-            for arrival in arrivals[:most]:
-                self.world.at(arrival.at_s, self._unless_stalled, self._start_client)
-        else:
-            self.world.at(arrivals[0].at_s, self._unless_stalled, self._arrive)
-        for change in self.cluster.changes:
-            self.world.at(change.at_s, self._change, change)
-
-    def _arrive(self) -> None:
-        """Send what is due, as far as `max_concurrency` allows."""
-        arrivals = self.load.arrivals
-        while self._num_arrived < len(arrivals) and arrivals[self._num_arrived].at_s <= self.world.now_s:
-            arrival = arrivals[self._num_arrived]
-            self._num_arrived += 1
-            self._due.append((arrival, arrival.at_s))
-        if self._num_arrived < len(arrivals):
-            self.world.at(arrivals[self._num_arrived].at_s, self._unless_stalled, self._arrive)
-        self._send()
-
-    def _start_client(self) -> None:
-        """Send the next request of a closed loop."""
-        if self._num_arrived < len(self.load.arrivals):
-            self._due.append((self.load.arrivals[self._num_arrived], self.world.now_s))
-            self._num_arrived += 1
-            self._send()
-
-    def _send(self) -> None:
-        most, now_s = self.load.max_concurrency or math.inf, self.world.now_s
-        while self._due and self._num_in_flight < most:
-            arrival, intended_s = self._due.popleft()
-            deadline_s = self.cluster.pairing.default_deadline_s
-            job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens, deadline_s)
-            self.jobs.append(job)
-            self._num_in_flight += 1
-            self._view.look(self._queue)
-            refusal = self._view.refusal(job, num_queued=len(self._queue))
-            if refusal is None:
-                insort(self._queue, job, key=_turn)
-                if job.deadline_at is not None:
-                    self.world.at(job.deadline_at, self._expire, job)
-            else:
-                self._end(job, "refused", refusal)
-        self._dispatch()
+    def _send(self, arrival: Arrival, intended_s: float) -> None:
+        """Take a request, or refuse it."""
+        now_s, deadline_s = self.world.now_s, self.cluster.pairing.default_deadline_s
+        job = Job.of(len(self.jobs), arrival, intended_s, now_s, self.load.block_tokens, deadline_s)
+        self.jobs.append(job)
+        self._view.look(self._queue)
+        refusal = self._view.refusal(job, num_queued=len(self._queue))
+        if refusal is not None:
+            self._end(job, "refused", refusal)
+            return
+        insort(self._queue, job, key=_turn)
+        if job.deadline_at is not None:
+            self.world.at(job.deadline_at, self._expire, job)
 
     def _end(self, job: Job, outcome: str, error: str | None = None) -> None:
         job.outcome, job.error, job.ended_s = outcome, error, self.world.now_s
         self._view.ended(job)
-        self._num_in_flight -= 1
         self._num_ended += 1
         self._progress(self._num_ended, len(self.load.arrivals))
-        if self.load.mode == "closed_loop":
-            self.world.at(self.world.now_s, self._unless_stalled, self._start_client)
+        self._host.ended()
 
     def _expire(self, job: Job) -> None:
         """End a request that waits in the queue at its deadline. Its decode ends any other."""
@@ -320,8 +277,8 @@ class Simulator:
                 self.prefills[job.prefill].submit(job)
         for job in ended:
             self._end(job, "length" if job.is_whole else job.outcome)
-        if ended and self._due:
-            self._send()
+        if ended and self._host.has_due:
+            self._host.send_due()
         elif self._queue:
             self._dispatch()
 

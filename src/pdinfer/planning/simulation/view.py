@@ -13,7 +13,7 @@ from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.prefill import Prefill
-from pdinfer.stats import DecodeLoad, Links, PairingStats, PrefillLoad, changed
+from pdinfer.stats import DecodeLoad, Links, PairingStats, PrefillLoad, with_queued
 from pdinfer.types import Link, PeerAddress, RequestShape
 
 
@@ -208,9 +208,4 @@ class View:
         load, promised = self._prefills[address].load(), self._promised[address]
         if not promised:
             return load
-        return changed(
-            load,
-            num_queued_requests=load.num_queued_requests + len(promised),
-            num_queued_tokens=load.num_queued_tokens + sum(job.num_tokens for job in promised),
-            queued=load.queued.plus(promised.values()),
-        )
+        return with_queued(load, sum(job.num_tokens for job in promised), promised.values())

@@ -216,7 +216,7 @@ def test_colocated_engines_take_turns() -> None:
         prefill.scheduler.costs.busy_s + decode.scheduler.costs.busy_s
         for prefill, decode in zip(simulator.prefills, simulator.decodes, strict=True)
     ]
-    assert max(busy) <= max(decode.ends[-1] for decode in simulator.decodes) + 1e-9
+    assert max(busy) <= max(decode.burst.ended_s[-1] for decode in simulator.decodes) + 1e-9
 
 
 def test_what_lands_together_joins_one_step() -> None:
