@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,16 @@ def cross(model: pd.Model) -> Iterator[Cross]:
     with pd.Pairing(prefill, port, config=pd.PairingConfig(port_wait_s=30)) as pairing:
         yield Cross(vllm, prefill, port, pairing)
     vllm.kill()
+
+
+def until(is_so: Callable[[], bool], pairing: pd.Pairing) -> list[pd.TokenEvent]:
+    """Step until it is, and return the events."""
+    events, ends = list[pd.TokenEvent](), time.monotonic() + FAR_S
+    while not is_so():
+        assert time.monotonic() < ends
+        events += pairing.step()
+        time.sleep(0.001)
+    return events
 
 
 def test_what_is_prefilled_here_goes_on_in_vllm(cross: Cross) -> None:
@@ -88,6 +99,28 @@ def test_cancels_and_deadlines_end_once(cross: Cross) -> None:
     cancelled, deadline = pd.FinishReason.CANCELLED, pd.FinishReason.DEADLINE
     assert final == {"0": cancelled, "1": deadline, "2": cancelled, "3": deadline}
     assert sum(event.finish_reason is not None for event in ends) == 4
+    cross.check_rest()
+
+
+def test_a_grant_that_comes_after_its_request_has_ended_is_turned_away(
+    cross: Cross, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of a room stay reserved until its writer says that it will not write them."""
+    cross.vllm.engine.worker._worker._receiving._lease_s = 2 * FAR_S  # which would end the wait as well
+    channel, poll, held = cross.engine.channel, cross.engine.channel.poll_offers, list[pd.PageGrant]()
+
+    def late(rooms: Collection[bytes]) -> list[pd.PageGrant]:
+        held.extend(poll(rooms))
+        return []
+
+    monkeypatch.setattr(channel, "poll_offers", late)
+    cross.pairing.submit(pd.Request(prompt=prompt_of(40), sampling=greedy(), request_id="r"))
+    ends = until(lambda: bool(held), cross.pairing)
+    cross.pairing.cancel("r")
+    ends += until(lambda: not cross.pairing.stats.num_unfinished_requests, cross.pairing)
+    assert [event.finish_reason for event in ends] == [pd.FinishReason.CANCELLED]
+    assert not cross.vllm.engine.is_at_rest
+    monkeypatch.setattr(channel, "poll_offers", lambda _: [held.pop()] if held else [])
     cross.check_rest()
 
 
