@@ -127,7 +127,6 @@ def test_ranks_meet_by_the_backend_of_their_device(monkeypatch: pytest.MonkeyPat
     assert topology._backend_of("cpu") == "gloo"
 
 
-@pytest.mark.full
 def test_a_model_runs_on_a_device_called_npu(tmp_path: Path) -> None:
     """With streams, graphs, pinned memory and a transport, in a process of its own: torch knows one such name."""
     write_checkpoint(tmp_path, tiny_config_dict("v32", num_nextn_predict_layers=1), mtp=True)
