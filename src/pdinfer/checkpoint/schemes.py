@@ -184,7 +184,8 @@ class StoredWeights:
         found = {kind for scheme, kind in SCHEMES.items() if scheme in described}
         if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
             found.add(FP8Blocks)
-        found |= {self.stored_as(self.matrix(name)) for name in self.files.tensors if name.endswith((PACKED, ".scale"))}
+        stems = (name.removesuffix(PACKED).removesuffix("scale") for name in self.files.tensors)
+        found |= {self.stored_as(f"{stem}{SUFFIX}") for stem in stems if stem.endswith(".")}
         return frozenset(found - {Plain})
 
     def holds(self, name: str) -> bool:

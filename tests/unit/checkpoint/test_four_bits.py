@@ -134,6 +134,7 @@ def test_the_entry_of_deepseek_v4_is_the_same_numbers(made: Path, tmp_path: Path
     folder = changed(made / "mxfp4", tmp_path / "v4", rename)
     with Checkpoint.open(folder) as files, Checkpoint.open(made / "mxfp4-twin") as twin:
         stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / "mxfp4-twin"))
+        assert stored.quantized_formats == {MXFP4}
         assert stored.form(f"{EXPERT}.weight") is MXFP4_OF_V4
         assert not [*stored.complaints(f"{EXPERT}.weight", (96, 64))]
         weight, floats = stored.read(f"{EXPERT}.weight"), torch.empty(96, 64)
