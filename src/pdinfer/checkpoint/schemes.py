@@ -203,7 +203,7 @@ class StoredWeights:
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
         info, kind = self.info(name), self.stored_as(name)
-        if self.form(name).codes > 1:
+        if self.form(name).codes > 1 and info.shape:
             yield from self._complaints_of_four_bits(name, info)
         if self.shape(name) != shape:
             yield f"{name} is {list(self.shape(name))} in {info.file}, the config says {list(shape)}"

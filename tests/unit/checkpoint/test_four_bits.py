@@ -212,6 +212,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         put("weight_packed", lambda words: words[:, :-1]),
         r"is \[96, 56\] in .*the config says \[96, 64\]",
     ),
+    "one word": ("int4", put("weight_packed", lambda words: words[0, 0]), r"is \[\] in .*the config says \[96, 64\]"),
     "too few scales": ("mxfp4", put("weight_scale", lambda scale: scale[:, :1]), r"weight_scale is \[96, 1\]"),
     "scales in float32": ("int4", put("weight_scale", Tensor.float), "weight_scale is torch.float32"),
     "words of 64 bits": ("int4", put("weight_packed", Tensor.long), "weight_packed is torch.int64|is torch.int64"),
