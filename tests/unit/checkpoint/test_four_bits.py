@@ -272,6 +272,7 @@ IGNORED = (
     r"re:.*layers\.2\.mlp\.experts\.5\.down.*",
     r"re:model\.layers\.2\.",
     r"re:.*experts\.[0-9]+\.down_proj$",
+    r"re:^model\.layers\.(0|2)\.mlp\.(gate|experts)\.(4|5)\.(?:up|down)_proj$",
 )
 
 
@@ -350,6 +351,9 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a cache": (lambda config: config.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     "a slow expression": (lambda config: config.update(ignore=["re:(a+)+b"]), "regular expression"),
     "many wildcards": (lambda config: config.update(ignore=["re:.*a.*b.*c.*"]), "regular expression"),
+    "choices of nothing": (lambda config: config.update(ignore=["re:(||)(||)(||)(||)x"]), "regular expression"),
+    "a name twice": (lambda config: config.update(ignore=["re:(?:m|m)odel"]), "regular expression"),
+    "many ways": (lambda config: config.update(ignore=[r"re:.*(m|mo)(d|de)(l|l\.).*"]), "regular expression"),
     "names of numbers": (lambda config: config.update(ignore=[3]), "must be a list"),
 }
 
