@@ -110,6 +110,8 @@ def quantize_checkpoint(
         telling(progress, "quantizing", "bytes") as tell,
     ):
         _check_floats(files)
+        if not any(recipe.chosen(renamed(name, config.family.tensor_prefixes)) for name in files.tensors):
+            raise CheckpointError(f"{source} holds no weight that scheme {scheme} quantizes; choose another scheme")
         _make_empty(target)
         shards = list(_shards(files, max_shard_bytes))
         weight_map: dict[str, str] = {}

@@ -398,6 +398,14 @@ def test_a_group_that_is_cut_short_is_not_read(made: Path, tmp_path: Path, schem
 
 
 @every_scheme
+def test_a_model_without_experts_is_not_packed(tmp_path: Path, scheme: str) -> None:
+    write_checkpoint(tmp_path / "floats", tiny_config_dict(first_k_dense_replace=3, **SIZES))
+    with pytest.raises(CheckpointError, match=f"holds no weight that scheme {scheme} quantizes"):
+        quantize_checkpoint(tmp_path / "floats", tmp_path / "packed", scheme=scheme)
+    assert not (tmp_path / "packed").exists()
+
+
+@every_scheme
 def test_they_are_not_quantized_again(made: Path, tmp_path: Path, scheme: str) -> None:
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize_checkpoint(made / scheme, tmp_path / "again")
