@@ -149,7 +149,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("deep_ep_limits",),
     ),
     "moe.placement": (("replicas", "recorder", "files", "difference"), ("placement",)),
-    "checkpoint": (("quantize", "schemes"), ("reader",), ("header",)),
+    "checkpoint": (("quantize",), ("schemes",), ("reader",), ("header",)),
     "kv": (
         ("channel",),
         ("transports", "events"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.errors import ConfigError
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.e2e import expert_jobs
-from tests.packed import SCHEMES, with_twin
+from tests.packed import SCHEMES, changed, ignoring, unpack, with_twin
 from tests.ranks import Ranks
 from tests.slices import one_in
 
@@ -148,6 +149,34 @@ def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], ca
             expected += [model.mtp_logits(prompt, next_token) for prompt in prompts]
         for data, logits in zip(of_rank, expected, strict=True):
             torch.testing.assert_close(floats(data).view_as(logits), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["auto", "float"])
+def test_experts_that_ranks_would_hold_differently_become_floats_or_are_refused(
+    ranks: Ranks, folders: dict[str, Path], tmp_path: Path, weights: str
+) -> None:
+    """Those of one rank are packed, and those of the other are not. Ranks give each other experts as they lie."""
+
+    def unpack_those(tensors: dict[str, Tensor]) -> None:
+        those = {name: tensors.pop(name) for name in list(tensors) if re.search(r"\.experts\.[4-7]\.", name)}
+        unpack(those)
+        tensors |= those
+
+    ignored = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*experts\.(4|5|6|7)\..*")
+    folder = changed(folders["v3-int4"], tmp_path / "mixed", unpack_those, lambda config: ignoring(config, *ignored))
+    outcomes = ranks.outcomes("tests.e2e.expert_jobs:expert_logits", 2, str(folder), {}, PROMPTS, weights=weights)
+    if weights == "float":
+        twin = pd.load_model(folders["v3-int4-twin"], dtype=torch.float32)
+        for outcome, prompts in zip(outcomes, PROMPTS, strict=False):
+            for data, prompt in zip(outcome.value, prompts, strict=True):
+                logits = twin.logits(prompt)
+                torch.testing.assert_close(floats(data).view_as(logits), logits, rtol=1e-4, atol=1e-4)
+    else:
+        assert [outcome.error for outcome in outcomes] == ["CheckpointError", "CheckpointError"]
+        for outcome in outcomes:
+            assert re.search(r"experts\.[4-7]\.gate_proj\.weight as FLOAT", outcome.message)
+            assert re.search(r"experts\.[0-3]\.gate_proj\.weight as INT4", outcome.message)
+            assert 'load with weights="float"' in outcome.message
 
 
 def floats(data: bytes) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.checkpoint.reader import Checkpoint, Prefixes, TensorInfo, renamed
+from pdinfer.checkpoint.schemes import DESCRIPTION
 from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
@@ -38,6 +41,8 @@ INDEXER_LINEARS = frozenset({"wq_b", "wk"})
 MAX_SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 MAX_COPIED_BYTES = 64 << 20
+SAY_QUANTIZED = ("quantization_config", "quantize", "mla_quantize")
+"""The fields of a config.json that say how weights are quantized."""
 
 
 _EVERY_GROUP = {"strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False, "num_bits": 4}
@@ -91,10 +96,11 @@ def quantize_checkpoint(
     `scheme` "fp8" is e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
     "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. "int4" and "mxfp4" pack
     routed experts in four bits with a scale per 32 inputs, as compressed-tensors does. Memory holds one shard,
-    which is at most `max_shard_bytes` of float tensors, or one tensor. Small files next to the weights are copied.
-    config.json comes last, so that an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts
-    bytes of the source; True draws a line on stderr. `trusted_roots` is as for `load_model`. Raises ConfigError and
-    CheckpointError.
+    which is at most `max_shard_bytes` of float tensors, or one tensor. Small files next to the weights are copied, but
+    what they say of another quantization, which the floats may come from, stays behind. config.json comes last, so that
+    an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts bytes of the source; True draws a
+    line on stderr. `trusted_roots` is as for `load_model`. Raises CheckpointError, and ConfigError, also where the
+    destination cannot be written or is full.
     """
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
@@ -104,6 +110,8 @@ def quantize_checkpoint(
         telling(progress, "quantizing", "bytes") as tell,
     ):
         _check_floats(files)
+        if not any(recipe.chosen(renamed(name, config.family.tensor_prefixes)) for name in files.tensors):
+            raise CheckpointError(f"{source} holds no weight that scheme {scheme} quantizes; choose another scheme")
         _make_empty(target)
         shards = list(_shards(files, max_shard_bytes))
         weight_map: dict[str, str] = {}
@@ -124,7 +132,7 @@ def quantize_checkpoint(
         _write_json(target / "quant_model_description.json", _description(weight_map))
     _copy_the_rest(source, target, trusted_roots)
     stored = read_json(source / "config.json", max_bytes=MAX_CONFIG_BYTES, trusted_roots=trusted_roots)
-    _write_json(target / "config.json", {**stored, **recipe.config_fields})
+    _write_json(target / "config.json", {**_of_floats(stored), **recipe.config_fields})
 
 
 def quantized_names(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
@@ -207,12 +215,28 @@ def _check_floats(files: Checkpoint) -> None:
         )
 
 
-def _make_empty(target: Path) -> None:
+def _of_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json, and that of a text model in it, without what they say of quantized weights."""
+    kept = {name: value for name, value in config.items() if name not in SAY_QUANTIZED}
+    text = kept.get("text_config")
+    return kept | {"text_config": _of_floats(text)} if isinstance(text, Mapping) else kept
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError  # a writer is only needed here
+
     try:
+        yield
+    except (OSError, SafetensorError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise ConfigError(f"cannot write to {path}: {reason}; make room, or choose another folder") from None
+
+
+def _make_empty(target: Path) -> None:
+    with _writing(target):
         target.mkdir(parents=True, exist_ok=True)
         taken = next(target.iterdir(), None)
-    except OSError as failure:
-        raise ConfigError(f"cannot write to {target}: {failure.strerror}") from None
     if taken is not None:
         raise ConfigError(f"{target} is not empty, it holds {clip(taken.name)}; choose a new folder")
 
@@ -252,16 +276,20 @@ def _copy_the_rest(source: Path, target: Path, trusted_roots: Sequence[AnyPath])
     """Copy the small files next to the weights: tokenizer, generation config and the like."""
     names = {path.name for pattern in COPIED for path in source.glob(pattern)}
     for name in sorted(names):
-        if name != "config.json" and not name.endswith(".safetensors.index.json"):
+        written_anew = name == "config.json" or name.endswith(".safetensors.index.json") or fnmatch(name, DESCRIPTION)
+        if not written_anew:
             data = read_regular(source, name, MAX_COPIED_BYTES, CheckpointError, trusted_roots)
-            (target / name).write_bytes(data)
+            with _writing(target / name):
+                (target / name).write_bytes(data)
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file  # a writer is only needed here
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with _writing(path):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    with _writing(path):
+        path.write_text(json.dumps(content, indent=2) + "\n")

@@ -184,7 +184,8 @@ class StoredWeights:
         found = {kind for scheme, kind in SCHEMES.items() if scheme in described}
         if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
             found.add(FP8Blocks)
-        found |= {self.stored_as(self.matrix(name)) for name in self.files.tensors if name.endswith((PACKED, ".scale"))}
+        stems = (name.removesuffix(PACKED).removesuffix("scale") for name in self.files.tensors)
+        found |= {self.stored_as(f"{stem}{SUFFIX}") for stem in stems if stem.endswith(".")}
         return frozenset(found - {Plain})
 
     def holds(self, name: str) -> bool:
@@ -202,7 +203,7 @@ class StoredWeights:
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
         info, kind = self.info(name), self.stored_as(name)
-        if self.form(name).codes > 1:
+        if self.form(name).codes > 1 and info.shape:
             yield from self._complaints_of_four_bits(name, info)
         if self.shape(name) != shape:
             yield f"{name} is {list(self.shape(name))} in {info.file}, the config says {list(shape)}"

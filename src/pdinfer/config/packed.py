@@ -6,8 +6,10 @@ those that are read is refused by name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from types import MappingProxyType
 
 import attrs
@@ -37,11 +39,13 @@ WEIGHTS: Mapping[str, object] = MappingProxyType(
 EXPRESSION = "re:"
 MAX_IGNORED = 4096
 MAX_PATTERN = 256
-MAX_WILDCARDS = 3
+MAX_FORKS = 3
 _WILD = re.compile(r"[*+]")
+_CHOICE = re.compile(r"\((?:\?:)?([^)]*)\)")
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\[.d]\+?|\.[*+]?|\[0-9\]\+?|\((?:\?:)?(?:[\w|-]|\\\.)*\))*\$?")
-"""The regular expressions that are taken: names, dots, digits, wildcards and choices between names. With at most three
-wildcards a match takes no longer than the cube of a name's length, whoever wrote the file."""
+"""The regular expressions that are taken: names, dots, digits, wildcards and choices between names. A match can go on
+in several ways at a wildcard, and at a choice in which one name begins another. With at most three of both it takes no
+longer than the cube of a name's length, whoever wrote the file."""
 
 
 @attrs.frozen
@@ -116,10 +120,20 @@ def _ignored(names: object, where: str) -> Sequence[str]:
 
 
 def _pattern(text: str, where: str) -> re.Pattern[str]:
-    plain = len(text) <= MAX_PATTERN and len(_WILD.findall(text)) <= MAX_WILDCARDS
-    if not plain or _PATTERN.fullmatch(text) is None:
+    if len(text) > MAX_PATTERN or _PATTERN.fullmatch(text) is None or _forks(text) > MAX_FORKS:
         raise ConfigError(
-            f"the regular expression {clip(text)} in ignore of {where} is not supported; names, dots, digits, choices "
-            f"and at most {MAX_WILDCARDS} wildcards are"
+            f"the regular expression {clip(text)} in ignore of {where} is not supported; names, dots, digits and "
+            f"choices between different names are, with at most {MAX_FORKS} wildcards and choices in which one name "
+            "begins another"
         )
     return re.compile(text)
+
+
+def _forks(text: str) -> float:
+    """Return at how many places of an expression a match can go on in several ways; infinity where a choice has a name
+    twice."""
+    choices = [choice.split("|") for choice in _CHOICE.findall(text)]
+    if any(len(set(names)) < len(names) for names in choices):
+        return math.inf
+    begun = (any(longer.startswith(name) for name, longer in permutations(names, 2)) for names in choices)
+    return len(_WILD.findall(text)) + sum(begun)

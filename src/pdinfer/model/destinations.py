@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -90,7 +90,7 @@ class Destinations:
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
         for name in names:
             self._check_shard(name, (rows, columns), shard)
-        kind = self._format(names)
+        kind = self.common_format(names)
         biased = kind is Plain and any(self.stored_as(name) is Int8Static for name in names)
         return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
 
@@ -101,7 +101,7 @@ class Destinations:
         return kind if kind in self.kept else Plain
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        kind = self._format([name for parts in names for name in parts])
+        kind = self.common_format([name for parts in names for name in parts])
         if not kind.has_experts:
             raise CheckpointError(
                 f'{names[0][0]} is stored as {kind.name}, which experts cannot be: load with weights="float"'
@@ -142,8 +142,9 @@ class Destinations:
                 "tp_size or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
             )
 
-    def _format(self, names: Sequence[str]) -> type[Format]:
-        """Return the one format that all these matrices, which lie in one tensor, can be held in."""
+    def common_format(self, names: Iterable[str]) -> type[Format]:
+        """Return the one format that all these matrices are held in, as those must be that lie in one tensor. Raises
+        CheckpointError where there is none."""
         stored = {self.stored_as(name): name for name in names}
         formats = {self._held(kind) for kind in stored}
         if len(formats) > 1:

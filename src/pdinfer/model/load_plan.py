@@ -78,7 +78,9 @@ class LoadPlan:
         """
         target = self.target
         self._check_names()
-        refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp)
+        for names in refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp):
+            # ranks give each other experts as they lie
+            self.listed.common_format(names)
         num_bytes, available = self.listed.num_bytes, device_memory_bytes(target.device)
         _log.info(
             "rank %d of %d loads %.2f GiB of weights onto %s, which has %.2f GiB",

@@ -6,7 +6,7 @@ A tensor that nobody asks for may change what the model computes, so it is never
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -25,18 +25,22 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelConfig, *, mtp: bool) -> None:
+def refuse_unread(
+    stored: StoredWeights, read: Collection[str], config: ModelConfig, *, mtp: bool
+) -> Iterable[Collection[str]]:
     """Refuse tensors that nothing reads, whether or not the index lists them.
 
-    A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Raises
-    CheckpointError with the names of the others, except those that `_needs_no_reading` knows.
+    A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Return the names of
+    those read, together where they differ in the number of an expert alone. Raises CheckpointError with the names of
+    the others, except those that `_needs_no_reading` knows.
     """
-    kinds = {_kind(name) for name in read}
+    kinds: dict[str, list[str]] = {_kind(name): [] for name in read}
     used: set[str] = set()
     for name in map(stored.matrix, stored.files.tensors):
         expert = _EXPERT.search(name)
         elsewhere = expert is not None and int(expert[1]) < config.n_routed_experts and _kind(name) in kinds
         if elsewhere or name in read:
+            kinds[_kind(name)].append(name)
             used.update(stored.parts(name))
     every = (*stored.files.tensors, *stored.files.unlisted)
     strange = [name for name in every if name not in used and not _needs_no_reading(name, config, mtp)]
@@ -48,6 +52,7 @@ def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelCon
             f"{config.num_nextn_predict_layers}, and nothing here computes what they are for: "
             f"{', '.join(clip(name) for name in strange[:MAX_NAMED])}{rest}; check that config.json is the model's own"
         )
+    return kinds.values()
 
 
 def check_tied(stored: StoredWeights, config: ModelConfig, model: Model) -> None:

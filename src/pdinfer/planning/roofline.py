@@ -27,8 +27,8 @@ from pdinfer.planning.simulation import StepRows
 from pdinfer.planning.traffic import Traffic
 from pdinfer.values import Value
 
-_BYTES = {"fp8": 1.0, "w8a8_dynamic": 1.0, "int4": 0.5, "mxfp4": 0.5}
-"""Of a quantized weight; scales are a hundredth of it."""
+_BYTES = {"fp8": 1.0, "w8a8_dynamic": 1.0, "int4": 4.5 / 8, "mxfp4": 4.25 / 8}
+"""Of a quantized weight. In four bits 32 weights share a scale; in eight so many do that scales do not count."""
 _EIGHT_BITS = frozenset({"fp8", "w8a8_dynamic"})
 ALL_TO_ALL = "all-to-all"
 

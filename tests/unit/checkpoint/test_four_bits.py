@@ -134,6 +134,7 @@ def test_the_entry_of_deepseek_v4_is_the_same_numbers(made: Path, tmp_path: Path
     folder = changed(made / "mxfp4", tmp_path / "v4", rename)
     with Checkpoint.open(folder) as files, Checkpoint.open(made / "mxfp4-twin") as twin:
         stored = StoredWeights.survey(files, pd.ModelConfig.from_checkpoint(made / "mxfp4-twin"))
+        assert stored.quantized_formats == {MXFP4}
         assert stored.form(f"{EXPERT}.weight") is MXFP4_OF_V4
         assert not [*stored.complaints(f"{EXPERT}.weight", (96, 64))]
         weight, floats = stored.read(f"{EXPERT}.weight"), torch.empty(96, 64)
@@ -211,6 +212,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         put("weight_packed", lambda words: words[:, :-1]),
         r"is \[96, 56\] in .*the config says \[96, 64\]",
     ),
+    "one word": ("int4", put("weight_packed", lambda words: words[0, 0]), r"is \[\] in .*the config says \[96, 64\]"),
     "too few scales": ("mxfp4", put("weight_scale", lambda scale: scale[:, :1]), r"weight_scale is \[96, 1\]"),
     "scales in float32": ("int4", put("weight_scale", Tensor.float), "weight_scale is torch.float32"),
     "words of 64 bits": ("int4", put("weight_packed", Tensor.long), "weight_packed is torch.int64|is torch.int64"),
@@ -270,6 +272,7 @@ IGNORED = (
     r"re:.*layers\.2\.mlp\.experts\.5\.down.*",
     r"re:model\.layers\.2\.",
     r"re:.*experts\.[0-9]+\.down_proj$",
+    r"re:^model\.layers\.(0|2)\.mlp\.(gate|experts)\.(4|5)\.(?:up|down)_proj$",
 )
 
 
@@ -348,6 +351,9 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a cache": (lambda config: config.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     "a slow expression": (lambda config: config.update(ignore=["re:(a+)+b"]), "regular expression"),
     "many wildcards": (lambda config: config.update(ignore=["re:.*a.*b.*c.*"]), "regular expression"),
+    "choices of nothing": (lambda config: config.update(ignore=["re:(||)(||)(||)(||)x"]), "regular expression"),
+    "a name twice": (lambda config: config.update(ignore=["re:(?:m|m)odel"]), "regular expression"),
+    "many ways": (lambda config: config.update(ignore=[r"re:.*(m|mo)(d|de)(l|l\.).*"]), "regular expression"),
     "names of numbers": (lambda config: config.update(ignore=[3]), "must be a list"),
 }
 
@@ -389,6 +395,14 @@ def test_a_group_that_is_cut_short_is_not_read(made: Path, tmp_path: Path, schem
     folder = changed(made / scheme, tmp_path / "cut", cut, lambda config: config.update(moe_intermediate_size=40))
     with pytest.raises(CheckpointError, match=r"down_proj\.weight has 40 columns, not a multiple of the 32"):
         load_model(folder)
+
+
+@every_scheme
+def test_a_model_without_experts_is_not_packed(tmp_path: Path, scheme: str) -> None:
+    write_checkpoint(tmp_path / "floats", tiny_config_dict(first_k_dense_replace=3, **SIZES))
+    with pytest.raises(CheckpointError, match=f"holds no weight that scheme {scheme} quantizes"):
+        quantize_checkpoint(tmp_path / "floats", tmp_path / "packed", scheme=scheme)
+    assert not (tmp_path / "packed").exists()
 
 
 @every_scheme

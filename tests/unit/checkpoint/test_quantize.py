@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from pdinfer import explain_backends
-from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.quantize import PACKED_CONFIGS, quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
@@ -347,6 +348,43 @@ def test_a_quantized_checkpoint_is_not_quantized_again(floats: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"is torch\.float8_e4m3fn in model-.* is quantized already"):
         quantize_checkpoint(tmp_path / "q", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", "int4", "mxfp4"])
+@pytest.mark.parametrize("left", [{"quantize": "w8a8"}, {"quantization_config": PACKED_CONFIGS["int4"]}])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_floats_say_of_another_quantization_stays_behind(
+    tmp_path: Path, scheme: str, left: dict[str, Any], is_inside: bool
+) -> None:
+    """A checkpoint that was quantized once, in the config of a text model as in its own."""
+
+    def leave(config: dict[str, Any]) -> None:
+        config |= left
+        if is_inside:
+            text = dict(config)
+            config.clear()
+            config |= {"model_type": "kimi_k25", "text_config": text}
+
+    write_checkpoint(tmp_path / "floats", tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
+    left_behind = changed(tmp_path / "floats", tmp_path / "left", prefixed if is_inside else len, leave)
+    (left_behind / "quant_model_description_old.json").write_text('{"model.norm.weight": "W8A8"}')
+    for name in ("floats", "left"):
+        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-{scheme}", scheme=scheme)
+    model, other = (load_model(tmp_path / f"{name}-{scheme}", weights="stored") for name in ("floats", "left"))
+    assert torch.equal(model.logits(TOKENS), other.logits(TOKENS))
+
+
+@pytest.mark.parametrize(("room", "file"), [(15_000, r"model-.*\.safetensors"), (150_000, r"tokenizer\.json")])
+def test_a_full_disk_is_named(tmp_path: Path, room: int, file: str) -> None:
+    write_checkpoint(tmp_path / "floats", tiny_config_dict())
+    (tmp_path / "floats" / "tokenizer.json").write_text(" " * 200_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"cannot write to .*{file}: .*File too large.*; make room"):
+            quantize_checkpoint(tmp_path / "floats", tmp_path / "q", max_shard_bytes=100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("arguments", [{"scheme": "int3"}, {"scheme": "fp8", "scale_fmt": "e8"}, {"scale_fmt": "e8"}])

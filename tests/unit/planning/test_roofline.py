@@ -149,15 +149,16 @@ def test_the_cache_counts_in_its_own_format() -> None:
     assert read[0] - read[1] == pytest.approx(61 * 100_000 * (1152 - 656))
 
 
-def test_four_bits_are_those_of_routed_experts() -> None:
-    """8 tokens of a node reach each of its 32 experts with the chance 1 - (31/32)^8; one in four bits has half a byte
-    for each of its 44 million weights, instead of two."""
+@pytest.mark.parametrize(("stored", "bits"), [("int4", 4 + 16 / 32), ("mxfp4", 4 + 8 / 32)])
+def test_four_bits_are_those_of_routed_experts(stored: str, bits: float) -> None:
+    """8 tokens of a node reach each of its 32 experts with the chance 1 - (31/32)^8. One in four bits has these, and
+    its part of a scale, for each of its 44 million weights, instead of 16 bits."""
     read = []
-    for stored in ("float", "int4"):
-        roofline = planning.roofline(plan(8, stored=stored, overlap=False), H800)
+    for each in ("float", stored):
+        roofline = planning.roofline(plan(8, stored=each, overlap=False), H800)
         read.append(float(roofline.floor_s(running(1, 1))) * H800.memory_bytes_per_s)
     touched = 32 * (1 - (31 / 32) ** 8)
-    assert read[0] - read[1] == pytest.approx(58 * touched * 3 * 7168 * 2048 * 1.5, rel=1e-6)
+    assert read[0] - read[1] == pytest.approx(58 * touched * 3 * 7168 * 2048 * (16 - bits) / 8, rel=1e-6)
 
 
 def test_two_batches_hide_a_part_of_the_shorter() -> None:
