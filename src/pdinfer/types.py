@@ -192,7 +192,8 @@ class PageGrant(Value):
 class NamedState(Value):
     """A tensor that travels next to the pages, e.g. "mtp.hidden": `ModelRunner.states` makes it and `ModelRunner.draft`
     reads it. Receivers drop names that they do not know, and no end asks another which it knows: decode has to be able
-    to go on without it. What decode cannot do without belongs into the pages, whose layouts both ends compare."""
+    to go on without it. What decode cannot do without belongs into the pages, whose layouts both ends compare. A
+    hand-off with all of its states is one frame (`kv.transports.base.MAX_FRAME_BYTES`)."""
 
     name: Name
     version: Index
