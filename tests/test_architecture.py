@@ -246,6 +246,7 @@ BROKEN = [
     (house.manners, {"model": "seen = set()"}, "seen is module-level state"),
     (house.manners, {"model": "names = [1, 2]"}, "names is module-level state"),
     (house.manners, {"model": "from collections import defaultdict\nX = defaultdict(list)"}, "X is module-level state"),
+    (house.manners, {"kv.pool": "class Pool:\n    def __init__(self, size, *, new=1): self.n = size"}, "not read new"),
     # tensors
     (house.tensors, {"model": "import torch\ntorch.zeros(3, device=device)"}, "torch.zeros names no dtype"),
     (house.tensors, {"model": "import torch\ntorch.tensor(x, dtype=kind)"}, "torch.tensor names no device"),
@@ -319,6 +320,7 @@ KEPT = [
     (house.unsafe, {"model": "model.eval()\nimport json\njson.load(f)\nnp.load(f, allow_pickle=False)"}),
     (house.manners, {"parallel.topology": "import os\nos.environ['RANK']"}),
     (house.manners, {"__init__": "__all__ = ['a']", "errors": "BY_CODE = {x.code: x for x in X}\nNAMES = ('a',)"}),
+    (house.manners, {"kv.pool": "class Pool:\n    def __init__(self, size, _old=1): super().__init__(size)"}),
     (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 59}),
     (house.sizes, {"model": "class A:\n" + "    def f(self): ...\n" * 30 + "    x = 1\n" * 269}),
 ]

@@ -26,8 +26,12 @@ SEARCHED = {
 def test_every_error_has_its_row_and_reads_as_it_is_raised() -> None:
     pattern = r"^### `(\w+)`: (\w+)\n\n(?:[^>\n].*\n)+\n> (.+)$"
     rows = re.findall(pattern, PAGES["docs/troubleshooting.md"], re.MULTILINE)
-    assert {code: name for code, name, _ in rows} == {code: error.__name__ for code, error in BY_CODE.items()}
+    assert {code: name for code, name, _ in rows} == {code: error.__name__ for code, error in BY_CODE.items()}, (
+        'docs/troubleshooting.md has a section "`CODE`: Class" for each code, with a sentence that is quoted'
+    )
     sources = " ".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    codes = re.findall(r'^    code\b.* = "([A-Z_]+)"$', sources, re.MULTILINE)
+    assert sorted(codes) == sorted(BY_CODE), "a class with its own code stands in errors.py, where BY_CODE finds it"
     said = re.sub(r'"\s*f?"', "", sources)  # texts that stand on several lines
     for part in (part for *_, example in rows for part in re.split(r"…|\d+", example)):
         words = part.split()

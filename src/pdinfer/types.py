@@ -41,13 +41,17 @@ from pdinfer.values import Value
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. STOP and LENGTH carry a token; the other three come with `token=None`."""
+    """Why a request ended. Those in COMPLETE carry a token; all others come with `token=None`."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
+
+
+COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+"""The reasons of an answer that is whole. With any other one a request ended early."""
 
 
 class HandoffStatus(enum.Enum):
@@ -186,7 +190,10 @@ class PageGrant(Value):
 
 @attrs.frozen(kw_only=True)
 class NamedState(Value):
-    """A tensor that travels next to the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
+    """A tensor that travels next to the pages, e.g. "mtp.hidden": `ModelRunner.states` makes it and `ModelRunner.draft`
+    reads it. Receivers drop names that they do not know, and no end asks another which it knows: decode has to be able
+    to go on without it. What decode cannot do without belongs into the pages, whose layouts both ends compare. A
+    hand-off with all of its states is one frame (`kv.transports.base.MAX_FRAME_BYTES`)."""
 
     name: Name
     version: Index

@@ -102,6 +102,21 @@ def test_tokens_are_those_of_the_reference(provider: str, device: str, kind: Dra
     check(provider, device, draw(5, vocab) * 3, controls, kind)
 
 
+OTHERS = {"temperature_B": 0.0, "top_p_B": 1e-9, "min_logit_B": 0.0, "top_k_B": 1, "seed_B": 7, "position_B": 7}
+"""For each parameter of a draw a value with which other tokens come than with those of `controls_of`."""
+
+
+@every_place("draw", dtype=torch.bfloat16)
+def test_every_parameter_of_a_draw_decides(provider: str, device: str) -> None:
+    """A provider that does not read one would draw as if it were off, and nobody would be told."""
+    assert set(OTHERS) == {field.name for field in attrs.fields(Controls)}, "give a new parameter a value in OTHERS"
+    logits_BV, plain = draw(40, 500), controls_of(40)
+    tokens_B = check(provider, device, logits_BV, plain)
+    for name, value in OTHERS.items():
+        other = attrs.evolve(plain, **{name: torch.full_like(getattr(plain, name), value)})
+        assert not torch.equal(check(provider, device, logits_BV, other), tokens_B), name
+
+
 @every_place("draw", dtype=torch.bfloat16)
 @for_each("top_k", [0, 2, 30])
 @for_each("top_p", [1.0, 0.999, 0.7])

@@ -5,6 +5,7 @@ provider which cannot be loaded would be missed by nobody else. (Triton, in an i
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def test_a_provider_that_could_be_here_serves_what_it_offers(provider: str, dtyp
 
 
 def test_every_op_has_cases() -> None:
+    suites = "".join(
+        path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py") if path.stem != "test_providers"
+    )
+    unnamed = [op for op in OP_NAMES if f'"{op}"' not in suites]
+    assert not unnamed, f"no suite here names {unnamed}: nothing compares their numbers with the reference"
     assert {"torch", "reference", "triton", "native"} <= set(NAMES)
     for dtype in DTYPES:
         lacking = [op for op in OP_NAMES if not serves("reference", op, "cpu", dtype)]

@@ -20,6 +20,23 @@ from tests.golden.samples import Protocol
 
 PROTOCOLS = {protocol.name: protocol for protocol in samples.protocols()}
 CURRENT = files.current()
+UNIONS = [
+    (wire.Message, "channel"),
+    (messages.Command, "session"),
+    (messages.Report, "session"),
+    (rank_messages.Message, "ranks"),
+]
+"""Whatever is sent, and the protocol that it belongs to."""
+ENUMS = {
+    "channel-3.0": {
+        "AxisOrder": ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
+        "HandoffStatus": ("landed", "aborted"),
+    },
+    "session-7.1": {"FinishReason": ("stop", "length", "cancelled", "deadline", "failed")},
+    "ranks-3": {},
+}
+"""The values of the enums in the messages of each version. A peer that does not know one refuses the whole message, and
+gives up the link or the port that sent it. Golden bytes have only some of them."""
 
 
 @pytest.mark.parametrize("name", CURRENT)
@@ -59,18 +76,40 @@ def test_an_older_session_is_told_both_versions() -> None:
     assert (told["type"], told["version"]) == ("ready", messages.VERSION)
 
 
-@pytest.mark.parametrize(
-    ("union", "name"),
-    [
-        (wire.Message, "channel"),
-        (messages.Command, "session"),
-        (messages.Report, "session"),
-        (rank_messages.Message, "ranks"),
-    ],
-)
+@pytest.mark.parametrize(("union", "name"), UNIONS)
 def test_every_message_has_golden_bytes(union: Any, name: str) -> None:
     missing = set(typing.get_args(union)) - {type(sample) for sample in PROTOCOLS[name].samples.values()}
     assert not missing, f"give {missing} a sample in tests/golden/samples.py"
+
+
+@pytest.mark.parametrize("name", ["channel", "session", "ranks"])
+def test_values_of_enums_are_those_of_their_version(name: str) -> None:
+    protocol = PROTOCOLS[name]
+    found: dict[str, tuple[object, ...]] = {}
+    seen: set[type] = set()
+    for union, of in UNIONS:
+        if of == name:
+            for message in typing.get_args(union):
+                found |= enums_of(msgspec.inspect.type_info(message), seen)
+    told = f"a peer of {name}-{protocol.version} that gets a value which is not in ENUMS refuses the message: raise "
+    told += f"{protocol.constant}, send none to peers that do not know it, and write the values beside that version"
+    assert found == ENUMS.get(f"{name}-{protocol.version}"), told
+
+
+def enums_of(kind: Any, seen: set[type]) -> dict[str, tuple[object, ...]]:
+    """Return the enums in a type as msgspec describes it, by name, with their values. `seen` are classes to pass by."""
+    if isinstance(kind, msgspec.inspect.EnumType):
+        return {kind.cls.__name__: tuple(member.value for member in kind.cls)}
+    if getattr(kind, "cls", None) in seen:
+        return {}
+    seen |= {kind.cls} if hasattr(kind, "cls") else set()
+    parts = [getattr(kind, field) for field in kind.__struct_fields__]
+    inner = [part for each in parts for part in (each if isinstance(each, tuple) else [each])]
+    found: dict[str, tuple[object, ...]] = {}
+    for part in inner:
+        if isinstance(part, msgspec.inspect.Type | msgspec.inspect.Field):
+            found |= enums_of(part, seen)
+    return found
 
 
 def test_every_kind_of_a_stream_has_golden_bytes() -> None:

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from pdinfer.stats import name_of
-from pdinfer.types import Choice, FinishReason, Timeline, TokenEvent
+from pdinfer.types import COMPLETE, Choice, Timeline, TokenEvent
 from pdinfer.values import Value
 
 STAGES = ("slip", "queue", "grant", "prefill_queue", "prefill", "transfer", "commit", "decode", "delivery")
@@ -27,7 +27,7 @@ granted pages. `prefill_queue`, `prefill`: until prefill began, and ended. `tran
 compute did not hide it. `commit`: until the pages were adopted. `decode`: until the first token was made. `delivery`:
 until the host read it."""
 
-COMPLETED = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value})
+COMPLETED = frozenset(reason.value for reason in COMPLETE)
 REFUSED, UNFINISHED = "refused", "unfinished"
 
 

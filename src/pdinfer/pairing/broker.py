@@ -32,7 +32,7 @@ from pdinfer.pairing.relinking import Relinking
 from pdinfer.pairing.request import End, TrackedRequest
 from pdinfer.process.locks import EXHAUSTED
 from pdinfer.stats import PairingStats
-from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
+from pdinfer.types import COMPLETE, Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 RELEASE_S = 1.0
 """How long ids are withheld from decodes after an interrupt: the events that would have released them may be lost."""
@@ -298,7 +298,7 @@ class Broker:
         if event.finish_reason is not None and self.requests.get(tracked.request_id) is tracked:
             del self.requests[tracked.request_id]
             self.counts.ended[event.finish_reason] += 1
-            if self.door is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if self.door is not None and event.finish_reason in COMPLETE:
                 self.door.answers.note(self.class_of(tracked), tracked.num_tokens)
         self._emitting = None
 

@@ -13,7 +13,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.losses import Losses
 from pdinfer.pairing.stopping import Stopping
 from pdinfer.scheduling.rules import due_at, forecast_tokens
-from pdinfer.types import Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
+from pdinfer.types import COMPLETE, Choice, FinishReason, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
 """How often to check whether a port has ended a request whose deadline has passed."""
@@ -26,7 +26,7 @@ STOP_GRACE_S = 1.0
 
 End = tuple[FinishReason, PDInferError | None]
 """How a request ends that no decode ends."""
-TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
+TOKENLESS = frozenset(FinishReason) - COMPLETE
 
 
 @attrs.define(eq=False)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.engine import decode as decode_module
+from pdinfer.engine import prefill as prefill_module
+from pdinfer.engine.engine import full_fields
 from pdinfer.execution.runner import using_threads
 from pdinfer.testing import random_model
 
@@ -73,3 +79,22 @@ def test_threads_come_back_when_a_step_raises() -> None:
         fail()
     assert seen == [3]
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("module", [prefill_module, decode_module])
+def test_an_engine_says_every_field_of_its_load(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for `step_age_s`, which its client fills in. One that no engine says would stay at its default everywhere."""
+    pools = [pd.PagePool(MODEL, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2)]
+    prefill_end, decode_end = pd.KVChannel.loopback(*pools)
+    with pd.PrefillEngine(MODEL, prefill_end) as prefill, pd.DecodeEngine(MODEL, decode_end) as decode:
+        engine = prefill if module is prefill_module else decode
+        kind, said = type(engine.load()), {"step_age_s", *full_fields(MODEL, engine.channel, engine._rebalancing)}
+
+        def make(**given: Any) -> Any:
+            said.update(given)
+            return kind(**given)
+
+        monkeypatch.setattr(module, kind.__name__, make)
+        engine.load()
+    missing = {field.name for field in attrs.fields(kind)} - said
+    assert not missing, f"{kind.__name__} has {missing}, and its engine never says them"

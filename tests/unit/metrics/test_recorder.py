@@ -11,13 +11,21 @@ import pytest
 import pdinfer as pd
 from pdinfer.metrics import Recorder
 from pdinfer.metrics.names import BUCKETS_S, METRICS
+from pdinfer.metrics.recorder import _of_engine
 from pdinfer.metrics.series import MAX_SERIES, Counters
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PairingStats, PeerStats, PrefillLoad
 from pdinfer.testing import random_model
 from pdinfer.types import Usage
 from tests.e2e.setups import greedy
+from tests.golden.samples import DECODE_LOAD, PREFILL_LOAD
 from tests.waiting import check_ends, started
 
+NOT_SHOWN = {
+    *("page_size", "token_bytes", "max_running_requests"),  # never change
+    *("providers", "placement_epoch", "is_placement_staged", "placement_error"),  # are no numbers to watch
+    *("cost", "queued", "unsent_bytes", "num_running_tokens", "accept_length"),  # are for policies
+}
+"""The fields of loads that are in no metric."""
 parser = pytest.importorskip("prometheus_client.parser")
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -135,6 +143,23 @@ def decode_load(kv: ChannelStats, **more: Any) -> DecodeLoad:
         **{f"num_{name}": 0 for name in counts},
         **more,
     )
+
+
+@pytest.mark.parametrize(("role", "load"), [("prefill", PREFILL_LOAD), ("decode", DECODE_LOAD)])
+def test_every_field_of_a_load_is_shown_or_said_not_to_be(role: str, load: EngineLoad) -> None:
+    """A new one would otherwise be in no metric, and nobody would have decided so."""
+    before, shown = list(_of_engine(role, load)), {"address", "kv"}
+    for field in attrs.fields(type(load)):
+        value = getattr(load, field.name)
+        if isinstance(value, bool | int | float | str):
+            other = f"{value}2" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+            if list(_of_engine(role, attrs.evolve(load, **{field.name: other}))) != before:
+                shown.add(field.name)
+    fields = {field.name for field in attrs.fields(type(load))}
+    assert not (new := fields - shown - NOT_SHOWN), (
+        f"give {new} a metric in metrics/recorder.py, or list it in NOT_SHOWN"
+    )
+    assert not (seen := shown & NOT_SHOWN), f"{seen} has a metric: take it out of NOT_SHOWN"
 
 
 def test_requests_that_end_in_the_queue_count_in_the_durations() -> None:

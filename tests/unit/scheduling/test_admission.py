@@ -130,7 +130,8 @@ def refusal(bad: Request) -> str:
 def test_every_field_has_values_that_are_refused() -> None:
     """A field that nothing checks would reach an engine with any value. One that is new needs a line in HOSTILE."""
     fields = SAMPLING_FIELDS | {field.name for field in attrs.fields(Request)}
-    assert fields - {case.values[0] for case in HOSTILE} == {"stop"}, "`stop` has tests of its own"
+    unchecked = fields - {case.values[0] for case in HOSTILE} - {"stop"}  # which has tests of its own
+    assert not unchecked, f"check {unchecked} in scheduling/admission.py, and give HOSTILE values that it refuses"
 
 
 @pytest.mark.parametrize(("field", "value", "limit"), HOSTILE)

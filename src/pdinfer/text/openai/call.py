@@ -22,7 +22,7 @@ from pdinfer.text.openai.prompts import TooLong, prompts_of
 from pdinfer.text.openai.tools import Tools
 from pdinfer.text.stream import StopStrings
 from pdinfer.text.tokenizer import Tokenizer
-from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
+from pdinfer.types import COMPLETE, Request, SamplingParams, TokenEvent
 
 __all__ = ["Call", "error_answer", "max_bytes"]
 
@@ -120,7 +120,7 @@ class Call:
         whole answer after the last event. Raises the event's error, or TransferError when the request was cancelled or
         late; nothing more is to be sent then."""
         reason = event.finish_reason
-        if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason is not None and reason not in COMPLETE:
             raise event.error or TransferError(f"the request ended early: {reason.value}")
         choice = self._choices[event.request_id]
         if self.streams:

@@ -14,6 +14,11 @@ from pdinfer.types import PeerAddress, RequestShape
 ALL = [policy.round_robin, policy.least_tokens, policy.power_of_two, policy.cache_aware, policy.traffic_aware]
 
 
+def test_every_policy_keeps_what_all_have_in_common() -> None:
+    ours = [getattr(policy, name) for name in policy.__all__ if name.islower()]
+    assert sorted(map(repr, ours)) == sorted(map(repr, ALL)), "ALL lacks a policy; docs/howto/policy.md lists them too"
+
+
 def address(rank: int) -> PeerAddress:
     return PeerAddress(b"engine", 1, rank)
 
