@@ -24,8 +24,8 @@ class Etcd:
     def read(self) -> dict[str, bytes | None]:
         end = self._prefix[:-1] + chr(ord(self._prefix[-1]) + 1)  # etcd takes a range for a prefix
         found = self._call("kv/range", key=_coded(self._prefix), range_end=_coded(end), limit=1024)
-        pairs = {b64decode(kv["key"]).decode(): b64decode(kv["value"]) for kv in found.get("kvs", ())}
-        return {key.removeprefix(self._prefix): value for key, value in pairs.items()}
+        pairs = [(b64decode(kv["key"]), kv.get("value", "")) for kv in found.get("kvs", ())]  # empty is left out
+        return {_name(key).removeprefix(self._prefix): b64decode(value) for key, value in pairs}
 
     def write(self, name: str, data: bytes, *, ttl_s: float) -> None:
         lease = self._call("lease/grant", TTL=max(1, round(ttl_s)))["ID"]
@@ -40,6 +40,10 @@ class Etcd:
         with urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
             found: dict[str, Any] = json.load(answer)
             return found
+
+
+def _name(key: bytes) -> str:
+    return key.decode(errors="replace")  # anybody may have written it
 
 
 def _coded(text: str) -> str:
@@ -59,7 +63,7 @@ class RayCluster:
 
     def read(self) -> dict[str, bytes | None]:
         keys = self._list(b"", namespace=self._space)
-        return {key.decode(): self._get(key, namespace=self._space) or b"" for key in keys}
+        return {_name(key): self._get(key, namespace=self._space) or b"" for key in keys}
 
     def write(self, name: str, data: bytes, *, ttl_s: float) -> None:
         self._put(name.encode(), data, overwrite=True, namespace=self._space)

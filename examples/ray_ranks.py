@@ -3,8 +3,8 @@
     pip install ray && python examples/ray_ranks.py [CHECKPOINT]
 
 Each prefill is a placement group with an actor for each of its ranks. When one rank dies, the other ends, the requests
-go to another prefill, and a new group takes its place. An autoscaler of yours, such as Ray Serve's, calls what `main`
-calls: `add` and `remove`. Ray kills actors when memory is short; `RAY_memory_monitor_refresh_ms=0` keeps it from that.
+go to another prefill, and a new group takes its place. An autoscaler of yours calls what `main` calls: `add` and
+`remove`. Ray kills actors when memory is short; `RAY_memory_monitor_refresh_ms=0` keeps it from that.
 """
 
 import os

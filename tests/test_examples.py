@@ -100,6 +100,12 @@ def test_ranks_of_ray_are_killed_replaced_and_removed() -> None:
 
 
 @pytest.mark.full(minutes=5)
+def test_decodes_are_scaled_by_ray_serve() -> None:
+    pytest.importorskip("ray.serve", reason="examples/ray_serve.py needs Ray Serve: pip install 'ray[serve]'")
+    assert "requests, and 1 was left after" in _run("examples/ray_serve.py", timeout_s=900)
+
+
+@pytest.mark.full(minutes=5)
 def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(
         "examples/train_tiny.py",

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 import pdinfer as pd
@@ -177,6 +178,39 @@ def test_engines_that_are_known_by_an_address_alone_say_what_they_are() -> None:
             with directory.dial(Entry(other, other)) as found:  # it was left, and takes others
                 assert found.role == "decode"
         drain.set()
+
+
+def test_a_stale_announcement_leads_to_no_engine_that_took_the_place(directory: Directory) -> None:
+    """It tells of other weights. If it led there, no engine of the right ones would be dialled any more."""
+    with serving(pd.PrefillEngine, directory), serving(pd.DecodeEngine, directory):
+        wait_until(lambda: len(directory.watch()) == 2)
+        now = directory.watch()[0].announced
+        assert now is not None
+        before = pd.PeerAddress(bytes(16), 1, 0, now.engine.endpoints)
+        directory.announce(msgspec.structs.replace(now, engine=before, weights_id=bytes(32)))
+        with pytest.raises(pd.TransferError, match=r"engine 00000000 .* was announced at .*, where Found.* answers"):
+            directory.dial(directory.watch()[0])
+        with pd.Pairing(directory=directory) as pairing:
+            step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
+
+
+def test_an_engine_that_drains_lets_nobody_else_in() -> None:
+    """A directory may go on naming it for a while. Front ends that came and left by turns would keep it for ever."""
+    drain = threading.Event()
+    with listening(pd.DecodeEngine, drain=drain) as decode:
+        directory = Directory(SimpleNamespace(read=dict), key=KEY)
+        with directory.dial(Entry(decode, decode)):
+            drain.set()
+            with pytest.raises(pd.TransferError, match="no engine answers"):
+                directory.dial(Entry(decode, decode))
+
+
+def test_a_pairing_that_is_closed_follows_nothing(directory: Directory) -> None:
+    with paired(directory) as pairing:
+        pairing.close()
+        with pytest.raises(pd.TransferError, match="the pairing is closed"):
+            pairing.follow(directory)
+        assert len(pairing._followings) == 1
 
 
 @pytest.mark.parametrize(

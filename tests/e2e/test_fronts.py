@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -56,6 +57,12 @@ def front(prefill: Served, decode: Served, connections: list[Connection] | None 
         return pd.Pairing(pd.remote.PrefillClient(prefill.dial), pd.remote.DecodeClient(decode.dial))
     connections += [prefill.dial(), decode.dial()]
     return pd.Pairing(pd.remote.PrefillClient(connections[0]), pd.remote.DecodeClient(connections[1]))
+
+
+def break_off(connection: Connection) -> None:
+    """End a connection as the death of this process would."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as broken:
+        broken.shutdown(socket.SHUT_RDWR)
 
 
 def asks(front: pd.Pairing, seed: int, names: Sequence[str], count: int = 8) -> dict[str, list[int]]:
@@ -117,8 +124,7 @@ def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
 
         wait_until(both_stream)
         for connection in connections:
-            with socket.socket(fileno=os.dup(connection.fileno())) as broken:
-                broken.shutdown(socket.SHUT_RDWR)
+            break_off(connection)
         assert answers(heard["stays"] + step_both(stays)[0]) == wanted
         wait_until(lambda: not decode.engine.request_ids and not prefill.engine.request_ids)
         with front(prefill, decode) as new:
@@ -127,6 +133,31 @@ def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
         dies.close()
         wanted = asks(stays, 4, "abcd")
         assert answers(collect(stays)) == wanted
+
+
+@pytest.mark.parametrize("is_forwarded", [True, False])
+def test_front_ends_that_all_die_between_grant_and_hand_off_leave_no_page_behind(is_forwarded: bool) -> None:
+    """Decode has promised pages, and prefill has heard of it or not. A third front end takes over."""
+    with pair() as (prefill, decode):
+        connections: list[list[Connection]] = [[], []]
+        fronts = [front(prefill, decode, each) for each in connections]
+        hang(prefill.engine)
+        for seed, each in enumerate(fronts):
+            asks(each, seed, "abc")
+            each.step()
+        wait_until(lambda: decode.engine.load().num_granted_requests == 6)
+        if is_forwarded:
+            wait_until(lambda: [each.step() for each in fronts] and len(prefill.engine.request_ids) == 6)
+        for connection in itertools.chain(*connections):
+            break_off(connection)
+        wait_until(lambda: not decode.engine.request_ids)
+        recover(prefill.engine)
+        with front(prefill, decode) as third:
+            wanted = asks(third, 3, "abc")
+            assert answers(collect(third)) == wanted
+            assert decode.engine.channel.pool.num_granted == 0
+        for each in fronts:
+            each.close()
 
 
 def test_who_closes_an_engine_that_others_have_leaves_it() -> None:

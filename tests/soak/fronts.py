@@ -3,10 +3,11 @@
     python -m tests.soak.fronts --minutes 10 --seed 1 --out FILE
 
 Engines and front ends find each other in one folder, and both front ends submit the same requests by the same names.
-Every EVERY_S seconds the seed chooses what happens: an engine is killed, drained or frozen for a while, or a front end
-is killed. Another process takes its place at once. No engine is struck while fewer than two of its role are announced,
-so a request that fails is a broken promise, as is one without its final event, a wrong token, or a page that an engine
-still holds in the end. Prints a JSON line; the exit status is 1 when a promise did not hold.
+Every EVERY_S seconds the seed chooses what happens. An engine is killed, drained or frozen for a while, or one front
+end or both are killed; others take their places at once. Or the folder is emptied, and what was in it is put back a
+while later or never. No engine is struck while fewer than two of its role are announced, so a request that
+fails is a broken promise, as is one without its final event, a wrong token, or a page that an engine still holds in the
+end. Prints a JSON line; the exit status is 1 when a promise did not hold.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from tests.versions import commit
 ROLES = ("prefill",) * 3 + ("decode",) * 3
 NUM_FRONTS = 2
 EVERY_S = 15.0
-KINDS = ("kill", "drain", "freeze", "front")
+KINDS = ("kill", "drain", "freeze", "front", "fronts", "empty", "stale")
 FREEZE_S = 4.0
 """Longer than the silence that counts as death."""
+STALE_S = 5.0
+"""Longer than announcements are believed without a refresh."""
 NUM_UNFINISHED = 6
 """The number of requests that each front end has under way at once."""
 TELL_S = 0.5
@@ -179,13 +182,21 @@ class World:
     def strike(self) -> bool:
         """Let something die, and put another process in its place. Return False when nothing can be spared now."""
         kind = self.kinds[-1]
-        if kind == "front":
-            at = self.chance.randrange(NUM_FRONTS)
-            process, out = self.fronts[at]
-            process.kill()
-            process.wait()
-            self._read(out)
-            self.fronts[at] = self.front()
+        if kind in ("front", "fronts"):
+            some = self.chance.sample(range(NUM_FRONTS), 1 if kind == "front" else NUM_FRONTS)
+            for at in some:
+                self.fronts[at][0].kill()
+            for at in some:
+                process, out = self.fronts[at]
+                process.wait()
+                self._read(out)
+                self.fronts[at] = self.front()
+        elif kind in ("empty", "stale"):
+            held = {path: path.read_bytes() for path in self.folder.glob("[!.]*.json")}
+            for path in held:
+                path.unlink(missing_ok=True)
+            if kind == "stale":
+                threading.Timer(STALE_S, lambda: [path.write_bytes(data) for path, data in held.items()]).start()
         else:
             at = self.chance.randrange(len(ROLES))
             role, process = self.engines[at]

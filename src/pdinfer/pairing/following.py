@@ -11,6 +11,7 @@ itself asks for it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,8 @@ class _Tries:
 
 
 class Following:
-    """One directory that a Pairing follows. `look` is called again and again by a thread of `start`, or by a test, and
-    `act` by the thread that steps. `beside` runs what it is given in a thread of its own."""
+    """One directory that a Pairing follows. `look` and `let_go` are called again and again by threads of `start`, or by
+    a test, and `act` by the thread that steps. `beside` runs what it is given in a thread of its own."""
 
     def __init__(
         self,
@@ -111,30 +112,31 @@ class Following:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="pdinfer-follow", daemon=True).start()
+        for work in (self.look, self.let_go):  # two, since an engine drains whether or not the directory can be read
+            threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True).start()
 
     def close(self) -> None:
         """Look no more. A dial that is under way ends by itself, and its port does not join."""
         self._ended.set()
 
     def look(self) -> None:
-        """Read the directory once, have entries dialled that are due, and let go of ports that drain."""
-        with self._changing:
-            self._ports = {name: known for name, known in self._ports.items() if self._followed.has(known[1])}
-            ports = [port for _, port in self._ports.values()]
-        self._let_go(ports)
+        """Read the directory once, and have entries dialled that are due, first those that have waited longest."""
         now, entries = self._clock(), self._read()
         listed = {entry.name for entry in entries}
         with self._changing:
+            self._forget_lost()
             self._tries = {
                 name: tries
                 for name, tries in self._tries.items()
                 if name in listed or now < tries.due_at + DIAL_AGAIN_S[1]
             }
-            for entry in entries:
+            for entry in sorted(entries, key=self._due_at):
                 if self._is_due(entry, now) and len(self._dialling) < MAX_DIALS:
                     self._dialling[entry.name] = entry
-                    self._beside(partial(self._dial, entry))
+                    try:
+                        self._beside(partial(self._dial, entry))
+                    except RuntimeError as error:  # the system has no thread for it now
+                        self._failed(entry, error)
 
     def act(self) -> None:
         """Go on with letting ports go, between two steps."""
@@ -159,8 +161,11 @@ class Following:
                 name: (entry, changed if known is port else known) for name, (entry, known) in self._ports.items()
             }
 
-    def _let_go(self, ports: Sequence[Port]) -> None:
+    def let_go(self) -> None:
         """Begin to let go of the ports whose engines have asked for it."""
+        with self._changing:
+            self._forget_lost()
+            ports = [port for _, port in self._ports.values()]
         self._asked &= {port.address for port in ports}
         for port in ports:
             if isinstance(port, DrainingPort) and port.is_draining and port.address not in self._asked:
@@ -170,15 +175,18 @@ class Following:
         if self._leaving:
             self._followed.wake()
 
-    def _run(self) -> None:
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.is_set():
-            self.look()
+            work()
             self._ended.wait(POLL_S)
+
+    def _forget_lost(self) -> None:
+        self._ports = {name: known for name, known in self._ports.items() if self._followed.has(known[1])}
 
     def _read(self) -> Sequence[Entry]:
         """Return what the directory names, nothing while it cannot be read."""
         try:
-            entries = self._directory.watch()
+            entries = tuple(self._directory.watch())
         except Exception as error:  # noqa: BLE001 - whatever a directory raises
             if not self._is_lost:
                 _log.warning("a directory is lost; the ports that it led to stay: %s", cause(error))
@@ -189,6 +197,10 @@ class Following:
         self._is_lost = False
         return entries
 
+    def _due_at(self, entry: Entry) -> float:
+        tries = self._tries.get(entry.name)
+        return -math.inf if tries is None else tries.due_at
+
     def _is_due(self, entry: Entry, now: float) -> bool:
         """Return whether to dial an entry now: nobody has it, its last failure is long enough ago, and no port of
         other weights is here or on its way, since no pair of them could serve."""
@@ -198,7 +210,7 @@ class Following:
         others = [*self._dialling.values(), *(known for known, _ in self._ports.values())]
         if any(None is not other.identity != entry.identity is not None for other in others):
             return False
-        return name not in self._tries or now >= self._tries[name].due_at
+        return now >= self._due_at(entry)
 
     def _dial(self, entry: Entry) -> None:
         """Make an entry a port, or note that this has failed."""
@@ -211,7 +223,6 @@ class Following:
                 raise
         except Exception as error:  # noqa: BLE001 - whatever a port or a directory raises
             with self._changing:
-                del self._dialling[entry.name]
                 self._failed(entry, error)
         else:
             _log.info("a directory has led to a port: %s", port.address)
@@ -223,6 +234,7 @@ class Following:
     def _failed(self, entry: Entry, error: Exception) -> None:
         """Have the entry dialled ever more rarely. One whose pages mean something else stays so, and is dialled as
         rarely as any at once."""
+        del self._dialling[entry.name]
         tries = self._tries.get(entry.name) or _Tries(0.0)
         pause_s = DIAL_AGAIN_S[1] if isinstance(error, LayoutMismatch) else tries.pause_s
         _log.info("an entry of a directory is dialled again in %g s: %s: %s", pause_s, entry, cause(error))

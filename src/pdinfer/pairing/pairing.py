@@ -18,7 +18,7 @@ from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -309,11 +309,15 @@ class Pairing(OfOneProcess):
 
         A port leaves when its engine is lost, as any does, or has asked to be let go of: then as by `remove`, within
         the steps of the host. That an entry is gone removes nothing. A request waits for ports of a role of which there
-        is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute).
+        is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute). Raises TransferError
+        when the pairing is closed.
         """
         followed = Followed(self.add, self.removal, self._leaving.has, self._intake.inbox.wake)
         following = Following(directory, followed, drain_s, self._clock, in_a_thread)
+        with self._intake.lock:
+            if self._intake.closed:
+                raise TransferError("the pairing is closed: make another one to follow the directory")
+            self._followings.append(following)
         self._broker.lost_ports.expect_ports()
-        self._followings.append(following)
         self._stepping.before.append(following.act)
         following.start()

@@ -76,7 +76,7 @@ def serve(
 
     With a `directory` the engine announces itself there while it takes clients, at `advertise` ("host:port") or else
     where the listener says that it listens. Once `drain` is set, by a handler of SIGTERM say, the announcement is
-    withdrawn and the client is told, and `serve` returns when no client has the engine any more.
+    withdrawn, clients are told, no other is let in, and `serve` returns when no client has the engine any more.
 
     When an engine runs as ranks, serve every rank, with `connection` None on those that no client talks to. All of them
     return when one does, and raise RankLost when one is lost.
@@ -181,8 +181,10 @@ class _Host(OfOneProcess):
                     _log.warning("a connection to a served engine was not made: %s", error)
                 self.ended.wait(ACCEPT_AGAIN_S)
                 continue
-            if self.ended.is_set():
+            if self.ended.is_set() or self.drain.is_set():
                 connection.close()
+                self.places.release()
+                continue
             self.inbox.put(connection)
 
     def deliver(self, client: ServedClient, command: Command | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pdinfer as pd
 from pdinfer.pairing.following import MAX_DIALS, Followed, Following
 from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
+from tests.waiting import TIMEOUT_S, wait_until
 
 
 @attrs.frozen
@@ -91,9 +93,10 @@ class World:
         self.num_wakes += 1
 
     def look(self, seconds: float = 0.0) -> None:
-        """Let time pass, look, and end the dials unless they are slow."""
+        """Let time pass, look at the directory and the ports, and end the dials unless they are slow."""
         self.clock.advance(seconds)
         self.following.look()
+        self.following.let_go()
         if not self.is_slow:
             self.settle()
 
@@ -152,6 +155,36 @@ def test_an_entry_that_answers_again_begins_anew(world: World) -> None:
     assert dial_times(world, "a", 44.0) == [40.5, 41.5, 43.5]
 
 
+def test_a_directory_that_fails_midway_is_lost_and_comes_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def midway() -> Iterator[Named]:
+        yield Named("a")
+        raise OSError("the file server is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "watch", midway)
+        world.look()
+    world.entries = [Named("a")]
+    world.look(0.5)
+    assert set(world.ports) == {"a"}
+
+
+def test_an_engine_that_drains_is_let_go_of_while_the_directory_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.entries = [Named("a")]
+    world.look()
+    asked, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(world, "watch", lambda: (asked.set(), go.wait(), [])[-1])
+    world.following.start()
+    try:
+        assert asked.wait(TIMEOUT_S)
+        world.ports["a"].is_draining = True
+        wait_until(lambda: (world.following.act(), not world.ports)[-1])
+    finally:
+        world.following.close()
+        go.set()
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_directory_that_is_lost_or_empty_removes_nobody(world: World, is_lost: bool) -> None:
     world.entries = [Named("a"), Named("b")]
@@ -194,6 +227,36 @@ def test_dials_that_do_not_end_delay_no_look_and_are_bounded(world: World) -> No
         world.look(0.5)
     world.settle()
     assert len(world.ports) == len(world.entries)
+
+
+def test_stale_entries_that_do_not_answer_starve_no_other(world: World) -> None:
+    """Each of their dials takes its 10 s, and there are more of them than are dialled at a time."""
+    world.is_slow = True
+    world.entries = [Named(f"{number:03}") for number in range(10 * MAX_DIALS)] + [Named("good")]
+    world.dead = {entry.name for entry in world.entries[:-1]}
+    ends: list[tuple[float, Callable[[], None]]] = []
+    while "good" not in world.ports:
+        world.look(1.0)
+        ends += [(world.clock() + 10.0, dial) for dial in world.under_way]
+        world.under_way.clear()
+        for end in [end for end in ends if end[0] <= world.clock()]:
+            ends.remove(end)
+            end[1]()
+        assert world.clock() <= 130.0  # eleven dials of 10 s, one after the other, and the looks between
+
+
+def test_a_dial_for_which_there_is_no_thread_is_made_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world.entries = [Named("a")]
+    with monkeypatch.context() as patch:
+        patch.setattr(world.following, "_beside", no_thread)
+        world.look()
+    world.look(0.5)
+    assert world.ports == {}
+    world.look(0.5)
+    assert set(world.ports) == {"a"}
 
 
 def test_an_engine_with_a_client_is_left_alone_until_it_is_free(world: World) -> None:

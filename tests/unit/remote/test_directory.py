@@ -263,7 +263,8 @@ def test_an_announcement_has_few_bytes(tmp_path: Path) -> None:
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """What of etcd's JSON gateway is used, by its documentation: keys and values in base64, leases that end."""
+    """What of etcd's JSON gateway is used, as etcd 3.4.23 answers: keys and values in base64, empty ones left out,
+    leases that end."""
 
     keys: ClassVar[dict[bytes, tuple[bytes, str]]]
     leases: ClassVar[dict[str, int]]
@@ -281,7 +282,10 @@ class Gateway(BaseHTTPRequestHandler):
             case "/v3/kv/range":
                 low, high = b64decode(body["key"]), b64decode(body["range_end"])
                 found = [(key, value) for key, (value, lease) in self.keys.items() if low <= key < high]
-                pairs = [{"key": b64encode(k).decode(), "value": b64encode(v).decode()} for k, v in found]
+                pairs = [
+                    {name: b64encode(data).decode() for name, data in (("key", key), ("value", value)) if data}
+                    for key, value in found
+                ]
                 answer = {"kvs": pairs, "count": str(len(pairs))} if pairs else {}
             case "/v3/kv/deleterange":
                 self.keys.pop(b64decode(body["key"]), None)
@@ -307,7 +311,8 @@ def check_medium(medium: Any) -> None:
 
 
 def test_etcd_of_the_examples_keeps_announcements_with_leases() -> None:
-    Gateway.keys, Gateway.leases = {b"/pdinfer/other": (b"x", "0"), b"/pdinfer/enginf": (b"x", "0")}, {}
+    others = b"/pdinfer/other", b"/pdinfer/enginf", b"/pdinfer/engines/\xff"
+    Gateway.keys, Gateway.leases = {b"/pdinfer/engines/empty": (b"", "0"), **dict.fromkeys(others, (b"x", "0"))}, {}
     with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         thread = started(server.serve_forever)
         check_medium(script("examples/directories.py").Etcd(f"http://127.0.0.1:{server.server_port}/"))
@@ -317,7 +322,7 @@ def test_etcd_of_the_examples_keeps_announcements_with_leases() -> None:
 
 
 def test_the_store_of_ray_of_the_examples_keeps_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[tuple[bytes, bytes], bytes] = {}
+    kept: dict[tuple[bytes, bytes], bytes] = {(b"pdinfer", b"\xff"): b"x"}
     fake = SimpleNamespace(
         _internal_kv_list=lambda prefix, *, namespace: [key for space, key in kept if space == namespace],
         _internal_kv_get=lambda key, *, namespace: kept.get((namespace, key)),
@@ -460,6 +465,7 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
         assert f"no engine answers at {at}: EOFError" in dialled(at)
     assert "ConnectionRefusedError" in dialled(at)
     assert "an endpoint is a host and a port" in dialled("nowhere")
+    assert "no engine answers at a..b:7000: UnicodeError" in dialled("a..b:7000")
 
     def speak(listener: Listener, said: bytes) -> None:
         try:

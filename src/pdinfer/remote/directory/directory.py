@@ -114,8 +114,13 @@ class Directory:
 
     def dial(self, entry: Entry) -> PrefillClient | DecodeClient:
         """Return a port to the engine of an entry. Both ends prove that they know the key, and the engine says its role
-        itself. Closing the port leaves the engine to its next client. Raises TransferError."""
-        return found(entry.endpoint, self._key, self._config)
+        itself. Closing the port leaves the engine to its next client. Raises TransferError, also where another engine
+        answers than the one that announced itself: it may have other weights."""
+        port = found(entry.endpoint, self._key, self._config)
+        if entry.announced is not None and port.address != entry.announced.engine:
+            port.close()
+            raise TransferError(f"{entry.announced.engine} was announced at {entry.endpoint}, where {port} answers")
+        return port
 
     def check(self, announcement: Announcement) -> None:
         """Raise ConfigError for what can never be announced here, without a look at the medium."""

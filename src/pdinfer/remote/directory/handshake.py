@@ -41,7 +41,7 @@ def connected(endpoint: str, key: bytes) -> Iterator[Connection]:
             answer_challenge(connection, key)
             deliver_challenge(connection, key)
             yield connection
-    except (OSError, EOFError, AuthenticationError) as error:
+    except (OSError, EOFError, UnicodeError, AuthenticationError) as error:  # of a host's name
         raise TransferError(f"no engine answers at {endpoint}: {cause(error)}") from error
 
 
