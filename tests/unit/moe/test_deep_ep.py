@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS
+from tests.conformance.libraries import check_parameters
 
 V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
 BOTH = [
@@ -371,12 +371,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize(("kind", "method"), SIGNATURES, ids=lambda each: getattr(each, "__name__", each))
 def test_the_stand_in_is_called_as_the_library_is(kind: type, method: str) -> None:
-    """It has no parameter of another name, and what it takes by position comes in the same order."""
-    theirs = SIGNATURES[kind, method].split()
-    ours = [each for each in inspect.signature(getattr(kind, method)).parameters.values() if each.name != "self"]
-    assert {each.name for each in ours} <= {*theirs}
-    by_position = [each.name for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert by_position == theirs[: len(by_position)]
+    check_parameters(getattr(kind, method), SIGNATURES[kind, method])
 
 
 def test_what_is_taken_is_taken_by_the_library() -> None:
