@@ -329,7 +329,48 @@ def test_a_line_of_engines_tells_steps_floors_and_captures() -> None:
     floor_us = 1e6 * floors.Step(model.config, 2, 103, fp8=False).floor_s(ceilings)
     assert (line["step_us"], line["floor_us"]) == (3000.0, round(floor_us, 1))
     assert (line["captured"], line["steps"], line["over_floor"]) == (2, 3, round(3000 / floor_us, 2))
-    assert "missing" in engine_steps.line_of(model, engine_steps.Times(), 2, options, ceilings)
+    assert "wrong" in engine_steps.line_of(model, engine_steps.Times(), 2, options, ceilings)
+    failed = engine_steps.Times(steps=[0.1], failed=["out of pages"])
+    assert engine_steps.line_of(model, failed, 2, options, ceilings)["wrong"] == "1 requests failed: out of pages"
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_kernel_that_fails_on_the_card_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be had there is missing, and the others are measured all the same."""
+    monkeypatch.setattr(run.Bench, "check", fail)
+    (line,) = bench().lines(run.CASES[0].tiny())
+    assert line["wrong"] == "RuntimeError: an illegal memory access was encountered"
+    monkeypatch.setattr(run.Bench, "check", lambda *_: None)
+    monkeypatch.setattr(run, "race", lambda given, _: dict.fromkeys(given, timing.Missing("OutOfMemoryError: x")))
+    (line,) = bench().lines(run.CASES[0].tiny())
+    assert line["wrong"] == "OutOfMemoryError: x"
+
+
+def test_a_family_whose_process_ended_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -6, stdout=""))
+    options = run.argparse.Namespace(provider="torch", like="")
+    (line,) = run.run_family("dense", options, case.Ceilings(copy=1.0, read=1.0, bf16=1.0), 60.0)
+    assert line["wrong"] == "its process ended: -6"
+
+
+@pytest.mark.parametrize("program", [run, steps, engine_steps], ids=lambda each: each.__name__)
+def test_programs_end_with_an_error_when_a_line_is_wrong(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the run on a card names their part among those that failed."""
+    name = "whole_run" if program is run else "run"
+    for kind, status in (("wrong", 1), ("missing", 0)):
+        monkeypatch.setattr(program, name, lambda *_, kind=kind: iter([{"bench": "b", "case": "c", kind: "why"}]))
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            assert program.main(["--tiny"]) == status
+        assert "why" in told.getvalue()
+
+
+def test_a_step_of_a_slice_that_fails_is_told_and_the_others_run() -> None:
+    line = steps.tried({"case": "B 1"}, fail)
+    assert line == {"case": "B 1", "wrong": "RuntimeError: an illegal memory access was encountered"}
+    assert "B 1" in steps.table([line]).splitlines()[-1]
 
 
 def test_the_floor_of_a_step_is_the_sum_of_its_kernels() -> None:

@@ -70,8 +70,11 @@ class Bench:
         try:
             ours = self.op_of(case, self.provider)
             wrong = self.check(case, ours)
-        except Exception as error:  # noqa: BLE001 a kernel that cannot run is a result
+        except BackendUnavailable as error:
             yield {**head, "missing": sentence(error)}
+            return
+        except Exception as error:  # noqa: BLE001 a kernel that fails is a result
+            yield {**head, "wrong": sentence(error)}
             return
         if wrong is not None:
             yield {**head, "wrong": wrong}
@@ -107,7 +110,7 @@ class Bench:
         found |= race(contenders, self.device)
         mine = found.pop("pdinfer")
         if isinstance(mine, Missing):
-            yield {**head, "missing": mine.reason}
+            yield {**head, "wrong": mine.reason}
             return
         medians = {name: each.median for name, each in found.items() if isinstance(each, Times)}
         if sdpa := [seconds for name, seconds in medians.items() if name.startswith("sdpa ")]:
@@ -212,7 +215,7 @@ def run_family(family: str, options: argparse.Namespace, ceilings: Ceilings, lef
         output, status = (late.stdout or b"").decode(), "too late"
     yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
     if status:
-        yield {"bench": "gpu", "case": f"family {family}", "missing": f"its process ended: {status}"}
+        yield {"bench": "gpu", "case": f"family {family}", "wrong": f"its process ended: {status}"}
 
 
 def check_tokens(device: torch.device) -> Line:

@@ -190,7 +190,7 @@ def tried(head: Line, run_it: Callable[[], Line]) -> Line:
     try:
         return run_it()
     except Exception as error:  # noqa: BLE001 other sizes are still worth measuring
-        return {**head, "missing": sentence(error)}
+        return {**head, "wrong": sentence(error)}
 
 
 def pages_of(batch: int, context: int) -> int:
@@ -226,8 +226,8 @@ def table(lines: Sequence[Line]) -> str:
     for line in lines:
         if "step_us" in line:
             rows.append(f"{line['case']:<32}" + "".join(f"{line.get(name) or '':>13}" for name in COLUMNS))
-        elif "missing" in line:
-            rows.append(f"{line['case']:<32}  missing: {line['missing']}")
+        else:
+            rows += [f"{line['case']:<32}  {kind}: {line[kind]}" for kind in ("wrong", "missing") if kind in line]
     return "\n".join(rows)
 
 
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         floors.tell(line)
         lines.append(line)
     print(table(lines))
-    return 0
+    return int(any("wrong" in line for line in lines))
 
 
 if __name__ == "__main__":

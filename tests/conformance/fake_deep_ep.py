@@ -39,6 +39,11 @@ def check_taken(buffer: Buffer | ElasticBuffer, rows: Tensor, *others: Tensor) -
     assert rows.data_ptr() % ROW_ALIGNMENT == rows.shape[-1] * rows.itemsize % ROW_ALIGNMENT == 0
 
 
+def check_unfilled() -> None:
+    """Check that torch fills no new memory, which may run beside the kernels."""
+    assert not (torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory)
+
+
 class Config:
     def __init__(
         self,
@@ -133,9 +138,12 @@ class Buffer(Destroyed):
         assert num_nvl_bytes % 128 == 0
         assert num_rdma_bytes % 128 == 0
         assert (num_rdma_bytes if low_latency_mode else num_nvl_bytes) > 0
+        assert num_rdma_bytes == 0 or low_latency_mode or max(num_nvl_bytes, num_rdma_bytes) < 1 << 31
         self.group = group
         self.device = here()
         self.rank, self.size = place(group)
+        assert self.size < 8 or self.size % 8 == 0
+        self.rdma_bytes = num_rdma_bytes
         self.qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
         self.low_latency_mode = low_latency_mode
         self.num_qps_per_rank = num_qps_per_rank
@@ -258,7 +266,12 @@ class Buffer(Destroyed):
         assert num_max_dispatch_tokens_per_rank * self.size % 4 == 0
         assert self.qp_depth >= 2 * (num_max_dispatch_tokens_per_rank + 1)
         assert topk_idx.shape[1] <= 11
+        asked = self.get_low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank, x.shape[1], self.size, num_experts
+        )
+        assert asked <= self.rdma_bytes
         per_rank = num_experts // self.size
+        assert num_experts % self.size == 0
         assert self.num_qps_per_rank >= per_rank
         self.live += 1
         assert self.live <= 2
@@ -307,11 +320,18 @@ class EPHandle:
     """What a dispatch leaves for its combine. Of `counts` there is no copy on the host."""
 
     def __init__(
-        self, counts: Tensor, slots: Tensor, received: list[int], tokens: list[Tensor], num_tokens: int
+        self,
+        counts: Tensor,
+        slots: Tensor,
+        received: list[int],
+        tokens: list[Tensor],
+        num_tokens: int,
+        num_sms: int,
     ) -> None:
         self.num_unaligned_recv_tokens_per_expert = counts
         self.num_recv_tokens_per_expert_list: list[int] = []
         self.slots, self.received, self.tokens, self.num_tokens = slots, received, tokens, num_tokens
+        self.num_sms = num_sms
 
 
 class ElasticBuffer(Destroyed):
@@ -343,6 +363,7 @@ class ElasticBuffer(Destroyed):
         num_experts: int,
         num_max_tokens_per_rank: int,
         expert_alignment: int,
+        num_sms: int,
         async_with_compute_stream: bool,
         do_cpu_sync: bool,
         do_expand: bool,
@@ -350,7 +371,9 @@ class ElasticBuffer(Destroyed):
         """The only layout is the expanded one: in memory for the worst case, unless the host waits for the counts.
         Rows of one stream that another uses are recorded, which in a capture keeps them to its end, unless a variable
         says that the caller holds them."""
+        check_unfilled()
         assert async_with_compute_stream
+        assert num_sms % 2 == 0 <= num_sms <= 160
         assert do_expand
         assert not is_capturing(self.device) or os.environ.get("EP_AVOID_RECORD_STREAM") == "1"
         assert expert_alignment == 1
@@ -363,6 +386,9 @@ class ElasticBuffer(Destroyed):
         assert topk_idx.shape == topk_weights.shape == (len(rows), topk_idx.shape[1])
         assert topk_idx.shape[1] <= self.num_topk
         assert num_experts % self.size == 0
+        assert num_experts <= 2048
+        assert num_experts // self.size <= 256
+        assert rows.shape[1] * rows.itemsize % 32 == 0
         if scales is not None:
             assert (rows.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
             assert scales.shape == (len(rows), rows.shape[1] // 128)
@@ -391,7 +417,7 @@ class ElasticBuffer(Destroyed):
         slots = torch.empty_like(expert)
         slots[order] = torch.arange(len(order), device=ids.device)
         slots = slots.where(expert < per_rank, -1).view(ids.shape)
-        handle_of = (slots, [len(part) for part in parts], tokens, len(rows))
+        handle_of = (slots, [len(part) for part in parts], tokens, len(rows), num_sms)
         outs = [expanded(torch.cat(parts).repeat_interleave(num_topk, 0)), expanded(weights.flatten()), counts]
         if scales is not None:
             received = torch.cat(exchange(self.group, [scales[at] for at in tokens]))
@@ -402,6 +428,7 @@ class ElasticBuffer(Destroyed):
 
     def combine(self, x: Tensor, handle: EPHandle, *, async_with_compute_stream: bool) -> tuple[Tensor, None, Late]:
         """A rank adds up its experts' results for a token, and the token's rank adds up those sums."""
+        check_unfilled()
         assert async_with_compute_stream
         assert x.dtype == torch.bfloat16
         check_taken(self, x)

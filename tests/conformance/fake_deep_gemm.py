@@ -1,11 +1,10 @@
 """A stand-in for the library deep_gemm on host tensors: its checks of dtypes, shapes, strides and alignment on a Hopper
 card, and the reference's products. Rows that the real kernels do not write become NaN, and so do those of another
-expert that they write over."""
+expert that they write over. Read at DeepGEMM 54e2261 and in the wheel of sgl-deep-gemm 0.1.4.post1."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
     return TILE
 
 
-def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, **_: Any) -> None:
+def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> None:
     assert c is None
     (rows, inputs), outputs = check_matrix(a[0]), check_matrix(b[0])[0]
     assert b[0].shape == (outputs, inputs)
@@ -33,7 +32,7 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, **_: Any) 
     d.copy_(product(a, b))
 
 
-def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, **_: Any) -> None:
+def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor) -> None:
     (rows, inputs), (groups, outputs) = check_matrix(a[0]), check_matrix(b[0])[:2]
     assert b[0].shape == (groups, outputs, inputs)
     check_output(d, rows, outputs)
@@ -52,7 +51,7 @@ def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: Tensor, grouped_layout
             d[tile] = product((a[0][tile], a[1][tile]), (b[0][group], b[1][group]))
 
 
-def m_grouped_fp8_gemm_nt_masked(a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> None:
+def m_grouped_fp8_gemm_nt_masked(a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
     (groups, room, inputs), outputs = check_matrix(a[0]), check_matrix(b[0])[1]
     assert b[0].shape == (groups, outputs, inputs)
     check_output(d, groups, room, outputs)

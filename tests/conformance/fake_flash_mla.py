@@ -2,7 +2,7 @@
 
 They round weights of the softmax to bfloat16, give the log-sum-exp of a row without a key as +inf, and multiply rows
 that a causal mask hides by 0. Read at FlashMLA 9241ae3 (2026-04-29): csrc/api/dense_decode.h and
-csrc/sm90/decode/dense/splitkv_mla.cuh.
+csrc/sm90/decode/dense/splitkv_mla.cuh; the older interfaces at c28eca9 and 261330b.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def _metadata(
     plan = cache_seqlens.new_tensor([-1 if topk is None else topk, num_q_tokens_per_head_k])
     parts = num_parts(num_q_tokens_per_head_k) if topk is None else MULTIPROCESSORS
     return plan.repeat(parts, 4), cache_seqlens.new_zeros(len(cache_seqlens) + 1)
+
+
+def _dense_metadata(cache_seqlens: Tensor, num_heads_per_head_k: int, num_heads_k: int) -> tuple[Tensor, Tensor]:
+    return _metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
 def _with_kvcache(
@@ -166,6 +170,7 @@ def build(name: str) -> ModuleType:
             plan = (tile_scheduler_metadata, num_splits)
             return _with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal)
 
-    module.get_mla_metadata = _lazy_metadata if name == "2026" else _metadata  # type: ignore[attr-defined]
+    plans = {"dense": _dense_metadata, "2025": _metadata, "2026": _lazy_metadata}
+    module.get_mla_metadata = plans[name]  # type: ignore[attr-defined]
     module.flash_mla_with_kvcache = with_kvcache  # type: ignore[attr-defined]
     return module

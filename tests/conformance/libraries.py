@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import attrs
 import pytest
@@ -27,3 +29,13 @@ def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]
         hopper._why_absent.cache_clear()
         yield
     hopper._why_absent.cache_clear()
+
+
+def check_parameters(stand_in: Callable[..., Any], library: str) -> None:
+    """Check that a function of a stand-in has no parameter of another name than the library's, whose parameters are
+    named in order, and that what it takes by position comes in this order. So our calls fit the library's too."""
+    theirs = library.split()
+    ours = [each for each in inspect.signature(stand_in).parameters.values() if each.name != "self"]
+    assert {each.name for each in ours} <= {*theirs}
+    by_position = [each.name for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert by_position == theirs[: len(by_position)]

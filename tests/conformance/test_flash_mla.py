@@ -25,7 +25,7 @@ from pdinfer.model.batch import Row
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import SamplingParams
 from tests.conformance import fake_flash_mla
-from tests.conformance.libraries import installed
+from tests.conformance.libraries import check_parameters, installed
 from tests.conformance.op_suite import SCALE, Attention, contexts_of, draw
 from tests.conformance.test_sparse_ops import Sparse
 from tests.rounding import assert_within
@@ -49,6 +49,21 @@ def dense(contexts: tuple[int, ...], heads: int, num_queries: int) -> Attention:
     """The table is wider than any context, of int64, and slots of nobody are NaN."""
     lens = (1,) * len(contexts)
     return Attention(torch.bfloat16, heads, 64, contexts, lens, DIMS, num_queries, torch.int64, spare_columns=2)
+
+
+@pytest.mark.parametrize("version", ["dense", "2025", "2026"])
+def test_the_stand_in_is_called_as_the_library_is(version: str) -> None:
+    """At 261330b ("dense"), c28eca9 and 9241ae3, whose plan takes anything."""
+    library = fake_flash_mla.build(version)
+    names = "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
+    later = "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length"
+    check_parameters(library.flash_mla_with_kvcache, names if version == "dense" else names + later)
+    of_plan = {
+        "dense": "cache_seqlens num_heads_per_head_k num_heads_k",
+        "2025": "cache_seqlens num_q_tokens_per_head_k num_heads_k num_heads_q is_fp8_kvcache topk",
+    }
+    if version in of_plan:
+        check_parameters(library.get_mla_metadata, of_plan[version])
 
 
 @pytest.mark.parametrize(("heads", "num_queries"), [(1, 1), (16, 2), (3, 4)])

@@ -89,6 +89,24 @@ def test_a_captured_step_of_the_second_api_waits_for_nothing() -> None:
     assert y_TD.cpu()[:, 0].tolist() == [0, 3, 1]
 
 
+def test_a_host_whose_torch_fills_new_memory_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library refuses it, as the fill may run beside its kernels."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    dispatcher = MODES["elastic"](DEVICE, Group("ep"))
+    _, y_TD = forth_and_back(dispatcher, *routed(DEVICE))
+    assert y_TD.cpu()[:, 0].tolist() == [0, 1.5, 1.5]
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 0), (24, 24)])
+def test_the_second_api_takes_the_multiprocessors_that_are_asked_for(asked: int | None, given: int) -> None:
+    """0 leaves them to the library."""
+    dispatcher = DeepEPElastic.connect(Group("ep"), SIZES, ROOM, asked, device=DEVICE)
+    dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(*routed(DEVICE)))
+    assert dispatched.handle.num_sms == given
+
+
 def test_the_second_api_waits_for_a_rank_as_long_as_a_collective_does() -> None:
     assert MODES["elastic"](DEVICE, Group("ep")).buffer.timeouts == (8, 8)
 

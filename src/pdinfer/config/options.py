@@ -177,10 +177,12 @@ class ExpertConfig(Value):
     `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
     torch.distributed) on several; "all_to_all_int8" does the same with rows in INT8, for experts that are held in INT8
     with a scale per token. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
-    `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last two
-    have at most `num_max_dispatch_tokens_per_rank` tokens per rank. With `two_batch_overlap` half of a step's tokens
-    travel while the other half computes. `expert_distribution_recorder_mode` counts the choices of routers, over
-    the last `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
+    `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last
+    two have at most `num_max_dispatch_tokens_per_rank` tokens per rank. "elastic" takes `deepep_num_sms`
+    multiprocessors; None leaves that to DeepEP, whose sources advise against it for routers that choose groups of
+    experts first. With `two_batch_overlap` half of a step's tokens travel while the other half computes.
+    `expert_distribution_recorder_mode` counts the choices of routers, over the last
+    `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
     `moe.ExpertLoadRecorder`.
     """
 
@@ -190,6 +192,7 @@ class ExpertConfig(Value):
     moe_a2a_backend: str = attrs.field(default="auto", validator=one_of(*MOE_A2A_BACKENDS))
     deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency", "elastic"))
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
+    deepep_num_sms: int | None = int_field(4, 160, default=None)
     num_max_dispatch_tokens_per_rank: int = int_field(1, 1 << 16, default=128)
     two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
     expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
@@ -201,6 +204,11 @@ class ExpertConfig(Value):
             raise ConfigError(
                 'deepep_config is for moe_a2a_backend "deep_ep" in deepep_mode "normal", these are '
                 f'"{self.moe_a2a_backend}" and "{self.deepep_mode}"'
+            )
+        if self.deepep_num_sms is not None and (self.deepep_mode != "elastic" or self.deepep_num_sms % 2):
+            raise ConfigError(
+                f'deepep_num_sms must be even and is for deepep_mode "elastic", got {self.deepep_num_sms} for '
+                f'"{self.deepep_mode}"; the files of deepep_config have one for "normal"'
             )
 
 

@@ -108,7 +108,7 @@ class WarmUpRun:
                 Draw(sampling=(_GREEDY, _FILTERED)[at % 2], prompt=(self._token(at),), output=row.tokens)
                 for at, row in enumerate(rows)
             ]
-            captured, sizes = self._captured_sizes(), batch_sizes(most)
+            captured, sizes = captured_sizes(self.config) if self.runner.resident.captures else (), batch_sizes(most)
             total = len(captured) + len(sizes) * (2 if num_drafts else 1)
             steps = chain(self._capture(captured), self._batches(sizes, rows, draws, states))
             for done, step in enumerate(steps, 1):
@@ -116,14 +116,6 @@ class WarmUpRun:
                 self.tell(done, total)
         finally:
             pool.release(pages)
-
-    def _captured_sizes(self) -> Sequence[int]:
-        """Return the numbers of sequences whose steps are captured."""
-        if not self.runner.resident.captures:
-            return ()
-        if self.config.graph_batch_sizes is not None:
-            return self.config.graph_batch_sizes
-        return batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES))
 
     def _capture(self, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
         started = self.clock()
@@ -161,6 +153,13 @@ class WarmUpRun:
                 f"a warm-up needs {num_pages} free pages and {self.pool.num_free} of {self.pool.num_pages} are free: "
                 "warm up before the first request"
             )
+
+
+def captured_sizes(config: EngineConfig) -> Sequence[int]:
+    """Return the numbers of sequences whose steps a decode captures, where it can."""
+    if config.graph_batch_sizes is not None:
+        return config.graph_batch_sizes
+    return batch_sizes(min(config.max_running_requests, MAX_CAPTURED_SEQUENCES))
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from pdinfer.checks import clip, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
+from pdinfer.execution.warm_up import captured_sizes
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
@@ -57,9 +58,11 @@ class EnginePlan(Value):
     ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks, where the dispatcher or the
     cache cannot have such sizes, and where memory does not suffice: for weights, drivers and a page of KV, within
     `mem_fraction_static` if it is given, and beside these for DeepEP's buffer, the rows at experts and captured steps.
-    What a step of prefill takes beside is not counted. Without `device_bytes` memory is not checked. `prompt_tokens` is
-    the longest prompt that it is for: text says where a pool is smaller. One with `other_engine` may change its role,
-    and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
+    What a step of prefill takes beside is not counted. Nor are captured steps where `graph_batch_sizes` is None, as a
+    prefill captures none: `ClusterPlan` gives its decodes the sizes that they capture then. Without `device_bytes`
+    memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller. One
+    with `other_engine` may change its role, and then runs with that; memory is that of the role which needs more. Only
+    an engine of one rank can.
     """
 
     name: str
@@ -134,9 +137,8 @@ class EnginePlan(Value):
     def graph_bytes(self) -> int:
         """How many bytes captured steps of `graph_batch_sizes` keep where they can be captured: an estimate.
         `mem_fraction_static` does not count them."""
-        at = self.topology
-        is_shared = at.apart().attention.size > 1 or (at.world_size > 1 and self.mtp)
-        if self.device.type != "cuda" or is_shared or not graph_safe(at.ep_size, self.experts):
+        has_experts = self.placement is not None
+        if self.device.type != "cuda" or (has_experts and not graph_safe(self.topology.ep_size, self.experts)):
             return 0
         captured = [(one.graph_batch_sizes or (), 1 + one.num_draft_tokens) for one in self._engines]
         return max(graph_bytes(self.config, sizes, num_queries) for sizes, num_queries in captured)
@@ -269,6 +271,19 @@ def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries:
         check_step_fits(most, overlap, num_tokens, f"{engine.name}: {told}", tp_size=engine.topology.tp_size)
 
 
+def capturing(decode: EnginePlan) -> EnginePlan:
+    """Return the plan of a decode with the sizes of the steps that it captures. Raises ConfigError where memory does
+    not suffice for them."""
+    if decode.engine.graph_batch_sizes is not None:
+        return decode
+    sizes = tuple(captured_sizes(decode.engine))
+    return attrs.evolve(decode, engine=attrs.evolve(decode.engine, graph_batch_sizes=sizes))
+
+
+def _all_capturing(decodes: tuple[EnginePlan, ...]) -> tuple[EnginePlan, ...]:
+    return tuple(map(capturing, decodes))
+
+
 def _attention_groups(topology: Topology) -> list[range]:
     """Return the ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of
     each."""
@@ -285,12 +300,13 @@ def _gib(num_bytes: float) -> str:
 class ClusterPlan(Value):
     """Prefill and decode engines, where every prefill engine hands KV to every decode engine.
 
-    Raises ConfigError, with the values, when a side is empty, when pages differ in size, and when an engine's steps are
-    larger than its dispatcher can carry; LayoutMismatch when pages mean different things.
+    Raises ConfigError, with the values, when a side is empty, when pages differ in size, when an engine's steps are
+    larger than its dispatcher can carry, and when a decode has no memory for the steps that it captures; LayoutMismatch
+    when pages mean different things.
     """
 
     prefill: tuple[EnginePlan, ...]
-    decode: tuple[EnginePlan, ...]
+    decode: tuple[EnginePlan, ...] = attrs.field(converter=_all_capturing)
 
     def __attrs_post_init__(self) -> None:
         if not self.prefill or not self.decode:

@@ -19,7 +19,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.parts import Hardware
-from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.plan import ClusterPlan, EnginePlan, capturing
 from pdinfer.planning.roofline import Roofline, roofline
 from pdinfer.planning.simulation import Cluster, StepRows, cluster, simulate
 from pdinfer.progress import Progress, Tell, telling
@@ -139,7 +139,7 @@ class _Sides:
         if key not in self._made:
             try:
                 plan = self._plan(role, num_nodes)
-                self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(plan)
+                self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(capturing(plan))
             except ConfigError as error:
                 self._made[key], self.refusal = None, str(error)
         return self._made[key]

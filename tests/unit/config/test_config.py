@@ -340,6 +340,8 @@ def test_defaults() -> None:
         (ExpertConfig, "deepep_mode", "auto", "normal, low_latency, elastic"),
         (ExpertConfig, "deepep_config", "", "path of a file"),
         (ExpertConfig, "deepep_config", "tuned.json", 'moe_a2a_backend "deep_ep" in deepep_mode "normal"'),
+        (ExpertConfig, "deepep_num_sms", 162, "4 to 160"),
+        (ExpertConfig, "deepep_num_sms", 24, 'is for deepep_mode "elastic", got 24 for "normal"'),
         (ExpertConfig, "num_max_dispatch_tokens_per_rank", 65537, "1 to 65536"),
         (ExpertConfig, "two_batch_overlap", 1, "true or false"),
         (ExpertConfig, "expert_distribution_recorder_mode", "per_token", "off, window, stat"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
-from pdinfer.moe.dispatchers.choose import choose_dispatcher
+from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
@@ -25,6 +25,7 @@ from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import OPS
+from tests.conformance.libraries import check_parameters
 
 V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
 BOTH = [
@@ -34,7 +35,8 @@ BOTH = [
 NORMAL = [
     ({"num_ranks": 1}, "normal kernels exist for 2, 4, 8, 16, .* 160 ranks, ep_size is 1"),
     ({"num_ranks": 72}, "ep_size is 72"),
-    ({"hidden_size": 1004}, "hidden_size 1004 in bfloat16 is 2008"),
+    ({"hidden_size": 1004}, "multiple of 16 bytes here; hidden_size 1004 in bfloat16 is 2008"),
+    ({"top_k": 33}, "at most 32 experts, num_experts_per_tok is 33"),
     *BOTH,
 ]
 LOW_LATENCY = [
@@ -48,9 +50,11 @@ LOW_LATENCY = [
     *((changes, 128, match) for changes, match in BOTH),
 ]
 ELASTIC = [
-    ({"num_ranks": 1}, "elastic kernels are for 2 to 2048 ranks, ep_size is 1"),
-    ({"num_ranks": 4096, "num_experts": 4096}, "ep_size is 4096"),
-    ({"hidden_size": 1004}, "hidden_size 1004 in bfloat16 is 2008"),
+    ({"num_ranks": 1}, "elastic kernels are for 2 to 1024 ranks, ep_size is 1"),
+    ({"num_ranks": 1025, "num_experts": 1025}, "ep_size is 1025"),
+    ({"num_ranks": 1024, "num_experts": 3072}, "at most 2048 physical experts, .* there are 3072 on 1024 ranks"),
+    ({"num_ranks": 2, "num_experts": 514}, "256 of a rank; there are 514 on 2 ranks"),
+    ({"hidden_size": 1000}, "multiple of 32 bytes here; hidden_size 1000 in bfloat16 is 2000"),
     ({"top_k": 33}, "at most 32 experts, num_experts_per_tok is 33"),
     *BOTH,
 ]
@@ -98,6 +102,25 @@ def test_what_the_buffers_of_the_study_take() -> None:
     assert tuned.buffer_bytes(7168, 8) == 20 * 8 * (4 * 5 + 512 * (14336 + 2056)) + workspace
 
 
+def test_buffers_between_nodes_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    """Each part has less than 2 GiB there, and within a node more."""
+    tuned = DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=1280)
+    row = 14336 + 2056 + 16
+    received = 1284  # the next multiple of 6
+    needed = 2 * 12 * 4 * (4 * 18 + received * row)
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps(attrs.asdict(DeepEPConfig(normal_dispatch=tuned, normal_combine=tuned))))
+    options = pd.moe.ExpertConfig(moe_a2a_backend="deep_ep", deepep_config=path)
+    check_dispatcher(V3, options, torch.device("cuda"))
+    assert needed < 1 << 31 < needed * 6 // 4
+    with pytest.raises(ConfigError, match=rf"pieces of 256 and 1284 .* and {needed * 6 // 4} bytes .* for 48 ranks"):
+        check_dispatcher(attrs.evolve(V3, num_ranks=48), options, torch.device("cuda"))
+    wide = DeepEPChunks(num_sms=64, num_max_nvl_chunked_recv_tokens=1024)
+    assert wide.buffer_bytes(7168, 8) > 1 << 32
+    with pytest.raises(ConfigError, match="lower num_sms or what is received"):
+        wide.buffer_bytes(7168, 16)
+
+
 def test_what_the_buffers_of_the_second_api_take() -> None:
     """0.22 GiB in decode over 4 nodes, and 2.28 with room for a chunk of prefill; within a node no rows wait twice."""
     step = 2 << 20
@@ -127,6 +150,28 @@ def test_queues_of_no_length_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_limits_of_the_elastic_kernels(changes: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         attrs.evolve(V3, **changes).check_elastic()
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "on_node", "told"),
+    [
+        ("elastic", 12, 8, "as many ranks on each node: ep_size 12 is no multiple of ranks_per_node 8"),
+        ("elastic", 12, 4, None),
+        ("elastic", 6, 8, None),
+        ("normal", 8, 4, 'join 8 neighbours over NVLink, ranks_per_node is 4 and ep_size 8: use deepep_mode "elastic"'),
+        ("normal", 24, 12, "ranks_per_node is 12 and ep_size 24"),
+        ("normal", 4, 4, None),
+        ("normal", 32, 16, None),
+        ("normal", 32, None, None),
+    ],
+)
+def test_nodes_must_be_like_those_of_the_kernels(
+    mode: str, num_ranks: int, on_node: int | None, told: str | None
+) -> None:
+    options = pd.moe.ExpertConfig(moe_a2a_backend="deep_ep", deepep_mode=mode, ranks_per_node=on_node)
+    sizes = attrs.evolve(V3, num_ranks=num_ranks, num_experts=8 * num_ranks)
+    with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        check_dispatcher(sizes, options, torch.device("cuda"))
 
 
 def test_a_step_with_more_tokens_than_a_rank_may_bring_is_refused() -> None:
@@ -178,17 +223,22 @@ def test_a_batch_that_came_back_makes_room() -> None:
 def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     for kind in (DeepEPNormal, DeepEPLowLatency, DeepEPElastic):
-        monkeypatch.setattr(kind, "connect", lambda *given, **named: asked.append(given[-1]))
+        monkeypatch.setattr(kind, "connect", lambda *given, **named: asked.append(given[2:]))
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}}))
     for changes in (
         {"deepep_config": path},
         {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96},
-        {"deepep_mode": "elastic", "num_max_dispatch_tokens_per_rank": 4096},
+        {"deepep_mode": "elastic", "num_max_dispatch_tokens_per_rank": 4096, "deepep_num_sms": 24},
     ):
         options = pd.moe.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
         choose_dispatcher(Group("ep"), V3, options, OPS, torch.device("cuda"))
-    assert asked == [DeepEPConfig.read(path), 96, 4096]
+    assert asked == [(OPS, DeepEPConfig.read(path)), (96,), (4096, 24)]
+
+
+def test_kernels_take_multiprocessors_in_pairs() -> None:
+    with pytest.raises(ConfigError, match="deepep_num_sms must be even"):
+        pd.moe.ExpertConfig(deepep_mode="elastic", deepep_num_sms=25)
 
 
 def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
@@ -321,12 +371,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize(("kind", "method"), SIGNATURES, ids=lambda each: getattr(each, "__name__", each))
 def test_the_stand_in_is_called_as_the_library_is(kind: type, method: str) -> None:
-    """It has no parameter of another name, and what it takes by position comes in the same order."""
-    theirs = SIGNATURES[kind, method].split()
-    ours = [each for each in inspect.signature(getattr(kind, method)).parameters.values() if each.name != "self"]
-    assert {each.name for each in ours} <= {*theirs}
-    by_position = [each.name for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert by_position == theirs[: len(by_position)]
+    check_parameters(getattr(kind, method), SIGNATURES[kind, method])
 
 
 def test_what_is_taken_is_taken_by_the_library() -> None:

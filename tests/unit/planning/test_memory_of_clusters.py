@@ -18,6 +18,7 @@ from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, profile
+from pdinfer.testing import tiny_config
 from tests.unit.config import published_configs
 
 LINES = Path(__file__).with_name("clusters.csv").read_text("utf-8").splitlines()
@@ -49,7 +50,7 @@ def test_a_plan_has_the_numbers_of_its_cluster(cluster: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['cluster']} {row['engine']}")
 def test_the_numbers_follow_from_the_formulas(row: dict[str, str]) -> None:
     """288 slots (256 on Ascend), 256 tokens of each rank (8), rows of 7168 numbers, experts of 2048. Steps of 256, 128,
-    …, 1 sequences are captured for two kinds of draws over 129,280 tokens, and none on Ascend."""
+    …, 1 sequences (4, 2, 1, each with three drafts) are captured for two kinds of draws over 129,280 tokens."""
     is_h800, is_decode = row["cluster"] != "A3", row["engine"] == "D0"
     slots, tokens = (288, 256) if is_h800 else (256, 8)
     assert int(row["ranks"]) * int(row["slots"]) == slots
@@ -61,7 +62,8 @@ def test_the_numbers_follow_from_the_formulas(row: dict[str, str]) -> None:
         in_fp8 = (7168 + 4 * 56) + 2 * 4096 + (2048 + 4 * 16) + 2 * 7168
         in_floats = 2 * (7168 + 4096 + 2048 + 7168)
         assert int(row["room_bytes"]) == rows * (in_fp8 if is_h800 else in_floats)
-        assert int(row["graph_bytes"]) == is_h800 * 129280 * (2 * 4 * 511 + 2 * 256)
+        all_captured, largest = (511, 256) if is_h800 else (7 * 4, 4 * 4)
+        assert int(row["graph_bytes"]) == 129280 * (2 * 4 * all_captured + 2 * largest)
     device, token_bytes = (H800_BYTES, 61 * 1152) if is_h800 else (A3_BYTES, 62 * (1152 + 256))
     share = 0.81 if is_h800 else 0.79 if is_decode else 0.73
     page_bytes = (32 if is_h800 else 64) * token_bytes
@@ -168,10 +170,39 @@ def test_captured_steps_keep_the_logits_of_their_tokens() -> None:
     assert asked(8, 2) - asked(8) == 2 * 2 * logits
     assert asked() == 0
     alone: dict[str, Any] = {"topology": Topology(), "experts": ExpertConfig(), "device_bytes": None}
-    assert asked(8, num_drafts=2, **alone) == 3 * asked(8, **alone) == 3 * asked(8)
-    assert asked(8, num_drafts=2) == 0  # several ranks draft, and each step has as many passes as one of them needs
+    assert asked(8, num_drafts=2, **alone) == 3 * asked(8, **alone) == 3 * asked(8) == asked(8, num_drafts=2)
+    shared = Topology(world_size=16, dp_size=4, tp_size=4, ep_size=16)
+    assert asked(8, topology=shared) == asked(8)
     assert asked(8, experts=attrs.evolve(plan.experts, deepep_mode="normal")) == 0
     assert asked(8, experts=attrs.evolve(plan.experts, moe_a2a_backend="all_to_all")) == 0
+
+
+def test_ranks_without_experts_capture_their_steps() -> None:
+    """They have nothing to dispatch, whatever would carry it."""
+    dense = tiny_config(n_routed_experts=0, first_k_dense_replace=3)
+    engine = EngineConfig(graph_batch_sizes=(8,))
+    alone = EnginePlan(name="D", config=dense, topology=Topology(), engine=engine)
+    ranks = attrs.evolve(alone, topology=Topology(world_size=2, dp_size=2, ep_size=2))
+    assert ranks.graph_bytes == alone.graph_bytes > 0
+
+
+def test_a_cluster_knows_what_its_decodes_capture_when_none_is_named() -> None:
+    """Powers of two, up to what may run."""
+    plan = planned("P2D2")
+    (prefill,), (decode,) = plan.prefill, plan.decode
+    elastic = attrs.evolve(decode.experts, deepep_mode="elastic")
+    open_plan = attrs.evolve(decode, engine=EngineConfig(max_running_requests=100), experts=elastic)
+    assert (open_plan.graph_bytes, open_plan.room_bytes) == (0, 0)
+    (named,) = attrs.evolve(plan, decode=(open_plan,)).decode
+    assert named.engine.graph_batch_sizes == (1, 2, 4, 8, 16, 32, 64, 100)
+    assert named.graph_bytes == 129280 * (2 * 4 * 227 + 2 * 100)
+    assert named.room_bytes == 16 * 256 * 8 * 32032
+    assert attrs.evolve(plan, prefill=(attrs.evolve(prefill, engine=EngineConfig()),)).prefill[0].graph_bytes == 0
+    assert attrs.evolve(plan, decode=(decode,)).decode == (decode,)
+    least = open_plan.weight_bytes + open_plan.driver_bytes + open_plan.buffer_bytes + open_plan.layout.page_bytes
+    tight = attrs.evolve(open_plan, cache=CacheConfig(page_size=32), device_bytes=least + named.graph_bytes)
+    with pytest.raises(ConfigError, match=r"D0: .* do not fit into .* of rows at experts and .* of captured steps"):
+        attrs.evolve(plan, decode=(tight,))
 
 
 def test_a_cpu_has_neither_drivers_nor_buffers() -> None:

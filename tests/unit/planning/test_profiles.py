@@ -16,6 +16,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels import flash_mla
 from pdinfer.kernels.ops import OP_NAMES
 from pdinfer.planning import Profile, profile
 from pdinfer.planning.profiles import Setting
@@ -102,6 +103,12 @@ def test_the_tiles_of_the_study_fit_no_rank_of_its_clusters() -> None:
     channels = CONFIGS["deepseek-v3-h800"].moe_intermediate_size
     assert re.match(r"E=(\d+),N=(\d+),", setting.value).groups() == ("257", "256")  # type: ignore[union-attr]
     assert f"has {min(slots)} to {max(slots)} experts of {channels} channels" in setting.why
+
+
+def test_pages_that_flash_mla_does_not_read_are_told() -> None:
+    (setting,) = (each for each in pd.planning.profile(V3).settings if "CacheConfig.page_size" in each.ours)
+    read = setting.ours["CacheConfig.page_size"] == flash_mla.PAGE_SIZE
+    assert read or f"FlashMLA reads pages of {flash_mla.PAGE_SIZE} tokens alone" in setting.why
 
 
 def test_the_h800_study_in_our_values() -> None:

@@ -51,9 +51,10 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
     if backend == "deep_ep" and options.deepep_mode == "low_latency":
         sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank)
     elif backend == "deep_ep" and options.deepep_mode == "elastic":
-        sizes.check_elastic()
+        sizes.check_elastic(options.ranks_per_node)
     elif backend == "deep_ep":
-        sizes.check_normal()
+        sizes.check_normal(options.ranks_per_node)
+        buffer_bytes(sizes, options)  # which refuses what is too large
 
 
 def buffer_bytes(sizes: ExpertSizes, options: ExpertConfig) -> int:
@@ -99,7 +100,7 @@ def choose_dispatcher(
     if kind is Int8AllToAllDispatcher:
         return Int8AllToAllDispatcher(AllToAllDispatcher(group, sizes.experts_per_rank, ops))
     if kind is DeepEPElastic:
-        return DeepEPElastic.connect(group, sizes, room, device=device)
+        return DeepEPElastic.connect(group, sizes, room, options.deepep_num_sms, device=device)
     if kind is DeepEPLowLatency:
         return DeepEPLowLatency.connect(group, sizes, room, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)

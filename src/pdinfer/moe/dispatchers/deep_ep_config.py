@@ -11,10 +11,11 @@ import attrs
 from pdinfer.checks import clip, int_field
 from pdinfer.errors import ConfigError
 from pdinfer.files import naming, read_json
-from pdinfer.moe.dispatchers.deep_ep_limits import gpu_bytes
+from pdinfer.moe.dispatchers.deep_ep_limits import NODE_RANKS, gpu_bytes
 
 MAX_TOKENS = 1 << 16
-NODE_RANKS = 8
+MOST_BYTES = (1 << 31) - 1
+"""Of either part of a buffer for ranks on several nodes: its kernels count them as int (csrc/legacy/buffer.hpp)."""
 ROW_BYTES = 8 + 128 * (8 + 4 + 4)
 """Beside a row itself: where it comes from, and room for 128 ids, weights and scales."""
 LIBRARY = {
@@ -56,7 +57,8 @@ class DeepEPChunks:
                 )
 
     def buffer_bytes(self, hidden_size: int, num_ranks: int) -> int:
-        """Return what a buffer for such pieces of rows takes of a GPU (csrc/legacy/config.hpp)."""
+        """Return what a buffer for such pieces of rows takes of a GPU (csrc/legacy/config.hpp). Raises ConfigError for
+        one that the kernels between nodes cannot have."""
         channels, nodes, on_node = self.num_sms // 2, max(1, num_ranks // NODE_RANKS), min(num_ranks, NODE_RANKS)
         row = 2 * hidden_size + ROW_BYTES
         nvlink = channels * on_node * (4 * (2 * nodes + 3) + self.num_max_nvl_chunked_recv_tokens * row)
@@ -65,6 +67,12 @@ class DeepEPChunks:
         send = self.num_max_rdma_chunked_send_tokens
         received = -(-self.num_max_rdma_chunked_recv_tokens // send) * send
         rdma = 2 * channels * nodes * (4 * (2 * NODE_RANKS + 2) + received * (row + 16))
+        if max(nvlink, rdma) > MOST_BYTES:
+            raise ConfigError(
+                f"num_sms {self.num_sms} with pieces of {self.num_max_nvl_chunked_recv_tokens} and "
+                f"{received} tokens that are received needs {nvlink} and {rdma} bytes over NVLink and RDMA for "
+                f"{num_ranks} ranks, DeepEP's buffers have at most {MOST_BYTES} each: lower num_sms or what is received"
+            )
         return gpu_bytes(nvlink=nvlink, rdma=rdma)
 
 

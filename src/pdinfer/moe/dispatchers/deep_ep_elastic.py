@@ -5,8 +5,10 @@ Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in cs
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import attrs
@@ -49,12 +51,16 @@ class DeepEPElastic:
     sizes: ExpertSizes
     max_tokens: int
     index_dtype: torch.dtype
+    num_sms: int = 0
     max_live: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = True
 
     @classmethod
-    def connect(cls, group: Group, sizes: ExpertSizes, max_tokens: int, *, device: torch.device) -> DeepEPElastic:
-        """Make the buffer of this rank, for sizes that were checked. A collective.
+    def connect(
+        cls, group: Group, sizes: ExpertSizes, max_tokens: int, num_sms: int | None = None, *, device: torch.device
+    ) -> DeepEPElastic:
+        """Make the buffer of this rank, for sizes that were checked. A collective. Without `num_sms` DeepEP computes
+        how many multiprocessors its kernels take, as if routers chose evenly among all experts.
 
         Raises BackendUnavailable without this API of deep_ep, ConfigError where ranks differ in `max_tokens`.
         """
@@ -76,24 +82,27 @@ class DeepEPElastic:
             explicitly_destroy=True,
         )
         end_with(group, buffer, device)
-        return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=library.topk_idx_t)
+        index_dtype = library.topk_idx_t
+        return cls(buffer=buffer, sizes=sizes, max_tokens=max_tokens, index_dtype=index_dtype, num_sms=num_sms or 0)
 
     def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Sent:
         check_current(ids_TK.device)
         check_room(len(x_TD), self.max_tokens)
         sent = travelling_form(x_TD)
         ids_TK = ids_TK.to(self.index_dtype)
-        received = self.buffer.dispatch(
-            as_argument(sent),
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            num_experts=self.sizes.num_experts,
-            num_max_tokens_per_rank=self.max_tokens,
-            expert_alignment=1,
-            async_with_compute_stream=True,
-            do_cpu_sync=not is_capturing(ids_TK.device),
-            do_expand=True,
-        )
+        with _memory_as_it_comes():
+            received = self.buffer.dispatch(
+                as_argument(sent),
+                topk_idx=ids_TK,
+                topk_weights=weights_TK,
+                num_experts=self.sizes.num_experts,
+                num_max_tokens_per_rank=self.max_tokens,
+                expert_alignment=1,
+                num_sms=self.num_sms,  # its combine takes as many
+                async_with_compute_stream=True,
+                do_cpu_sync=not is_capturing(ids_TK.device),
+                do_expand=True,
+            )
         return Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
 
     def dispatch_end(self, pending: Sent) -> _Expanded:
@@ -102,8 +111,22 @@ class DeepEPElastic:
         return _Expanded(x_SD=x_SD, counts_E=counts_E, weights_S=weights_S, handle=handle)
 
     def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Returning:
-        y_TD, _, event = self.buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
+        with _memory_as_it_comes():
+            y_TD, _, event = self.buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
         return Returning(y_TD=y_TD, event=event, kept=(y, dispatched.handle))
 
     def combine_end(self, pending: Returning) -> Returned:
         return pending.wait()
+
+
+@contextlib.contextmanager
+def _memory_as_it_comes() -> Iterator[None]:
+    """Let torch fill no new memory, as it does for a host with `torch.use_deterministic_algorithms(True)`: that might
+    run beside DeepEP's kernels, so DeepEP refuses it."""
+    setting: Any = torch.utils.deterministic  # a module that torch gives this attribute as it is imported
+    fills = setting.fill_uninitialized_memory
+    setting.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        setting.fill_uninitialized_memory = fills

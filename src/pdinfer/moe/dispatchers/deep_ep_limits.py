@@ -14,6 +14,10 @@ from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+NODE_RANKS = 8
+"""So many neighbours reach each other over NVLink in its normal kernels, whatever nodes are like."""
+MAX_TOP_K = 32
+"""A lane of a warp for each."""
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_MAX_TOP_K = 11
 LOW_LATENCY_MAX_TOKENS = 1024
@@ -22,8 +26,11 @@ HEAP_STEP_BYTES = 1 << 29
 WORKSPACE_BYTES = 32 << 20
 QP_DEPTH = "NVSHMEM_QP_DEPTH"
 DEFAULT_QP_DEPTH = 1024
-ELASTIC_MAX_RANKS = 2048
-ELASTIC_MAX_TOP_K = 32
+ELASTIC_MAX_RANKS = 1024
+ELASTIC_MAX_EXPERTS = 2048
+ELASTIC_MAX_EXPERTS_PER_RANK = 256
+"""What its workspace has counters for (deep_ep/common/layout.cuh)."""
+ELASTIC_ROW_STEP_BYTES = 32
 ELASTIC_STEP_BYTES = 2 << 20
 ELASTIC_WORKSPACE_BYTES = 14 << 20
 """1024 ranks with 1024 channels, 12 bytes for each, and 0.2 MB of counters (deep_ep/common/layout.cuh)."""
@@ -45,12 +52,17 @@ class ExpertSizes:
     def experts_per_rank(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def check_normal(self) -> None:
+    def check_normal(self, ranks_per_node: int | None = None) -> None:
         """Raise ConfigError, with the value, for sizes that the kernels for prefill cannot serve."""
         if self.num_ranks not in NORMAL_RANKS:
             raise ConfigError(
                 f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
                 f"{self.num_ranks}"
+            )
+        if self.num_ranks > (on_node := ranks_per_node or self.num_ranks) and on_node % NODE_RANKS:
+            raise ConfigError(
+                f"DeepEP's normal kernels join {NODE_RANKS} neighbours over NVLink, ranks_per_node is {on_node} and "
+                f'ep_size {self.num_ranks}: use deepep_mode "elastic"'
             )
         self._check_any()
 
@@ -91,18 +103,23 @@ class ExpertSizes:
         one = rows * combined + rows * max(dispatched, combined) + _up(self.num_experts * 4, 128)
         return gpu_bytes(nvlink=0, rdma=2 * one)
 
-    def check_elastic(self) -> None:
+    def check_elastic(self, ranks_per_node: int | None = None) -> None:
         """Raise ConfigError, with the value, for sizes that the kernels of `ElasticBuffer` cannot serve."""
         if not 2 <= self.num_ranks <= ELASTIC_MAX_RANKS:
             raise ConfigError(
                 f"DeepEP's elastic kernels are for 2 to {ELASTIC_MAX_RANKS} ranks, ep_size is {self.num_ranks}"
             )
-        if self.top_k > ELASTIC_MAX_TOP_K:
+        if self.num_ranks % min(self.num_ranks, ranks_per_node or self.num_ranks):
             raise ConfigError(
-                f"DeepEP's elastic kernels send a token to at most {ELASTIC_MAX_TOP_K} experts, num_experts_per_tok is "
-                f"{self.top_k}"
+                f"DeepEP's elastic kernels want as many ranks on each node: ep_size {self.num_ranks} is no multiple of "
+                f"ranks_per_node {ranks_per_node}"
             )
-        self._check_any()
+        if self.num_experts > ELASTIC_MAX_EXPERTS or self.experts_per_rank > ELASTIC_MAX_EXPERTS_PER_RANK:
+            raise ConfigError(
+                f"DeepEP's elastic kernels count at most {ELASTIC_MAX_EXPERTS} physical experts, "
+                f"{ELASTIC_MAX_EXPERTS_PER_RANK} of a rank; there are {self.num_experts} on {self.num_ranks} ranks"
+            )
+        self._check_any(ELASTIC_ROW_STEP_BYTES)
 
     def elastic_bytes(self, num_max_tokens: int, ranks_per_node: int | None) -> int:
         """Return what an `ElasticBuffer` for rows of bfloat16 takes of a GPU, where the ranks of a node (None: all)
@@ -117,13 +134,18 @@ class ExpertSizes:
 
     def _elastic_row(self, num_words: int) -> int:
         """Return the bytes of a row and of what travels with it: ids, weights, and on the way there its origin."""
-        return _up(2 * self.hidden_size, 32) + _up(4 * num_words, 32)
+        step = ELASTIC_ROW_STEP_BYTES
+        return _up(2 * self.hidden_size, step) + _up(4 * num_words, step)
 
-    def _check_any(self) -> None:
-        if self.hidden_size % 8:
+    def _check_any(self, row_step_bytes: int = 16) -> None:
+        if 2 * self.hidden_size % row_step_bytes:
             raise ConfigError(
-                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
-                f"{2 * self.hidden_size}"
+                f"DeepEP sends rows of a multiple of {row_step_bytes} bytes here; hidden_size {self.hidden_size} in "
+                f"bfloat16 is {2 * self.hidden_size}"
+            )
+        if self.top_k > MAX_TOP_K:
+            raise ConfigError(
+                f"DeepEP sends a token to at most {MAX_TOP_K} experts, num_experts_per_tok is {self.top_k}"
             )
         if self.num_experts % self.num_ranks:
             raise ConfigError(
