@@ -161,6 +161,13 @@ def test_a_burst_between_two_steps_is_counted() -> None:
     assert [takes(at, of=shape(1023)) for _ in range(20)] == [True] * 12 + [False] * 8
 
 
+def test_loads_that_a_door_was_shown_stay_as_they_are() -> None:
+    prefills, decodes = [queue(SECOND)], [quick()]
+    at = door(prefills, decodes)
+    assert takes(at) and takes(at, of=shape(priority=1))
+    assert (prefills, decodes) == ([queue(SECOND)], [quick()])
+
+
 def test_what_is_found_in_pages_is_not_computed() -> None:
     busy = queue(*[SECOND] * 6)
     assert not takes(door([busy], ttft_s=8.0), of=shape(8 * SECOND))
