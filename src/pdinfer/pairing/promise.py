@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -122,9 +122,7 @@ def predict(
     return _told(shape, (prefill, decode, link), held, new_tokens, answer_tokens)
 
 
-def _told(
-    shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: float, answer_tokens: float
-) -> Prediction:
+def _told(shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: float, answer_tokens: float) -> Prediction:
     """Return the prediction for a pair whose pages hold so many tokens of the request, each."""
     (prefill, decode, link), (at_source, at_target) = pair, held
     num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
@@ -239,10 +237,9 @@ class Door:
         """Count a request among those that come. Raise Overloaded, and count nothing, if no pair would keep the SLO.
 
         `expected` is how many tokens its answer takes, if its host knows. A pair in turn is asked first, and all ports
-        only if that one would miss: most requests are taken by the first."""
+        only if that one would miss: most requests are taken by the first. A refusal is the one with the least time."""
         new_tokens = min(self.answers.expect(kind) if expected is None else expected, shape.max_new_tokens)
-        ports, age_s = self._seen_from(shape.priority), now - self._at
-        answer_tokens = self.answers.expect()
+        ports, age_s, answer_tokens = self._seen_from(shape.priority), now - self._at, self.answers.expect()
         self._turn += 1
         pair = ports.in_turn(shape, self._links, self._turn)
         if pair is not None:
@@ -251,16 +248,21 @@ class Door:
             if self._refusal(shape, pair, _told(shape, pair, (known, 0), new_tokens, answer_tokens), age_s) is None:
                 self._take(shape, pair, known)
                 return
-        pair = ports.soonest(shape, self._links)
-        if pair is not None:  # who waits for a port or a link waits in the queue
+        refused: list[tuple[Overloaded, Pair, int]] = []
+        for pair in ports.soonest(shape, self._links):
             held = shape.found_at([pair[0].address, pair[1].address])
             refusal = self._refusal(shape, pair, _told(shape, pair, held, new_tokens, answer_tokens), age_s)
-            if refusal is not None:
-                if self._num_in_row < LATE_ONE_IN:
-                    self._num_in_row = 0
-                    raise refusal
-                self._num_in_row -= LATE_ONE_IN
-            self._take(shape, pair, held[0])
+            if refusal is None:
+                self._take(shape, pair, held[0])
+                return
+            refused.append((refusal, pair, held[0]))
+        if refused:  # who waits for a port or a link waits in the queue
+            refusal, pair, known = min(refused, key=lambda one: one[0].retry_after_s or 0.0)
+            if self._num_in_row < LATE_ONE_IN:
+                self._num_in_row = 0
+                raise refusal
+            self._num_in_row -= LATE_ONE_IN
+            self._take(shape, pair, known)
 
     def _take(self, shape: RequestShape, pair: Pair, known: int) -> None:
         self._num_in_row = min(MOST_LATE * LATE_ONE_IN, self._num_in_row + 1)
@@ -294,11 +296,10 @@ class Door:
         if priority <= self._lowest:
             return self._ports
         if priority not in self._from:
-            ports = _Ports(self._ports.prefills, self._ports.decodes)
+            self._from[priority] = ports = _Ports(self._ports.prefills, self._ports.decodes)
             for one in self._coming:
                 if one.priority < priority:
                     ports.count(one, -1)
-            self._from[priority] = ports
         return self._from[priority]
 
     def _add(self, one: Coming) -> None:
@@ -326,8 +327,7 @@ class _Sizes:
 
 
 class _Ports:
-    """Copies of the loads of both sides, in which requests are counted in or out. They change in place: a new load and a
-    new queue for each request would take a third of the time of a decision."""
+    """Copies of loads in which requests are counted in or out: in place, as new ones take a third of a decision."""
 
     def __init__(self, prefills: Iterable[PrefillLoad], decodes: Iterable[DecodeLoad]) -> None:
         self.prefills = [changed(load, queued=_Sizes(load.queued)) for load in prefills]
@@ -364,26 +364,24 @@ class _Ports:
         fits = _holds(prefill, shape) and _holds(decode, shape) and (link is not None or not links)
         return (prefill, decode, link) if fits else None
 
-    def soonest(self, shape: RequestShape, links: Links) -> Pair | None:
-        """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest
-        among those that reach it; None where no two ports reach each other. Each of the N prefills and M decodes is
-        judged once, and not N * M pairs."""
+    def soonest(self, shape: RequestShape, links: Links) -> Iterator[Pair]:
+        """Yield the decode with the shortest line and then the shortest step, and the prefill that is done soonest
+        among those that reach it; then alike for prefills that do not. Each of the N prefills and M decodes is judged
+        once, and not N * M pairs."""
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
         decodes = [load for load in self.decodes if _holds(load, shape)]
         prefills = [load for load in self.prefills if _holds(load, shape)]
         while decodes and prefills:
             steps = [at_decode(load, load.cost, num_tokens, 0) for load in decodes]
             decode = decodes.pop(steps.index(min(steps)))
-            near = [load for load in prefills if not links or links.between(load.address, decode.address) is not None]
+            far = [load for load in prefills if links and links.between(load.address, decode.address) is None]
+            near = [load for load in prefills if load not in far]
             if near:
-                known = shape.found_at([load.address for load in near])
-                turns = [
-                    at_prefill(load, load.cost, max(1, num_tokens - at)) for load, at in zip(near, known, strict=True)
-                ]
-                sums = [queue_s + own_s for queue_s, own_s, _ in turns]
-                prefill = near[sums.index(min(sums))]
-                return prefill, decode, links.between(prefill.address, decode.address)
-        return None
+                sizes = [max(1, num_tokens - known) for known in shape.found_at([load.address for load in near])]
+                done_s = [sum(at_prefill(load, load.cost, size)[:2]) for load, size in zip(near, sizes, strict=True)]
+                prefill = near[done_s.index(min(done_s))]
+                yield prefill, decode, links.between(prefill.address, decode.address)
+            prefills = far
 
 
 Pair = tuple[PrefillLoad, DecodeLoad, Link | None]
