@@ -41,5 +41,6 @@ class SLO(Value):
 
     def ttft_limit_s(self, prompt_tokens: int) -> float | None:
         """Return the longest TTFT of a prompt of that length, in seconds, or None."""
-        limits = [self.ttft_s, self.ttft_per_token_s and self.ttft_per_token_s * prompt_tokens]
-        return max((limit for limit in limits if limit is not None), default=None)
+        if self.ttft_per_token_s is None:
+            return self.ttft_s
+        return max(self.ttft_s or 0.0, self.ttft_per_token_s * prompt_tokens)

@@ -9,9 +9,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-
-import attrs
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 from pdinfer.config import SLO
 from pdinfer.errors import Overloaded
@@ -80,8 +80,7 @@ TAIL_SHARE = 0.1
 """The share of a prompt's bytes that crosses the link after the prefill has computed the prompt."""
 
 
-@attrs.frozen(kw_only=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds of one request at one pair: in the line of the decode, in the queue of the prefill, for its own prompt,
     on the link, and for a step of the decode with it.
 
@@ -119,20 +118,18 @@ def predict(
     It is expected to be answered with `new_tokens`, and grows by half of them on average. Those that run take
     `answer_tokens` each: with n of them one ends, and leaves its slot and pages, every 1/n of that many steps. 0 is not
     known, and then no line takes time."""
-    held = tuple(shape.found_at([prefill.address, decode.address]))
-    return _told(shape, (prefill, decode, link), held, new_tokens=new_tokens, answer_tokens=answer_tokens)
+    held = shape.found_at([prefill.address, decode.address])
+    return _told(shape, (prefill, decode, link), held, new_tokens, answer_tokens)
 
 
-def _told(
-    shape: RequestShape, pair: Pair, held: Sequence[int], *, new_tokens: float, answer_tokens: float
-) -> Prediction:
+def _told(shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: float, answer_tokens: float) -> Prediction:
     """Return the prediction for a pair whose pages hold so many tokens of the request, each."""
     (prefill, decode, link), (at_source, at_target) = pair, held
     num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
     queue_s, own_s, _ = at_prefill(prefill, prefill.cost, max(1, num_tokens - at_source))
-    _, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), at_target)
+    place, step_s, _ = at_decode(decode, decode.cost, num_tokens + round(new_tokens / 2), at_target)
     pace_s = step_s / max(1.0, decode.accept_length)
-    line_s = _share_to_end(decode, num_tokens - at_target) * answer_tokens * pace_s
+    line_s = _share_to_end(decode, num_tokens - at_target) * answer_tokens * pace_s if place else 0.0
     link_s = 0.0 if link is None else over_link(link, TAIL_SHARE * (num_tokens - at_target) * decode.token_bytes)
     return Prediction(line_s=line_s, queue_s=queue_s, own_s=own_s, link_s=link_s, step_s=pace_s)
 
@@ -184,8 +181,7 @@ def _moved(known: tuple[int, float], num_tokens: int) -> tuple[int, float]:
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
-class Coming:
+class Coming(NamedTuple):
     """A request without a first token: what its prefill has to compute, the tokens with which it waits for pages at its
     decode, 0 once it has them, and its ports, None before they are chosen."""
 
@@ -241,28 +237,32 @@ class Door:
         """Count a request among those that come. Raise Overloaded, and count nothing, if no pair would keep the SLO.
 
         `expected` is how many tokens its answer takes, if its host knows. A pair in turn is asked first, and all ports
-        only if that one would miss: most requests are taken by the first."""
+        only if that one would miss: most requests are taken by the first. A refusal is the one with the least time."""
         new_tokens = min(self.answers.expect(kind) if expected is None else expected, shape.max_new_tokens)
-        ports, age_s = self._seen_from(shape.priority), now - self._at
-        expects = {"new_tokens": new_tokens, "answer_tokens": self.answers.expect()}
+        ports, age_s, answer_tokens = self._seen_from(shape.priority), now - self._at, self.answers.expect()
         self._turn += 1
         pair = ports.in_turn(shape, self._links, self._turn)
         if pair is not None:
             found, at = shape.found_tokens, pair[0].address
             known = found.at_prefill(at) if isinstance(found, TokensByPort) else found.get(at, 0)
-            if self._refusal(shape, pair, _told(shape, pair, (known, 0), **expects), age_s) is None:
+            if self._refusal(shape, pair, _told(shape, pair, (known, 0), new_tokens, answer_tokens), age_s) is None:
                 self._take(shape, pair, known)
                 return
-        pair = ports.soonest(shape, self._links)
-        if pair is not None:  # who waits for a port or a link waits in the queue
+        refused: list[tuple[Overloaded, Pair, int]] = []
+        for pair in ports.soonest(shape, self._links):
             held = shape.found_at([pair[0].address, pair[1].address])
-            refusal = self._refusal(shape, pair, _told(shape, pair, held, **expects), age_s)
-            if refusal is not None:
-                if self._num_in_row < LATE_ONE_IN:
-                    self._num_in_row = 0
-                    raise refusal
-                self._num_in_row -= LATE_ONE_IN
-            self._take(shape, pair, held[0])
+            refusal = self._refusal(shape, pair, _told(shape, pair, held, new_tokens, answer_tokens), age_s)
+            if refusal is None:
+                self._take(shape, pair, held[0])
+                return
+            refused.append((refusal, pair, held[0]))
+        if refused:  # who waits for a port or a link waits in the queue
+            refusal, pair, known = min(refused, key=lambda one: one[0].retry_after_s or 0.0)
+            if self._num_in_row < LATE_ONE_IN:
+                self._num_in_row = 0
+                raise refusal
+            self._num_in_row -= LATE_ONE_IN
+            self._take(shape, pair, known)
 
     def _take(self, shape: RequestShape, pair: Pair, known: int) -> None:
         self._num_in_row = min(MOST_LATE * LATE_ONE_IN, self._num_in_row + 1)
@@ -272,8 +272,10 @@ class Door:
 
     def _refusal(self, shape: RequestShape, pair: Pair, told: Prediction, age_s: float) -> Overloaded | None:
         """Return why a request would miss at a pair because of others, or None if it would not."""
-        limit_s, step_limit_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s
-        (prefill, decode, _), reasons, retry_s, ttft_s = pair, list[str](), 0.0, told.ttft_s
+        limit_s, step_limit_s, ttft_s = self._slo.ttft_limit_s(shape.num_prompt_tokens), self._slo.tpot_s, told.ttft_s
+        if ttft_s <= (limit_s or math.inf) and told.step_s <= (step_limit_s or math.inf):
+            return None
+        (prefill, decode, _), reasons, retry_s = pair, list[str](), 0.0
         if limit_s is not None and ttft_s > limit_s:
             next_s = prefill.cost.seconds(_chunk(prefill))
             late_s = min(ttft_s - limit_s, told.wait_s) - min(age_s + (prefill.step_age_s or 0.0), next_s)
@@ -294,11 +296,10 @@ class Door:
         if priority <= self._lowest:
             return self._ports
         if priority not in self._from:
-            ports = _Ports(self._ports.prefills, self._ports.decodes)
+            self._from[priority] = ports = _Ports(self._ports.prefills, self._ports.decodes)
             for one in self._coming:
                 if one.priority < priority:
                     ports.count(one, -1)
-            self._from[priority] = ports
         return self._from[priority]
 
     def _add(self, one: Coming) -> None:
@@ -310,40 +311,49 @@ class Door:
                 ports.count(one, 1)
 
 
+class _Sizes:
+    """The prompts in a queue by size, as in `QueuedSizes`, with prompts counted in or out."""
+
+    def __init__(self, told: QueuedSizes) -> None:
+        self.num_requests, self.num_tokens = list(told.num_requests), list(told.num_tokens)
+
+    def count(self, size: int, sign: int) -> None:
+        bits = size.bit_length()
+        missing = [0] * (bits + 1 - len(self.num_tokens))
+        self.num_requests += missing
+        self.num_tokens += missing
+        self.num_requests[bits] = max(0, self.num_requests[bits] + sign)
+        self.num_tokens[bits] = max(0, self.num_tokens[bits] + sign * size)
+
+
 class _Ports:
-    """Loads of both sides, with requests counted in or out."""
+    """Copies of loads in which requests are counted in or out: in place, as new ones take a third of a decision."""
 
     def __init__(self, prefills: Iterable[PrefillLoad], decodes: Iterable[DecodeLoad]) -> None:
-        self.prefills, self.decodes = list(prefills), list(decodes)
-        self._prefill_at = {load.address: at for at, load in enumerate(self.prefills)}
-        self._decode_at = {load.address: at for at, load in enumerate(self.decodes)}
+        self.prefills = [changed(load, queued=_Sizes(load.queued)) for load in prefills]
+        self.decodes = [changed(load) for load in decodes]
+        self._prefills: dict[PeerAddress | None, PrefillLoad] = {load.address: load for load in self.prefills}
+        self._decodes: dict[PeerAddress | None, DecodeLoad] = {load.address: load for load in self.decodes}
 
     @property
     def idlest(self) -> tuple[PeerAddress, PeerAddress]:
         """The prefill with the fewest tokens queued, and the decode with the shortest line."""
         return (
-            min(self.prefills, key=lambda load: load.num_queued_tokens).address,
-            min(self.decodes, key=lambda load: load.num_waiting_requests).address,
+            min(self.prefills, key=attrgetter("num_queued_tokens")).address,
+            min(self.decodes, key=attrgetter("num_waiting_requests")).address,
         )
 
     def count(self, one: Coming, sign: int) -> None:
-        """Count a request in (1) or out (-1)."""
-        at = self._prefill_at.get(one.prefill) if one.prefill is not None else None
-        if at is not None:
-            prefill, size = self.prefills[at], one.to_compute
-            self.prefills[at] = changed(
-                prefill,
-                num_queued_tokens=max(0, prefill.num_queued_tokens + sign * size),
-                queued=prefill.queued.plus([size]) if sign > 0 else _minus(prefill.queued, size),
-            )
-        at = self._decode_at.get(one.decode) if one.decode is not None and one.waiting_tokens else None
-        if at is not None:
-            decode = self.decodes[at]
-            self.decodes[at] = changed(
-                decode,
-                num_waiting_requests=max(0, decode.num_waiting_requests + sign),
-                num_waiting_tokens=max(0, decode.num_waiting_tokens + sign * one.waiting_tokens),
-            )
+        """Count a request in (1) or out (-1), of which a part may have been computed."""
+        prefill, decode = self._prefills.get(one.prefill), self._decodes.get(one.decode)
+        if prefill is not None:
+            values = vars(prefill)
+            values["num_queued_tokens"] = max(0, values["num_queued_tokens"] + sign * one.to_compute)
+            values["queued"].count(one.to_compute, sign)
+        if decode is not None and one.waiting_tokens:
+            values = vars(decode)
+            values["num_waiting_requests"] = max(0, values["num_waiting_requests"] + sign)
+            values["num_waiting_tokens"] = max(0, values["num_waiting_tokens"] + sign * one.waiting_tokens)
 
     def in_turn(self, shape: RequestShape, links: Links, turn: int) -> Pair | None:
         """Return the pair whose turn it is, or None if it does not hold the request or reach each other."""
@@ -354,26 +364,24 @@ class _Ports:
         fits = _holds(prefill, shape) and _holds(decode, shape) and (link is not None or not links)
         return (prefill, decode, link) if fits else None
 
-    def soonest(self, shape: RequestShape, links: Links) -> Pair | None:
-        """Return the decode with the shortest line and then the shortest step, and the prefill that is done soonest
-        among those that reach it; None where no two ports reach each other. Each of the N prefills and M decodes is
-        judged once, and not N * M pairs."""
+    def soonest(self, shape: RequestShape, links: Links) -> Iterator[Pair]:
+        """Yield the decode with the shortest line and then the shortest step, and the prefill that is done soonest
+        among those that reach it; then alike for prefills that do not. Each of the N prefills and M decodes is judged
+        once, and not N * M pairs."""
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
         decodes = [load for load in self.decodes if _holds(load, shape)]
         prefills = [load for load in self.prefills if _holds(load, shape)]
         while decodes and prefills:
             steps = [at_decode(load, load.cost, num_tokens, 0) for load in decodes]
             decode = decodes.pop(steps.index(min(steps)))
-            near = [load for load in prefills if not links or links.between(load.address, decode.address) is not None]
+            far = [load for load in prefills if links and links.between(load.address, decode.address) is None]
+            near = [load for load in prefills if load not in far]
             if near:
-                known = shape.found_at([load.address for load in near])
-                turns = [
-                    at_prefill(load, load.cost, max(1, num_tokens - at)) for load, at in zip(near, known, strict=True)
-                ]
-                sums = [queue_s + own_s for queue_s, own_s, _ in turns]
-                prefill = near[sums.index(min(sums))]
-                return prefill, decode, links.between(prefill.address, decode.address)
-        return None
+                sizes = [max(1, num_tokens - known) for known in shape.found_at([load.address for load in near])]
+                done_s = [sum(at_prefill(load, load.cost, size)[:2]) for load, size in zip(near, sizes, strict=True)]
+                prefill = near[done_s.index(min(done_s))]
+                yield prefill, decode, links.between(prefill.address, decode.address)
+            prefills = far
 
 
 Pair = tuple[PrefillLoad, DecodeLoad, Link | None]
@@ -383,15 +391,6 @@ Pair = tuple[PrefillLoad, DecodeLoad, Link | None]
 def _holds(load: EngineLoad, shape: RequestShape) -> bool:
     """Return whether the pool of a port has room for a request when nothing else is there."""
     return shape.num_prompt_tokens + shape.max_new_tokens <= load.num_total_pages * load.page_size
-
-
-def _minus(queued: QueuedSizes, size: int) -> QueuedSizes:
-    """Return the queue without a prompt of that size, of which a part may have been computed."""
-    num_requests, num_tokens, bits = list(queued.num_requests), list(queued.num_tokens), size.bit_length()
-    if bits < len(num_tokens):
-        num_requests[bits] = max(0, num_requests[bits] - 1)
-        num_tokens[bits] = max(0, num_tokens[bits] - size)
-    return QueuedSizes(tuple(num_requests), tuple(num_tokens))
 
 
 def _chunk(load: PrefillLoad) -> int:

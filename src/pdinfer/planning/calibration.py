@@ -7,6 +7,7 @@ the rows are held out, and the errors that are told are those on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
@@ -15,7 +16,7 @@ import attrs
 import numpy as np
 
 from pdinfer.bench.summary import Summary
-from pdinfer.checks import clip, float_in, int_in, is_number, one_of
+from pdinfer.checks import as_float, clip, float_in, int_in, is_number, one_of, typed
 from pdinfer.errors import ConfigError
 from pdinfer.execution.warm_up import WarmUp
 from pdinfer.planning.simulation import StepRows
@@ -35,13 +36,19 @@ _COUNT = int_in(1, 1 << 40)
 _SECONDS = float_in(0.0, 1e6)
 
 
+def _has_sizes(_instance: Any, _attribute: attrs.Attribute[Any], rows: object) -> None:
+    sizes = attrs.astuple(rows) if isinstance(rows, StepRows) else (None,)
+    if not all(isinstance(size, int | float | np.integer | np.floating) and 1 <= size < math.inf for size in sizes):
+        raise ConfigError(f"rows must be StepRows of numbers of at least 1, got {clip(rows)}")
+
+
 @attrs.frozen(kw_only=True)
 class MeasuredStep(Value):
     """A step of a "prefill" or a "decode", and its seconds."""
 
     kind: str = attrs.field(validator=one_of("prefill", "decode"))
-    rows: StepRows
-    seconds: float = attrs.field(validator=_SECONDS, converter=float)
+    rows: StepRows = attrs.field(validator=_has_sizes)
+    seconds: float = attrs.field(validator=_SECONDS, converter=as_float)
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +63,7 @@ class Burst(Value):
     num_requests: int = attrs.field(validator=_COUNT)
     prompt_tokens: int = attrs.field(validator=_COUNT)
     output_tokens: int = attrs.field(validator=_COUNT)
-    last_ttft_s: float = attrs.field(validator=_SECONDS, converter=float)
+    last_ttft_s: float = attrs.field(validator=_SECONDS, converter=as_float)
     slots: int = attrs.field(validator=_COUNT)
     kv_tokens: int = attrs.field(validator=_COUNT)
     groups: int = attrs.field(default=1, validator=_COUNT)
@@ -111,18 +118,22 @@ class _Row:
     seconds: float
 
 
+@typed
 def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], holdout: float = 0.5) -> Cost:
     """Fit `prior` = (prefill, decode), such as two rooflines, to what was measured.
 
     Rows are steps; bursts; warm-ups, of which the second of an engine is steady; summaries of runs without drafts,
     which tell a decode step by TPOT and concurrency, and with one request at a time a prefill; and the stats of one
     Pairing after each of its steps, which tell the steps of its engines (`_of_stats`). Of each kind `holdout` of the
-    rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some, where
-    the fits of both parts disagree by more than a quarter, and where held-out rows are further from what is predicted:
-    then rows are of different settings, or the prior has the wrong shape.
+    rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some or
+    none of them would be held out, where a prior gives no seconds, where the fits of both parts disagree by more than a
+    quarter, and where held-out rows are further from what is predicted: then rows are of different settings, or the
+    prior has the wrong shape.
     """
     if not is_number(holdout) or not 0.1 <= holdout <= 0.9:
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
+    if len(prior) != 2 or not all(map(callable, prior)):
+        raise ConfigError(f"prior must be two functions, of prefill and of decode, got {clip(prior)}")
     measured = list(rows)
     measured += _of_stats([row for row in measured if isinstance(row, PairingStats)])
     found = sorted((seen for row in measured for seen in _seen(row, prior)), key=lambda row: (row.kind, sum(row.terms)))
@@ -133,6 +144,8 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
         of_kind = [row for row in found if row.kind == kind]
         if len(of_kind) < LEAST_ROWS:
             raise ConfigError(f"calibrate needs at least {LEAST_ROWS} rows of the kind {kind}, got {len(of_kind)}")
+        if len(of_kind) * holdout < 1:
+            raise ConfigError(f"holdout={holdout:g} keeps none of {len(of_kind)} {kind} rows for the error; raise it")
         for at, row in enumerate(of_kind):
             (held if int((at + 1) * holdout) > int(at * holdout) else kept).append(row)
     ours, theirs = _fitted(kept), _fitted(held)
@@ -176,9 +189,20 @@ def _row(
     """Return a row of steps, each the number of its side, how often it ran, and its rows."""
     terms, floor_s = np.zeros(len(FACTORS)), 0.0
     for side, count, rows in steps:
-        terms[2 * side : 2 * side + 2] += count, count * float(prior[side](rows))
+        terms[2 * side : 2 * side + 2] += count, count * _prior_s(prior[side], rows)
         floor_s += count * float(_floor_s(prior[side], rows))
     return _Row(kind, terms, floor_s, seconds)
+
+
+def _prior_s(prior: StepSeconds, rows: StepRows) -> float:
+    told = prior(rows)
+    try:
+        seconds = float(told)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"a prior returns the seconds of a step, got {clip(told)} for {clip(rows)}")
+    return seconds
 
 
 def _prompt(num_tokens: int, count: int = 1) -> StepRows:

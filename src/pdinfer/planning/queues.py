@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 
 from pdinfer.checks import clip, is_number
@@ -11,14 +9,15 @@ from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
 DAY_S = 86_400.0
+LEAST, MOST = 1e-30, 1e30
+"""What is computed from numbers between these is a number, too."""
 
 
-def _check(what: str, *, most: float = math.inf, **values: float) -> None:
-    """Raise ConfigError unless all values are numbers greater than 0 and less than `most`."""
+def _check(what: str, **values: float) -> None:
+    """Raise ConfigError unless all values are numbers from LEAST to MOST."""
     for name, value in values.items():
-        if not is_number(value) or not 0 < value < most:
-            limit = "" if most == math.inf else f" and less than {most:g}"
-            raise ConfigError(f"{what}: {name} must be a number greater than 0{limit}, got {clip(value)}")
+        if not is_number(value) or not LEAST <= value <= MOST:
+            raise ConfigError(f"{what}: {name} must be a number from {LEAST:g} to {MOST:g}, got {clip(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -59,17 +58,20 @@ def queue_s(service_s: float, utilization: float, *, cv: float = 0.0) -> float:
     is the share of time that it serves, less than 1. Raises ConfigError for other values.
     """
     _check("queue_s", service_s=service_s)
-    _check("queue_s", most=1.0, utilization=utilization)
-    if not is_number(cv) or not 0 <= cv < math.inf:
-        raise ConfigError(f"queue_s: cv must be a number of at least 0, got {clip(cv)}")
+    if not is_number(utilization) or not 0 < utilization < 1:
+        raise ConfigError(
+            f"queue_s: utilization must be a number greater than 0 and less than 1, got {clip(utilization)}"
+        )
+    if not is_number(cv) or not 0 <= cv <= MOST:
+        raise ConfigError(f"queue_s: cv must be a number from 0 to {MOST:g}, got {clip(cv)}")
     return service_s + utilization * service_s * (1 + cv**2) / (2 * (1 - utilization))
 
 
 def utilization(service_s: float, mean_s: float) -> float:
     """Return the share of time that a server may be busy so that M/D/1's mean time, service included, is `mean_s`: the
-    inverse of `queue_s`, 2 (T - S) / (2 T - S). It is 0 where the service alone takes as long."""
+    inverse of `queue_s`, 2 (T - S) / (2 T - S). It is 0 where the service alone takes as long or longer."""
     _check("utilization", service_s=service_s, mean_s=mean_s)
-    return max(0.0, 2 * (mean_s - service_s) / (2 * mean_s - service_s))
+    return 2 * (mean_s - service_s) / (2 * mean_s - service_s) if mean_s > service_s else 0.0
 
 
 @attrs.frozen(kw_only=True)

@@ -94,10 +94,11 @@ def search(
     unless the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of
     the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is
     called with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did
-    not.
+    not, of the role of which none does.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
+    check_int("ranks_per_node", ranks_per_node, 1, 1024)
     wanted = load if isinstance(load, Load) else replay(load)
     if not wanted.arrivals:
         raise ConfigError("search: the load has no request")
@@ -120,8 +121,7 @@ def search(
 
 @attrs.define
 class _Sides:
-    """Engines by role and number of nodes, each made once; None where memory does not hold one. `refusal` is the reason
-    of the last one that did not fit."""
+    """Engines by role and number of nodes, each made once; None where memory does not hold one."""
 
     config: ModelConfig
     hardware: Hardware
@@ -130,8 +130,8 @@ class _Sides:
     ranks_per_node: int
     stored: str
     cost: Cost | None
-    refusal: str = "no size was tried"
     _made: dict[tuple[str, int], _Side | None] = attrs.field(factory=dict)
+    _refusals: dict[str, str] = attrs.field(factory=dict)
 
     def side(self, role: str, num_nodes: int) -> _Side | None:
         """Return an engine of so many nodes."""
@@ -141,8 +141,15 @@ class _Sides:
                 plan = self._plan(role, num_nodes)
                 self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(capturing(plan))
             except ConfigError as error:
-                self._made[key], self.refusal = None, str(error)
+                self._made[key], self._refusals[role] = None, str(error)
         return self._made[key]
+
+    @property
+    def refusal(self) -> str:
+        """Why the last size of a role did not fit: of one of which none did, if there is such a role."""
+        some = {role for (role, _), side in self._made.items() if side is not None}
+        none = [reason for role, reason in self._refusals.items() if role not in some]
+        return "; ".join(none or self._refusals.values())
 
     def _plan(self, role: str, num_nodes: int) -> EnginePlan:
         """Return an engine with attention data parallel and experts spread over all ranks, as in the published

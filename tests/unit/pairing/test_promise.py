@@ -161,6 +161,13 @@ def test_a_burst_between_two_steps_is_counted() -> None:
     assert [takes(at, of=shape(1023)) for _ in range(20)] == [True] * 12 + [False] * 8
 
 
+def test_loads_that_a_door_was_shown_stay_as_they_are() -> None:
+    prefills, decodes = [queue(SECOND)], [quick()]
+    at = door(prefills, decodes)
+    assert [takes(at), takes(at, of=shape(priority=1))] == [True, True]
+    assert (prefills, decodes) == ([queue(SECOND)], [quick()])
+
+
 def test_what_is_found_in_pages_is_not_computed() -> None:
     busy = queue(*[SECOND] * 6)
     assert not takes(door([busy], ttft_s=8.0), of=shape(8 * SECOND))
@@ -249,6 +256,21 @@ def test_only_ports_that_reach_each_other_and_hold_it_count() -> None:
     small = attrs.evolve(idle, num_free_pages=10, num_total_pages=10)
     assert not takes(door([small, busy], [target]))
     assert takes(door([busy], [target], links=Links([Link(prefill=idle.address, decode=target.address)])))
+
+
+def test_ports_that_the_fastest_decode_does_not_reach_are_asked_too() -> None:
+    """The prefill that reaches it is busy, and another decode is a little slower, and reached by an idle prefill."""
+    busy, busier, idle = queue(*[SECOND] * 20), queue(*[SECOND] * 30, rank=1), queue(rank=2)
+    fast, slower = quick(8), quick(9, cost=DecodeCost(step_s=2e-3))
+    ends = [(busy, fast), (idle, slower), (busier, slower)]
+    prefills = [busy, busier, idle]
+
+    def reached(*pairs: tuple[PrefillLoad, DecodeLoad]) -> Door:
+        links = Links([Link(prefill=source.address, decode=target.address) for source, target in pairs])
+        return door(prefills, [fast, slower], links=links, ttft_s=8.0)
+
+    assert all(takes(reached(*ends)) for _ in prefills)
+    assert refusal(reached(ends[0], ends[2])).retry_after_s == pytest.approx(20 + 1 - 8, abs=0.1)
 
 
 # -- what answers take ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -228,9 +229,41 @@ def test_too_few_rows_and_other_things_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibrate got no step and no burst"):
         planning.calibrate([], prior=PRIOR)
     with pytest.raises(ConfigError, match="calibrate takes steps, bursts, warm-ups, summaries and stats, got 7"):
-        planning.calibrate([7], prior=PRIOR)  # type: ignore[list-item]
+        planning.calibrate(iter([7]), prior=PRIOR)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"holdout must be from 0.1 to 0.9, got 1"):
         planning.calibrate(steps(), prior=PRIOR, holdout=1)
+    with pytest.raises(ConfigError, match="calibrate: rows must be"):
+        planning.calibrate(None, prior=PRIOR)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_some_rows_of_each_kind_are_held_out(kinds: int) -> None:
+    """Or there is no error to tell: 9 * 0.1 is no row."""
+    few = steps()[:9]
+    many = [MeasuredStep(kind="decode", rows=loaded(1), seconds=0.1)] * 20 * (kinds - 1)
+    with pytest.raises(ConfigError, match=r"holdout=0\.1 keeps none of 9 prefill rows for the error; raise it"):
+        planning.calibrate(few + many, prior=PRIOR, holdout=0.1)
+
+
+@pytest.mark.parametrize("told", [math.nan, math.inf, -1.0, "x", None])
+def test_a_prior_gives_seconds(told: Any) -> None:
+    with pytest.raises(ConfigError, match="a prior returns the seconds of a step, got"):
+        planning.calibrate(steps(), prior=(lambda _: told, decode_s))
+    for wrong in (None, (prefill_s,), (prefill_s, None)):
+        with pytest.raises(ConfigError, match="prior must be "):
+            planning.calibrate(steps(), prior=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 2, 3, 4), StepRows(0, 0, 0, 0), StepRows(1, 1, math.nan, 1)])
+def test_a_measured_step_has_rows(sizes: Any) -> None:
+    with pytest.raises(ConfigError, match="rows must be StepRows of numbers of at least 1, got"):
+        planning.MeasuredStep(kind="decode", rows=sizes, seconds=0.1)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, 0.0, -1.0, "7", None, True])
+def test_a_measured_step_takes_seconds(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="seconds must be a finite number, greater than 0"):
+        planning.MeasuredStep(kind="decode", rows=loaded(1), seconds=seconds)
 
 
 KNEE = """256 128 128 31.64, 512 128 128 89.99, 1024 128 128 205.42, 2048 128 128 433.67, 256 128 64 17.35,

@@ -39,7 +39,12 @@ def test_waiting_is_that_of_a_queue_step_by_step(cv: float) -> None:
 def test_the_utilization_is_the_inverse() -> None:
     for mean_s in (1.1, 1.5, 4.0):
         assert planning.queue_s(1.0, planning.utilization(1.0, mean_s)) == pytest.approx(mean_s)
-    assert planning.utilization(1.0, 0.9) == 0.0
+
+
+@pytest.mark.parametrize("mean_s", [1.0, 0.9, 0.5, 0.4, 1e-9])
+def test_no_utilization_makes_a_queue_faster_than_its_service(mean_s: float) -> None:
+    """Below half of the service time the formula is positive again, and at the half it divides by 0."""
+    assert planning.utilization(1.0, mean_s) == 0.0
 
 
 def test_a_decode_is_bound_by_tokens_by_slots_or_by_kv() -> None:
@@ -59,9 +64,9 @@ def test_a_decode_is_bound_by_tokens_by_slots_or_by_kv() -> None:
     assert (longer.binding, longer.most) == ("kv_tokens", pytest.approx(22.5))
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "7", True])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "7", True, 10**400, 1e300, 1e-300])
 def test_what_is_no_positive_number_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ConfigError, match="nodes: prefill_rate must be a number greater than 0, got"):
+    with pytest.raises(ConfigError, match=r"nodes: prefill_rate must be a number from 1e-30 to 1e.30, got"):
         planning.nodes(**DAY | {"prefill_rate": value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="queue_s: service_s"):
         planning.queue_s(value, 0.5)  # type: ignore[arg-type]
@@ -73,3 +78,9 @@ def test_a_full_queue_has_no_mean() -> None:
     for utilization in (1.0, 1.2):
         with pytest.raises(ConfigError, match="utilization must be a number greater than 0 and less than 1"):
             planning.queue_s(1.0, utilization)
+
+
+@pytest.mark.parametrize("cv", [-1.0, float("nan"), 1e200, 10**400])
+def test_service_times_scatter_by_a_number(cv: float) -> None:
+    with pytest.raises(ConfigError, match="queue_s: cv must be a number from 0 to"):
+        planning.queue_s(1.0, 0.5, cv=cv)

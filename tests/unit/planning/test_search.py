@@ -141,6 +141,14 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         planning.search(V3, H800, bench.Load(mode="burst", arrivals=()), nodes=4, slo=SLO)
 
 
+def test_a_refusal_is_about_the_role_that_does_not_fit() -> None:
+    """Prefills of 2 and 3 nodes fit; 5 nodes have as many ranks as no kernels of DeepEP are for."""
+    with pytest.raises(ConfigError, match=r"6 nodes of H800: decode of \d nodes: \d+ tokens of KV .* hold no request"):
+        planning.search(V3, H800, load(10_000_000, 10), nodes=6, slo=SLO)
+    with pytest.raises(ConfigError, match="ranks_per_node must be an int from 1 to 1024, got 0"):
+        planning.search(V3, H800, load(2000, 400), nodes=6, slo=SLO, ranks_per_node=0)
+
+
 def test_other_parts_and_models_are_searched_too() -> None:
     """An H20 keeps FP8 weights, so that a node of 8 holds the model; and a model without experts has no all-to-all."""
     plans = planning.search(V3, planning.hardware("H20-141G"), load(500, 50), nodes=2, slo=SLO, keep=1)
