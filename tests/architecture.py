@@ -214,7 +214,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams", "untraced"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams", "threads", "untraced"),
     ),
 }
 

@@ -21,12 +21,13 @@ from typing import Any
 import attrs
 
 from pdinfer.checks import clip, is_int
-from pdinfer.errors import ConfigError, PDInferError, RequestError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.pairing.request import failed
 from pdinfer.process.forked import NotCopied
+from pdinfer.process.threads import start, starting
 from pdinfer.types import FinishReason, Request, TokenEvent
 
 MAX_UNREAD = 4096
@@ -87,7 +88,13 @@ class AsyncPairing(NotCopied):
         if self._loop is not None:
             raise ConfigError("an AsyncPairing can be entered once; make another one of another Pairing")
         self._loop = asyncio.get_running_loop()
-        self._stepping.start()
+        try:
+            with starting("pdinfer-submit"):
+                self._submitting.submit(int)  # or else a stream could find that there is no thread for it
+            start(self._stepping)
+        except Overloaded:
+            self._loop = None
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

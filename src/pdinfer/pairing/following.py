@@ -21,8 +21,9 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from pdinfer.bounds import cause
-from pdinfer.errors import LayoutMismatch
+from pdinfer.errors import LayoutMismatch, Overloaded
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
+from pdinfer.process.threads import start
 from pdinfer.types import PeerAddress
 
 POLL_S = 1.0
@@ -112,8 +113,12 @@ class Following:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        for work in (self.look, self.let_go):  # two, since an engine drains whether or not the directory can be read
-            threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True).start()
+        try:
+            for work in (self.look, self.let_go):  # two, since an engine drains whether or not the directory can be read
+                start(threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True))
+        except Overloaded:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Look no more. A dial that is under way ends by itself, and its port does not join."""
@@ -135,7 +140,7 @@ class Following:
                     self._dialling[entry.name] = entry
                     try:
                         self._beside(partial(self._dial, entry))
-                    except RuntimeError as error:  # the system has no thread for it now
+                    except Overloaded as error:
                         self._failed(entry, error)
 
     def act(self) -> None:
@@ -177,7 +182,10 @@ class Following:
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.is_set():
-            work()
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - what an entry or a port raises must not be the last that is read
+                _log.exception("a directory could not be followed now")
             self._ended.wait(POLL_S)
 
     def _forget_lost(self) -> None:
@@ -243,4 +251,4 @@ class Following:
 
 def in_a_thread(work: Callable[[], None]) -> None:
     """Do `work` in a thread of its own."""
-    threading.Thread(target=work, name="pdinfer-dial", daemon=True).start()
+    start(threading.Thread(target=work, name="pdinfer-dial", daemon=True))

@@ -15,6 +15,7 @@ from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
 from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.port import Port
 from pdinfer.pairing.ports import Ports
+from pdinfer.process.threads import start
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
@@ -149,7 +150,8 @@ class Joining:
 
 
 def _beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None]:
-    """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended."""
+    """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended. Raises
+    Overloaded when there is no thread."""
     result: Future[None] = Future()
     result.add_done_callback(lambda _: then())
 
@@ -161,5 +163,5 @@ def _beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[Non
         else:
             result.set_result(None)
 
-    threading.Thread(target=run, name="pdinfer-join", daemon=True).start()
+    start(threading.Thread(target=run, name="pdinfer-join", daemon=True))
     return result

@@ -23,17 +23,18 @@ from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.roles import become, roles_of
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
+from pdinfer.process.threads import start
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.directory import Directory
 from pdinfer.remote.directory.announcing import Announcer, announced_at
 from pdinfer.remote.messages import Command, LoadMessage, Ready
 from pdinfer.remote.served_client import ServedClient
 from pdinfer.remote.session import MessageStream
-from pdinfer.remote.shared_engine import SharedEngine, start
+from pdinfer.remote.shared_engine import SharedEngine, beside
 
 IDLE_S = 0.1
 """How long a served engine sleeps at most. The deadline of a request that is not running may be this late."""
@@ -96,9 +97,9 @@ def serve(
                 engine.wait(IDLE_S)
         return
     host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event(), max_clients)
-    if announcer is not None:
-        announcer.start(host)
     try:
+        if announcer is not None:
+            announcer.start(host)
         host.run()
     except TransferError as error:
         _log.error("a served engine stops: %s", error)
@@ -141,10 +142,10 @@ class _Host(OfOneProcess):
         self.listen()
         if isinstance(connection, SessionListener):
             self.listener = connection
-            start(self.accept)
+            start(threading.Thread(target=self.accept, name="pdinfer-served", daemon=True))
         else:
             self.meet(connection)
-        start(self.watch)
+        start(threading.Thread(target=self.watch, name="pdinfer-served", daemon=True))
 
     @property
     def engine(self) -> PrefillEngine | DecodeEngine:
@@ -160,15 +161,16 @@ class _Host(OfOneProcess):
         """End the connections and our threads. The thread that accepts ends with the next connection."""
         self.ended.set()
         self.places.release()
-        for thread in [start(client.close) for client in self.shared.clients]:
-            thread.join()
+        for thread in [beside(client.close) for client in self.shared.clients]:
+            if thread is not None:
+                thread.join()
 
     # -- the clients --------------------------------------------------------------------------------------------------
 
     def meet(self, connection: MessageStream) -> None:
         """Begin a session with the client at the other end of a new connection."""
-        self.has_met = True
         self.shared.clients += (ServedClient(connection, self.config, self.deliver, self.beat),)
+        self.has_met = True
 
     def accept(self) -> None:
         """Let clients in while there is a place for another one."""
@@ -287,7 +289,11 @@ class _Host(OfOneProcess):
 
     def obey(self, item: tuple[ServedClient, Command | None] | MessageStream) -> None:
         if not isinstance(item, tuple):
-            self.meet(item)
+            try:
+                self.meet(item)
+            except Overloaded as error:
+                _log.error("a client of a served engine is turned away: %s", error)
+                self.places.release()
             return
         client, command = item
         if client not in self.shared.clients:
@@ -311,7 +317,7 @@ class _Host(OfOneProcess):
         self.last_loss = loss
         self.shared.stop(client, 0)
         client.forget_pages()
-        start(client.close)
+        beside(client.close)
         self.places.release()
 
     def change(self, client: ServedClient, role: str) -> None:

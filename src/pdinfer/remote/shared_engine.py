@@ -12,8 +12,9 @@ import attrs
 
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel.channel import turn_away
+from pdinfer.process.threads import start
 from pdinfer.remote import messages
 from pdinfer.remote.messages import Command, LoadMessage
 from pdinfer.remote.names import Names
@@ -139,7 +140,8 @@ class SharedEngine:
                 before.join()
             work(*arguments)
 
-        self._links[peer] = start(work_in_turn)
+        if (thread := beside(work_in_turn)) is not None:
+            self._links[peer] = thread
 
     def _connect(self, command: messages.ConnectMessage, session: Session[Command]) -> None:
         """Connect to a peer, and answer in any case."""
@@ -173,8 +175,10 @@ class SharedEngine:
             client.report(load, news, now)
 
 
-def start(work: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Do `work` in a thread of its own."""
-    thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
-    thread.start()
-    return thread
+def beside(work: Callable[[], None]) -> threading.Thread | None:
+    """Do `work` in a thread of its own, and return it. Where there is none, do it here, and return None."""
+    try:
+        return start(threading.Thread(target=work, name="pdinfer-served", daemon=True))
+    except Overloaded:
+        work()
+        return None

@@ -16,6 +16,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.stream.endpoints import endpoint_of
+from pdinfer.process.threads import start
 from pdinfer.remote.directory.announcement import Announcement
 from pdinfer.remote.directory.directory import Directory
 from pdinfer.remote.directory.media import host_and_port
@@ -76,8 +77,7 @@ class Announcer:
         self._thread: threading.Thread | None = None
 
     def start(self, served: Served) -> None:
-        self._thread = threading.Thread(target=self._run, args=(served,), name="pdinfer-announce", daemon=True)
-        self._thread.start()
+        self._thread = start(threading.Thread(target=self._run, args=(served,), name="pdinfer-announce", daemon=True))
 
     def close(self) -> None:
         """Withdraw the announcement, unless that takes longer than WITHDRAW_S."""

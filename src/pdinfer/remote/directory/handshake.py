@@ -18,8 +18,9 @@ from typing import Self
 
 from pdinfer.bounds import cause
 from pdinfer.checks import clip, typed
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.kv.channel.wire import check_key
+from pdinfer.process.threads import start
 from pdinfer.remote.directory.media import host_and_port
 
 DIAL_S = 10.0
@@ -71,6 +72,8 @@ class Door:
                     deliver_challenge(connection, self._key)
                     answer_challenge(connection, self._key)
                     return connection
+            except Overloaded as error:
+                _log.warning("a connection from %s was refused: %s", where[0], error)
             except (OSError, EOFError, AuthenticationError) as error:
                 _log.warning("a connection from %s was refused: it has not proven the key: %s", where[0], cause(error))
 
@@ -93,7 +96,7 @@ def _limited(sock: socket.socket, limit_s: float) -> Iterator[Connection]:
     sock.settimeout(None)
     late = threading.Timer(limit_s, _shut, (sock,))
     late.daemon = True
-    late.start()
+    start(late)
     connection = Connection(os.dup(sock.fileno()))
     try:
         yield connection
