@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import selectors
 import signal
 import socket
 import stat
@@ -28,7 +27,6 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, closing, finished
@@ -67,10 +65,6 @@ def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> b
     size = len(payload) if announced is None else announced
     head = Header(MessageKind.WRITE, len(frame), size, digested=True).packed() + frame
     return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
-
-
-def port_of(end: End) -> int:
-    return int(end.endpoints[0].rpartition(":")[2])
 
 
 def frame_of(frame: bytes) -> bytes:
@@ -401,90 +395,6 @@ def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End])
         for count in range(1, 60):
             peer.sendall(b"".join(frame_of(b"%d" % n) for n in range(count)))
         end.receiver.wait("received", sum(range(1, 60)))
-
-
-def test_a_failing_loop_closes_everything_loudly(
-    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Breaking(Clock):
-        broken = False
-
-        def __call__(self) -> float:
-            if self.broken:
-                raise OSError("no clock any more")
-            return self.now
-
-    clock = Breaking()
-    left, right = open_end(), open_end(SocketTransport(clock=clock))
-    link, _ = left.connect(right)
-    clock.broken = True
-    left.transport.send(link, b"wakes the loop")
-    assert "I/O thread failed" in str(right.receiver.wait("closed")[0].error)
-    assert left.receiver.wait("closed", 1, link)[0].error is not None
-    wait_until(lambda: any(r.levelname == "CRITICAL" and r.name == "pdinfer" for r in caplog.records))
-    clock.broken = False
-    with pytest.raises(TransferError, match="closed"):
-        right.transport.connect(left.endpoints, timeout_s=1)
-
-
-def test_a_loop_that_fails_once_closes_its_links_and_goes_on(open_end: Callable[..., End]) -> None:
-    class Failing(Clock):
-        fails = False
-
-        def __call__(self) -> float:
-            if self.fails:
-                self.fails = False
-                raise MemoryError
-            return self.now
-
-    clock = Failing()
-    left, right = open_end(), open_end(SocketTransport(clock=clock))
-    link, _ = left.connect(right)
-    clock.fails = True
-    left.transport.send(link, b"wakes the loop")
-    assert "I/O thread failed: MemoryError" in str(right.receiver.wait("closed")[0].error)
-    left.receiver.wait("closed")
-    link, _ = left.connect(right)
-    left.transport.send(link, b"a new link")
-    right.receiver.wait("received")
-
-
-def test_a_newcomer_that_the_kernel_cannot_watch_is_closed_alone(
-    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right = open_end(), open_end()
-    link, _ = left.connect(right)
-    register, is_full = selectors.DefaultSelector.register, [True]
-
-    def scarce(selector: Any, sock: Any, *about: Any) -> Any:
-        if is_full and isinstance(sock, socket.socket) and sock.getsockname()[1] == port_of(right):
-            is_full.clear()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return register(selector, sock, *about)
-
-    monkeypatch.setattr(selectors.DefaultSelector, "register", scarce)
-    with dialled(right) as newcomer:
-        assert closed_by_peer(newcomer)
-    assert "cannot be watched" in str(right.receiver.wait("closed")[0].error)
-    left.transport.send(link, b"still here")
-    right.receiver.wait("received")
-
-
-def test_a_link_is_gone_whatever_fails_while_it_is_closed(
-    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right = open_end(), open_end()
-    link, _ = left.connect(right)
-    shut = StreamConnection.shut
-
-    def fail(connection: StreamConnection, error: TransferError) -> bool:
-        shut(connection, error)
-        monkeypatch.undo()
-        raise MemoryError
-
-    monkeypatch.setattr(StreamConnection, "shut", fail)
-    check_returns(lambda: left.transport.fence(link))
-    assert left.receiver.wait("closed", 1, link)[0].error is None
 
 
 def test_close_from_inside_a_callback(open_end: Callable[..., End]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
+from pdinfer.log import log
 from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.port import Port
 from pdinfer.pairing.ports import Ports
@@ -20,8 +20,6 @@ from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
 """How long each pair may take in the first round. If any port answers, one that does not costs no more than this."""
-
-_log = logging.getLogger("pdinfer")
 
 
 def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAddress, TransferError]:
@@ -38,7 +36,7 @@ def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAd
         unlinked = _try(port, known, left_s / len(known))
     if len(unlinked) < len(known):
         for address, error in unlinked.items():
-            _log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
+            log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
     return unlinked
 
 

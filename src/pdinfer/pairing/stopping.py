@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from pdinfer.bounds import cause
 from pdinfer.errors import RequestError
+from pdinfer.log import log
 from pdinfer.stop import StopSequences
 from pdinfer.types import Request
-
-_log = logging.getLogger("pdinfer")
 
 
 class Stopping:
@@ -42,5 +39,5 @@ class Stopping:
 def _failed(error: Exception) -> RequestError:
     if isinstance(error, MemoryError):
         raise error
-    _log.debug("the matcher of a stop failed", exc_info=error)
+    log.debug("the matcher of a stop failed", exc_info=error)
     return RequestError(f"the matcher of its stop failed: {cause(error)}")

@@ -4,13 +4,13 @@ another connection where the first one broke."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic
 
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import Overloaded, TransferError
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.process.threads import start
@@ -21,8 +21,6 @@ from pdinfer.remote.session import MessageStream, Session
 
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first and, doubling, before every later attempt to make another connection."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class Line(OfOneProcess, Generic[AnyLoad]):
@@ -170,7 +168,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
                 self.engine.num_renewals = 0
                 self.meet(connection)
             except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
-                _log.info("the process at the other end of a port cannot be reached: %s", error)
+                log.info("the process at the other end of a port cannot be reached: %s", error)
                 continue
             if self._closing.is_set():
                 self._session.close(messages.Close())

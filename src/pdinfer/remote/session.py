@@ -9,7 +9,6 @@ long message travels in pieces, and each piece is a sign of life.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import socket
 import threading
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from pdinfer.errors import Overloaded, TransferError
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import SESSIONS, SilenceWatch
@@ -33,8 +33,6 @@ FLUSH_S = 0.2
 """How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 TOLD_S = 0.02
 """How long `tell` may wait. A pipe with room takes a message in a fraction of that."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class MessageStream(Protocol):
@@ -171,7 +169,7 @@ class Session(OfOneProcess, Generic[M]):
         except TransferError as error:
             reason = f"sent an invalid message: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a connection raises, it cannot be read any more
-            _log.exception("reading a connection failed; the port is given up")
+            log.exception("reading a connection failed; the port is given up")
             reason = f"is gone: {type(error).__name__}"
         self._give_up(reason, broke=broke)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel.channel import turn_away
+from pdinfer.log import log
 from pdinfer.process.threads import start
 from pdinfer.remote import messages
 from pdinfer.remote.messages import Command, LoadMessage
@@ -21,8 +21,6 @@ from pdinfer.remote.names import Names
 from pdinfer.remote.served_client import ServedClient, Submitted
 from pdinfer.remote.session import Session
 from pdinfer.types import Event, Granted, PeerAddress, Request
-
-_log = logging.getLogger("pdinfer")
 
 
 class SharedEngine:
@@ -66,7 +64,7 @@ class SharedEngine:
             client.num_seen += 1
             self._submit_decode(client, command)
         else:
-            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+            log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
     def _submit_prefill(
         self, engine: PrefillEngine, client: ServedClient, command: messages.SubmitPrefillMessage
@@ -151,7 +149,7 @@ class SharedEngine:
         except PDInferError as problem:
             error = problem
         except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
-            _log.exception("connecting to a peer failed")
+            log.exception("connecting to a peer failed")
             error = TransferError(f"connecting failed: {type(problem).__name__}")
         session.post(messages.Connected(command.peer, error, getattr(error, "fields", ())))
 

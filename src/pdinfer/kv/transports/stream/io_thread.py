@@ -9,7 +9,6 @@ a listener with newcomers ─────────┘
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import selectors
 import socket
@@ -22,6 +21,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener
+from pdinfer.log import log
 from pdinfer.process.locks import new_lock, open_lock
 from pdinfer.process.threads import start
 
@@ -139,10 +139,10 @@ class IOThread:
             work()
         except TransferError as error:
             self._shut(connection, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a receiver raises
             name = connection.link.endpoint
             self._shut(connection, TransferError(f"a callback failed, so the link to {name} was closed: {error!r}"))
-            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", name)
+            log.exception("a callback failed; the link to %s is closed", name)
 
     def pause_listening(self, until: float) -> None:
         """Leave newcomers in the backlog until then."""
@@ -174,8 +174,8 @@ class IOThread:
                     if num_failed > MAX_FAILED:
                         raise
                     self._start_over(raised)
-        except BaseException as raised:  # a SystemExit out of a callback, too, must not look like an orderly close
-            logging.getLogger("pdinfer").critical("the I/O thread failed; all its links are closed", exc_info=True)
+        except BaseException as raised:  # noqa: BLE001 - a SystemExit out of a callback, too, must not look like an orderly close
+            log.critical("the I/O thread failed; all its links are closed", exc_info=True)
             error = TransferError(f"the transport's I/O thread failed: {raised!r}; make a new transport")
         finally:
             self._end(error)
@@ -187,7 +187,7 @@ class IOThread:
             self._shut(connection, error)
         with self._lock:
             self._woken = False  # it may have read the byte, and not have noted it
-        logging.getLogger("pdinfer").error("a turn of the I/O thread failed; all its links are closed", exc_info=raised)
+        log.error("a turn of the I/O thread failed; all its links are closed", exc_info=raised)
         time.sleep(FAILED_S)
 
     def _end(self, error: TransferError | None) -> None:
@@ -239,8 +239,8 @@ class IOThread:
         self._turns.fade()
         try:
             self._receiver.tick()
-        except Exception:
-            logging.getLogger("pdinfer").exception("tick failed")
+        except Exception:  # noqa: BLE001 - as above
+            log.exception("tick failed")
 
     def _awake(self, mask: int) -> None:
         self._wake.recv(1)
@@ -287,8 +287,8 @@ class IOThread:
         """Say that a link is closed, whatever comes of that: `fence` waits for it."""
         try:
             self._receiver.closed(connection.link, error)
-        except Exception:
-            logging.getLogger("pdinfer").exception("closed(%s) failed", connection.link.endpoint)
+        except Exception:  # noqa: BLE001 - as above
+            log.exception("closed(%s) failed", connection.link.endpoint)
         finally:
             with self._lock:
                 del self.connections[connection.link]
