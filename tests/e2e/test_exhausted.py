@@ -17,7 +17,7 @@ from pdinfer.kv.channel.sender import Pushes
 from pdinfer.pairing import following
 from tests.e2e.setups import collect, join, local, model_of, pool_of, reference, request, tokens_of
 from tests.e2e.test_fronts import front, pair
-from tests.waiting import TIMEOUT_S, wait_until, without_threads
+from tests.waiting import TIMEOUT_S, check_ends, wait_until, without_threads
 
 EXPECTED = list(reference("v3", request().prompt, 5).tokens)
 
@@ -190,3 +190,46 @@ def test_memory_that_the_io_thread_lacks_costs_no_page(owner: type, name: str, m
         assert [event.finish_reason for event in events if event.finish_reason]
         assert tokens_of(setup.pairing.generate(request("next"))) == EXPECTED
         setup.check_idle()
+
+
+class Lacking(dict[Any, Any]):
+    """Requests, which cannot be looked up the first time."""
+
+    lacks = True
+
+    def get(self, *key: Any) -> Any:
+        if self.lacks:
+            self.lacks = False
+            raise MemoryError
+        return super().get(*key)
+
+
+def test_a_close_that_lacks_memory_ends_each_request_once() -> None:
+    with local() as setup:
+        for name in "ab":
+            setup.pairing.submit(request(name, 40))
+        setup.pairing.step()
+        setup.pairing._broker.requests = Lacking(setup.pairing._broker.requests)
+        with pytest.raises(MemoryError):
+            setup.pairing.close()
+        setup.pairing.close()
+        assert [e.request_id for e in setup.pairing.step() if e.finish_reason] == ["a", "b"]
+        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.CANCELLED: 2}
+
+
+@pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
+def test_an_engine_whose_close_lacks_memory_is_closed_by_the_next(role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = pd.KVChannel(pool_of(model_of()), pd.kv.SocketTransport())
+    engine = role(model_of(), channel)
+
+    def lacks() -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(channel.transport, "close", lacks)
+    with pytest.raises(MemoryError):
+        engine.close()
+    (io,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-kv-io"]
+    engine.close()
+    assert engine.closed
+    check_ends(io)

@@ -127,7 +127,6 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._take_inbox()
         self._abort(self._scheduler.unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
-        self.closed = True
         self._channel.close()
         self._return_pages()
 

@@ -30,10 +30,10 @@ class Stopping:
         """Return whether the next token is the last one. Raise RequestError when the matcher fails."""
         self._num_tokens += 1
         try:
-            stops = self._stops(token)
+            stops = bool(self._stops(token))
         except Exception as error:
             raise _failed(error) from error
-        return bool(stops) and self._num_tokens >= self._min_tokens
+        return stops and self._num_tokens >= self._min_tokens
 
 
 def _failed(error: Exception) -> RequestError:

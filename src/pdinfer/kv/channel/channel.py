@@ -266,11 +266,11 @@ class KVChannel(OfOneProcess):
             return bool(self._changed.wait_for(lambda: not self.sender.pushes.unsent_bytes, timeout_s))
 
     def close(self) -> None:
-        """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.transport.close()
-            self.wake()
+        """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing, or what the first
+        has not come to."""
+        self.is_closed = True
+        self.transport.close()
+        self.wake()
 
     def vacate(self, listener: Callable[[], None]) -> None:
         """Close every link for good, and let go of the engine, which has no room open, and of its `listener`. Another
