@@ -192,31 +192,6 @@ def test_memory_that_the_io_thread_lacks_costs_no_page(owner: type, name: str, m
         setup.check_idle()
 
 
-class Lacking(dict[Any, Any]):
-    """Requests, which cannot be looked up the first time."""
-
-    lacks = True
-
-    def get(self, *key: Any) -> Any:
-        if self.lacks:
-            self.lacks = False
-            raise MemoryError
-        return super().get(*key)
-
-
-def test_a_close_that_lacks_memory_ends_each_request_once() -> None:
-    with local() as setup:
-        for name in "ab":
-            setup.pairing.submit(request(name, 40))
-        setup.pairing.step()
-        setup.pairing._broker.requests = Lacking(setup.pairing._broker.requests)
-        with pytest.raises(MemoryError):
-            setup.pairing.close()
-        setup.pairing.close()
-        assert [e.request_id for e in setup.pairing.step() if e.finish_reason] == ["a", "b"]
-        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.CANCELLED: 2}
-
-
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
 def test_an_engine_whose_close_lacks_memory_is_closed_by_the_next(role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = pd.KVChannel(pool_of(model_of()), pd.kv.SocketTransport())

@@ -188,7 +188,8 @@ class Broker:
         """Make everything consistent after an interrupted step. Queued requests keep waiting. All others end, since
         nobody knows which events were lost on the way, and ids are withheld from their decodes for RELEASE_S. A port
         that was being given up raises again in its next step. `unread` are the events that the host has not fetched."""
-        self.note_emitted(unread)
+        if self._emitting is not None and any(event is self._emitting[1] for event in unread):
+            self._emitted(*self._emitting)
         lost = TransferError("its pairing was interrupted while the request was under way")
         requests = list(self.requests.values())
         for tracked in requests:
@@ -199,11 +200,6 @@ class Broker:
         self.queue.clear()
         for tracked in requests:
             self.heed(tracked)
-
-    def note_emitted(self, unread: Iterable[TokenEvent]) -> None:
-        """Note the end of a request whose last event is `unread`, if an interrupt came between the two."""
-        if self._emitting is not None and any(event is self._emitting[1] for event in unread):
-            self._emitted(*self._emitting)
 
     # -- the door ----------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,6 @@ class Pairing(OfOneProcess):
         for following in self._followings:
             following.close()
         with self._stepping.lock, contextlib.ExitStack() as closing:
-            self._broker.note_emitted(self._outbox.events)  # by a call that was interrupted
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
             # a port that cannot be closed does not keep the others open
