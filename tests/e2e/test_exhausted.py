@@ -17,7 +17,7 @@ from pdinfer.kv.channel.sender import Pushes
 from pdinfer.pairing import following
 from tests.e2e.setups import collect, join, local, model_of, pool_of, reference, request, tokens_of
 from tests.e2e.test_fronts import front, pair
-from tests.waiting import TIMEOUT_S, check_ends, wait_until, without_threads
+from tests.waiting import TIMEOUT_S, check_ends, check_returns, wait_until, without_threads
 
 EXPECTED = list(reference("v3", request().prompt, 5).tokens)
 
@@ -164,6 +164,7 @@ def test_a_door_lets_others_in_after_one_for_whom_there_was_no_thread(monkeypatc
         with pytest.raises((OSError, EOFError)):
             decode.dial()
         monkeypatch.undo()
+        check_returns(lambda: decode.dial().close())
         with front(prefill, decode) as comes:
             assert tokens_of(comes.generate(request())) == EXPECTED
 
