@@ -10,7 +10,6 @@ itself asks for it.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -112,8 +111,8 @@ class Following:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        try:
-            for work in (self.look, self.let_go):  # two, since an engine drains whether or not the directory can be read
+        try:  # two, since an engine drains whether or not the directory can be read
+            for work in (self.look, self.let_go):
                 start(threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True))
         except Overloaded:
             self.close()
