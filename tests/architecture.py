@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("files", "trace", "inbox", "stats", "identity", "progress"),
         ("types",),
         ("process", "bounds", "stop", "checks"),
-        ("values",),
+        ("values", "log"),
         ("errors",),
     ),
     "adapters": (("vllm",),),
@@ -214,7 +214,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (
         ("ahead",),
         ("compiled", "forked", "modes"),
-        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams", "untraced"),
+        ("compiler", "locks", "memory", "openmp", "recording", "scratch", "silence", "streams", "threads", "untraced"),
     ),
 }
 
@@ -227,6 +227,7 @@ GROUND = frozenset(
         "files",
         "identity",
         "inbox",
+        "log",
         "progress",
         "stats",
         "stop",

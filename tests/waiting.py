@@ -1,11 +1,15 @@
-"""Waiting in tests: for what comes true, and for threads, which end by themselves or the test fails."""
+"""Waiting in tests: for what comes true, and for threads, which end by themselves or the test fails, or cannot be
+started."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from tests.forks import FAR_S
 
@@ -38,3 +42,20 @@ def check_ends(*threads: threading.Thread) -> None:
 def check_returns(call: Callable[[], object]) -> None:
     """Fail unless the call ends: it waits for nothing that does not happen here."""
     check_ends(started(call))
+
+
+@contextmanager
+def without_threads(*names: str) -> Iterator[list[str]]:
+    """No thread of these names can be started. Gives the names of those that were to be."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in names:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield refused

@@ -10,7 +10,6 @@ The event loop belongs to the host and is never waited for, and no call of it wa
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 from collections import deque
@@ -21,12 +20,14 @@ from typing import Any
 import attrs
 
 from pdinfer.checks import clip, is_int
-from pdinfer.errors import ConfigError, PDInferError, RequestError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
+from pdinfer.log import log
 from pdinfer.pairing.health import Health, HealthState
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.pairing.request import failed
 from pdinfer.process.forked import NotCopied
+from pdinfer.process.threads import start, starting
 from pdinfer.types import FinishReason, Request, TokenEvent
 
 MAX_UNREAD = 4096
@@ -34,8 +35,6 @@ WAIT_S = 0.05
 """How long the stepping thread sleeps at most. A change of ports, or the end, may be noticed this late."""
 MAX_AT_ONCE = 32
 """After so many events that were there already, a reader lets other tasks run."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class AsyncPairing(NotCopied):
@@ -87,7 +86,13 @@ class AsyncPairing(NotCopied):
         if self._loop is not None:
             raise ConfigError("an AsyncPairing can be entered once; make another one of another Pairing")
         self._loop = asyncio.get_running_loop()
-        self._stepping.start()
+        try:
+            with starting("pdinfer-submit"):
+                self._submitting.submit(int)  # or else a stream could find that there is no thread for it
+            start(self._stepping)
+        except Overloaded:
+            self._loop = None
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -284,13 +289,13 @@ class AsyncPairing(NotCopied):
                 if self.pairing.wait(WAIT_S):
                     self._deliver(self.pairing.step())
         except BaseException as error:  # noqa: BLE001 - whatever it is, readers must not wait for ever
-            _log.exception("a step of an AsyncPairing failed; it is closed")
+            log.exception("a step of an AsyncPairing failed; it is closed")
             self._failure = PDInferError(f"a step of the pairing failed: {type(error).__name__}: {error}")
         try:
             self.pairing.close()
             self._deliver(self.pairing.step())
         except BaseException:  # noqa: BLE001 - as above
-            _log.exception("an AsyncPairing could not be closed whole")
+            log.exception("an AsyncPairing could not be closed whole")
         self._submitting.shutdown(wait=False)  # the loop may be gone, and nobody else ends it then
         self._call(self._stop)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import EXHAUSTED, HeldBack, new_lock
 
 T = TypeVar("T")
-
-_log = logging.getLogger("pdinfer")
 
 
 def tell(listeners: Iterable[Callable[[], None]]) -> None:
@@ -23,7 +21,7 @@ def tell(listeners: Iterable[Callable[[], None]]) -> None:
         except EXHAUSTED:
             raise
         except Exception:  # noqa: BLE001 - whatever a host's raises
-            _log.exception("a listener failed")
+            log.exception("a listener failed")
 
 
 class Inbox(OfOneProcess, Generic[T]):

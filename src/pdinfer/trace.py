@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import time
@@ -41,6 +40,7 @@ import attrs
 import msgspec
 
 from pdinfer.errors import ConfigError
+from pdinfer.log import log
 
 STEP = "step"
 ENGINE, REQUESTS, CHANNEL = "engine", "requests", "channel"
@@ -61,8 +61,6 @@ IDLE_NS = 100_000
 
 Values = Mapping[str, float | str]
 """What is known of an event."""
-
-_log = logging.getLogger("pdinfer")
 
 
 @attrs.frozen
@@ -178,7 +176,7 @@ class Trace:
             with self.file.open("w", encoding="utf-8") as file:
                 _write_events(file, self._json_events(), attrs.asdict(_Clock.now(self._clock_ns)))
         except OSError as error:
-            _log.error("a trace could not be written: %s", error)
+            log.error("a trace could not be written: %s", error)
 
     def _json_events(self) -> Iterator[dict[str, object]]:
         """Yield the events as JSON objects. Times are microseconds of the machine's monotonic clock, so that files of

@@ -397,30 +397,6 @@ def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End])
         end.receiver.wait("received", sum(range(1, 60)))
 
 
-def test_a_failing_loop_closes_everything_loudly(
-    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Breaking(Clock):
-        broken = False
-
-        def __call__(self) -> float:
-            if self.broken:
-                raise OSError("no clock any more")
-            return self.now
-
-    clock = Breaking()
-    left, right = open_end(), open_end(SocketTransport(clock=clock))
-    link, _ = left.connect(right)
-    clock.broken = True
-    left.transport.send(link, b"wakes the loop")
-    assert "I/O thread failed" in str(right.receiver.wait("closed")[0].error)
-    assert left.receiver.wait("closed", 1, link)[0].error is not None
-    wait_until(lambda: any(r.levelname == "CRITICAL" and r.name == "pdinfer" for r in caplog.records))
-    clock.broken = False
-    with pytest.raises(TransferError, match="closed"):
-        right.transport.connect(left.endpoints, timeout_s=1)
-
-
 def test_close_from_inside_a_callback(open_end: Callable[..., End]) -> None:
     left, right = open_end(), open_end()
     right.receiver.hooks["received"] = lambda *_: right.transport.close()

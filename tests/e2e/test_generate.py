@@ -25,6 +25,7 @@ from tests.e2e.setups import (
     request,
     tokens_of,
 )
+from tests.waiting import check_returns
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 NARROW = {
@@ -266,6 +267,59 @@ def test_an_error_of_the_source_cancels_what_came_before() -> None:
     with local() as setup:
         with pytest.raises(OSError, match="the file ended"):
             list(setup.pairing.generate(source()))
+        assert collect(setup.pairing) == []
+        setup.check_idle()
+
+
+def test_a_none_of_the_source_is_no_end() -> None:
+    with local() as setup:
+        with pytest.raises(pd.ConfigError, match=r"^Pairing.submit: request must be Request, got None"):
+            list(setup.pairing.generate(iter([request("a"), None, request("b")])))  # type: ignore[list-item]
+        assert collect(setup.pairing) == []
+
+
+def test_an_iterator_that_is_dropped_in_another_thread_waits_for_no_step() -> None:
+    """Garbage collection closes it in any thread, also in one that has a lock for which the step waits."""
+    dropped: list[Iterator[pd.TokenEvent]] = []
+
+    def policy(*given: Any) -> pd.types.Choice | None:
+        if dropped:
+            check_returns(dropped.pop().close)
+        return pd.policy.least_tokens(*given)
+
+    with local(policy=policy) as setup:
+        stream = setup.pairing.generate([request("dropped", 40)])
+        next(stream)
+        dropped.append(stream)
+        assert tokens_of(setup.pairing.generate([request("mine")])) == EXPECTED
+        assert collect(setup.pairing) == []
+        setup.check_idle()
+
+
+def test_an_id_that_a_dropped_iterator_had_is_free_once_its_request_has_ended() -> None:
+    with local() as setup:
+        stream = setup.pairing.generate([request("a")])
+        next(stream)
+        assert tokens_of(setup.pairing.generate([request("b", 9)]))  # the events of a wait meanwhile
+        check_returns(stream.close)
+        setup.pairing.submit(request("a"))
+        assert tokens_of(collect(setup.pairing)) == EXPECTED
+        setup.check_idle()
+
+
+def test_an_iterator_that_is_dropped_inside_a_step_of_its_thread_is_cancelled_by_the_next() -> None:
+    dropped: list[Iterator[pd.TokenEvent]] = []
+
+    def policy(*given: Any) -> pd.types.Choice | None:
+        if dropped:
+            dropped.pop().close()
+        return pd.policy.least_tokens(*given)
+
+    with local(policy=policy) as setup:
+        stream = setup.pairing.generate([request("dropped", 40)])
+        next(stream)
+        dropped.append(stream)
+        assert tokens_of(setup.pairing.generate([request("mine")])) == EXPECTED
         assert collect(setup.pairing) == []
         setup.check_idle()
 

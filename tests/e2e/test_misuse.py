@@ -6,6 +6,7 @@ import asyncio
 import copy
 import errno
 import gc
+import logging
 import multiprocessing
 import pickle
 import selectors
@@ -223,6 +224,44 @@ def test_what_a_listener_of_the_host_raises_costs_no_link(transport: str, caplog
     assert all("has called a DecodeEngine from inside its own step" in said for said in refused)
     assert others if transport == "tcp" else refused
     assert "a listener failed" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_what_a_handler_of_logs_raises_costs_only_its_line(
+    transport: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space for a line")
+
+    model, left = model_of(), ["a step", "an arrival"]
+
+    def fails_once(owner: Any, name: str, what: str) -> None:
+        method = getattr(owner, name)
+
+        def fail(*args: Any) -> Any:
+            if what in left:
+                left.remove(what)
+                raise ValueError(f"{what} fails")
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, fail)
+
+    handler = Broken()
+    logging.getLogger("pdinfer").addHandler(handler)
+    try:
+        with join(model, transport, prefill_pools=[pool_of(model)], decode_pools=[pool_of(model)]) as setup:
+            (decode,) = setup.decodes
+            fails_once(decode._runner, "decode", "a step")
+            fails_once(decode.channel.receiver, "placed", "an arrival")
+            (*_, last) = setup.pairing.generate(request("hit"))
+            assert "the decode step failed: ValueError: a step fails" in str(last.error)
+            assert tokens_of(setup.pairing.generate(request("next"))) == list(reference("v3", PROMPT, 5).tokens)
+            assert (left, setup.pairing.stats.num_ports_lost) == ([], 0)
+            setup.check_idle()
+    finally:
+        logging.getLogger("pdinfer").removeHandler(handler)
+    assert "no space for a line" in capsys.readouterr().err
 
 
 def test_a_sleep_ends_where_a_hosts_tests_have_stopped_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

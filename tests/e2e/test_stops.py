@@ -41,10 +41,17 @@ STOP = pd.FinishReason.STOP
 FAILED = pd.FinishReason.FAILED
 
 
+class Broken:
+    """What a matcher may return, an array of several truths say."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("this matcher is broken")
+
+
 class After:
     """Stops each request at a number of tokens, counted since it began."""
 
-    def __init__(self, count: int, *, fails: bool = False) -> None:
+    def __init__(self, count: int, *, fails: Callable[[], Any] | None = None) -> None:
         self.count = count
         self.fails = fails
         self.began: list[tuple[int, ...]] = []
@@ -58,7 +65,7 @@ class After:
         def stops(token: int) -> bool:
             seen.append(token)
             if self.fails and len(seen) == self.count:
-                raise ValueError("this matcher is broken")
+                return self.fails()  # type: ignore[no-any-return]
             return len(seen) >= self.count
 
         return stops
@@ -148,9 +155,10 @@ def test_requests_that_share_a_matcher_do_not_share_how_far_they_got() -> None:
     assert shared.seen == [list(TOKENS[:5])] * 3
 
 
-def test_a_matcher_that_fails_ends_its_request_alone() -> None:
+@pytest.mark.parametrize("fails", [lambda: bool(Broken()), Broken], ids=["raises", "returns"])
+def test_a_matcher_that_fails_ends_its_request_alone(fails: Callable[[], Any]) -> None:
     with local() as setup:
-        asked = [request("bad", COUNT, stop=After(3, fails=True)), request("good", COUNT, stop=After(5))]
+        asked = [request("bad", COUNT, stop=After(3, fails=fails)), request("good", COUNT, stop=After(5))]
         streams = by_request(setup.pairing.generate(asked))
         check_stopped(streams["good"], 5)
         last = streams["bad"][-1]

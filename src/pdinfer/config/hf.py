@@ -8,7 +8,6 @@ implemented is refused, and so is an unknown one. Fields without effect on infer
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from pdinfer.config.fields import (
 from pdinfer.config.packed import PackedWeights
 from pdinfer.config.rope import YarnScaling
 from pdinfer.errors import ConfigError
+from pdinfer.log import log
 
 MAX_EOS_IDS = 64
 MAX_VOCAB = 1 << 24
@@ -85,7 +85,7 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     _refuse_unsupported(raw, family)
     ignored = [name for name in IGNORED_CODE_FIELDS if raw.get(name)]
     if ignored:
-        logging.getLogger("pdinfer").warning("ignored %s of config.json: no model code is loaded", ", ".join(ignored))
+        log.warning("ignored %s of config.json: no model code is loaded", ", ".join(ignored))
     values: dict[str, Any] = {**raw, **_with_defaults(raw, family), **_experts(raw, family)}
     values["scoring_func"] = _member(ScoringFunc, "scoring_func", values["scoring_func"])
     values["topk_method"] = _member(TopkMethod, "topk_method", values["topk_method"])

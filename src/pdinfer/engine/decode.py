@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -24,6 +23,7 @@ from pdinfer.execution.sampling import Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun
 from pdinfer.kv.channel.rooms import first_error
 from pdinfer.kv.pool import Held
+from pdinfer.log import log
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
@@ -34,8 +34,6 @@ from pdinfer.stats import DecodeLoad
 from pdinfer.types import FinishReason, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
 _DESERTED = f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s"
-
-_log = logging.getLogger("pdinfer")
 
 
 def _check_steps(model: Model, config: EngineConfig) -> None:
@@ -286,7 +284,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _decode(self) -> None:
         batch = self._scheduler.plan()
         for sequence in self._scheduler.retracted:
-            _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
+            log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
             self.computing -= {sequence.request_id}
         if not batch:
             self._runner.idle()
@@ -298,7 +296,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         except (MemoryError, RankLost):  # what it had is not to blame for a lost rank, and goes on elsewhere
             raise
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
-            _log.exception("a decode step failed")
+            log.exception("a decode step failed")
             for sequence in batch:
                 self._fail(sequence, PDInferError(f"the decode step failed: {cause(error)}"))
             return

@@ -3,7 +3,6 @@ continue after a step that did not end."""
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -31,6 +30,7 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held, PagePool
 from pdinfer.kv.prefix import KeyScheme
+from pdinfer.log import log
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
@@ -51,8 +51,6 @@ Command = TypeVar("Command")
 AnyEngine = TypeVar("AnyEngine", bound="Engine[Any]")
 
 DRAIN_POLL_S = 0.1
-
-_log = logging.getLogger("pdinfer")
 
 
 class Interruptible(OfOneProcess, Generic[Command]):
@@ -299,7 +297,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             if not isinstance(error, Exception):
                 raise
             self.ranks.propagate(error)
-            _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
+            log.exception("a step of the %s engine failed: what it had ends with it", self.role)
             self._recover(PDInferError(f"a step of the {self.role} engine failed: {cause(error)}"))
         self._num_changes += had_work or self.num_unfinished > 0
         self._unfinished_call = False

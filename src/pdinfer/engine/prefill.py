@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -19,6 +18,7 @@ from pdinfer.errors import PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.sampling import Draw, Drawn, make_processor
 from pdinfer.execution.warm_up import WarmUpRun
 from pdinfer.kv.pool import Held
+from pdinfer.log import log
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
@@ -27,8 +27,6 @@ from pdinfer.scheduling.rules import largest_prefill_step
 from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
-
-_log = logging.getLogger("pdinfer")
 
 
 def _check_steps(model: Model, config: EngineConfig) -> None:
@@ -129,7 +127,6 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._take_inbox()
         self._abort(self._scheduler.unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
-        self.closed = True
         self._channel.close()
         self._return_pages()
 
@@ -157,7 +154,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         try:
             self._channel.accept(grant)
         except TransferError as error:
-            _log.info("prefill dropped a request: %s", error)
+            log.info("prefill dropped a request: %s", error)
             return
         try:
             check_request(request, [self.limits])
@@ -194,7 +191,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         except (MemoryError, RankLost):  # what it had is not to blame for a lost rank, and goes on elsewhere
             raise
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
-            _log.exception("a prefill step failed")
+            log.exception("a prefill step failed")
             failed = [prompt for prompt in prompts if prompt in self._scheduler.active]  # the others were handed off
             self._fail(failed, PDInferError(f"the prefill step failed: {cause(error)}"))
         self._scheduler.ran(sum(counts), self._clock() - started)

@@ -7,7 +7,6 @@ in the pages meanwhile, which was computed from the layer's own states.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.view import DTYPES, KVView, PageMemory
+from pdinfer.log import log
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows
 from pdinfer.model.model import Model
 from pdinfer.model.mtp import MTP
@@ -27,7 +27,6 @@ from pdinfer.types import NamedState
 STATE, STATE_VERSION = "mtp.hidden", 1
 """What a hand-off brings for drafting: the model's state, after its final norm, at the last token that prefill ran."""
 
-_log = logging.getLogger("pdinfer")
 
 Sampler = Callable[[Tensor, Sequence[Draw]], list[Drawn]]
 """`sample`, or a sampler that gives the same tokens on several ranks."""
@@ -256,5 +255,5 @@ def unpack_state(states: Sequence[NamedState], size: int, dtype: torch.dtype, de
         state_1D = torch.from_numpy(np.frombuffer(found.data, np.uint8).copy()).view(dtype)[None]
         if bool(torch.isfinite(state_1D).all()):
             return state_1D.to(device)
-    _log.warning("a hand-off's state %s cannot be used: its request is decoded without drafts", STATE)
+    log.warning("a hand-off's state %s cannot be used: its request is decoded without drafts", STATE)
     return None

@@ -9,7 +9,6 @@ raw logits. What does not need the host is the op `draw`.
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,8 @@ from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.log import log
 from pdinfer.types import Request, SamplingParams
-
-_log = logging.getLogger("pdinfer")
 
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], Tensor], Tensor]
 """`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token. Tokens that
@@ -326,7 +324,7 @@ def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError
             changed = draw.processor(tuple(draw.prompt), tuple(draw.output), logits_V.clone())
             logits_V.copy_(_ending_alike(_of_shape(changed, logits_V), logits_V, draw))
         except Exception as error:  # noqa: BLE001 - a host's own code; the rest of the batch goes on
-            _log.debug("a logits processor failed", exc_info=True)
+            log.debug("a logits processor failed", exc_info=True)
             errors[row] = RequestError(
                 f"logits processor {clip(draw.sampling.logits_processor)} failed: {cause(error)}"
             )

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import sys
 from pathlib import Path
 
+from pdinfer.log import log
 from pdinfer.process.compiled import NativeLibrary, cpu_flags, find_or_build
 
 MIN_BYTES = 1 << 15
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
     else:
         found = find_or_build([SOURCES], cpu_flags())[SOURCES.name]
     if isinstance(found, str):
-        logging.getLogger("pdinfer").info("payloads are copied and digested in two passes: C for one pass %s", found)
+        log.info("payloads are copied and digested in two passes: C for one pass %s", found)
         return None
     return found
 

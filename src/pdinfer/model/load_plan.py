@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -19,6 +18,7 @@ from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.weights import as_format, assign, columns_of, dequantize, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.layers import WeightSource
+from pdinfer.log import log
 from pdinfer.model.agreement import agreed_identity
 from pdinfer.model.destinations import Destinations, Place
 from pdinfer.model.model import Model
@@ -27,8 +27,6 @@ from pdinfer.parallel.groups import InTouch
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory_bytes
 from pdinfer.progress import Tell
-
-_log = logging.getLogger("pdinfer")
 
 Build = Callable[[WeightSource, ResolvedOps], Model]
 """A function that builds a model from a source of weights."""
@@ -82,7 +80,7 @@ class LoadPlan:
             # ranks give each other experts as they lie
             self.listed.common_format(names)
         num_bytes, available = self.listed.num_bytes, device_memory_bytes(target.device)
-        _log.info(
+        log.info(
             "rank %d of %d loads %.2f GiB of weights onto %s, which has %.2f GiB",
             target.topology.rank,
             target.topology.world_size,

@@ -10,7 +10,6 @@ Everything here runs in the thread that steps the Pairing.
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -22,6 +21,7 @@ import attrs
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.errors import Overloaded, PDInferError, TransferError
+from pdinfer.log import log
 from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
@@ -36,8 +36,6 @@ from pdinfer.types import COMPLETE, Event, FinishReason, Granted, PeerAddress, R
 
 RELEASE_S = 1.0
 """How long ids are withheld from decodes after an interrupt: the events that would have released them may be lost."""
-
-_log = logging.getLogger("pdinfer")
 
 
 @attrs.define(eq=False)
@@ -349,7 +347,7 @@ class Broker:
         self.lost_ports.add(port, reason, self._clock())
         self._awaiting_release.drop(address)
         self._part_with(address, error)
-        _log.error("a port was lost: %s: %s", address, error)
+        log.error("a port was lost: %s: %s", address, error)
 
     def remove(self, port: Port) -> None:
         """Let go of a port that may live on, be added again, and still send events of requests that other decodes serve

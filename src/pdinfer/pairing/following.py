@@ -10,7 +10,6 @@ itself asks for it.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -21,8 +20,10 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from pdinfer.bounds import cause
-from pdinfer.errors import LayoutMismatch
+from pdinfer.errors import LayoutMismatch, Overloaded
+from pdinfer.log import log
 from pdinfer.pairing.port import DecodePort, Port, PrefillPort
+from pdinfer.process.threads import start
 from pdinfer.types import PeerAddress
 
 POLL_S = 1.0
@@ -31,8 +32,6 @@ MAX_DIALS = 16
 """How many entries are dialled at a time. One that does not answer takes a while."""
 DIAL_AGAIN_S = (1.0, 60.0)
 """Seconds from a dial that failed to the next one: after the first failure, and at most. They double in between."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class Entry(Protocol):
@@ -112,8 +111,12 @@ class Following:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        for work in (self.look, self.let_go):  # two, since an engine drains whether or not the directory can be read
-            threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True).start()
+        try:  # two, since an engine drains whether or not the directory can be read
+            for work in (self.look, self.let_go):
+                start(threading.Thread(target=self._repeat, args=(work,), name="pdinfer-follow", daemon=True))
+        except Overloaded:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Look no more. A dial that is under way ends by itself, and its port does not join."""
@@ -135,7 +138,7 @@ class Following:
                     self._dialling[entry.name] = entry
                     try:
                         self._beside(partial(self._dial, entry))
-                    except RuntimeError as error:  # the system has no thread for it now
+                    except Overloaded as error:
                         self._failed(entry, error)
 
     def act(self) -> None:
@@ -169,7 +172,7 @@ class Following:
         self._asked &= {port.address for port in ports}
         for port in ports:
             if isinstance(port, DrainingPort) and port.is_draining and port.address not in self._asked:
-                _log.info("a port is let go of, since its engine drains: %s", port.address)
+                log.info("a port is let go of, since its engine drains: %s", port.address)
                 self._asked.add(port.address)
                 self._leaving.append((port, self._followed.removal(port, drain_s=self._drain_s)))
         if self._leaving:
@@ -177,7 +180,10 @@ class Following:
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.is_set():
-            work()
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - what an entry or a port raises must not be the last that is read
+                log.exception("a directory could not be followed now")
             self._ended.wait(POLL_S)
 
     def _forget_lost(self) -> None:
@@ -189,11 +195,11 @@ class Following:
             entries = tuple(self._directory.watch())
         except Exception as error:  # noqa: BLE001 - whatever a directory raises
             if not self._is_lost:
-                _log.warning("a directory is lost; the ports that it led to stay: %s", cause(error))
+                log.warning("a directory is lost; the ports that it led to stay: %s", cause(error))
             self._is_lost = True
             return ()
         if self._is_lost:
-            _log.warning("a directory that was lost is back")
+            log.warning("a directory that was lost is back")
         self._is_lost = False
         return entries
 
@@ -225,7 +231,7 @@ class Following:
             with self._changing:
                 self._failed(entry, error)
         else:
-            _log.info("a directory has led to a port: %s", port.address)
+            log.info("a directory has led to a port: %s", port.address)
             with self._changing:
                 del self._dialling[entry.name]
                 self._tries.pop(entry.name, None)
@@ -237,10 +243,10 @@ class Following:
         del self._dialling[entry.name]
         tries = self._tries.get(entry.name) or _Tries(0.0)
         pause_s = DIAL_AGAIN_S[1] if isinstance(error, LayoutMismatch) else tries.pause_s
-        _log.info("an entry of a directory is dialled again in %g s: %s: %s", pause_s, entry, cause(error))
+        log.info("an entry of a directory is dialled again in %g s: %s: %s", pause_s, entry, cause(error))
         self._tries[entry.name] = _Tries(self._clock() + pause_s, min(2 * pause_s, DIAL_AGAIN_S[1]))
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
     """Do `work` in a thread of its own."""
-    threading.Thread(target=work, name="pdinfer-dial", daemon=True).start()
+    start(threading.Thread(target=work, name="pdinfer-dial", daemon=True))

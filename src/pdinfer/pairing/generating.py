@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from pdinfer.errors import Overloaded, PDInferError, RequestError
 from pdinfer.pairing.intake import Stepping
@@ -24,23 +25,23 @@ def generated(
     check_tensors_are_real()
     mine: set[str] = set()
     more = True
-    pulled: Request | None = None
+    pulled: list[Request] = []
     try:
         while more or mine:
             while more and stepping.intake.has_room:
-                pulled = pulled or next(source, None)
-                if pulled is None:
+                pulled = pulled or list(islice(source, 1))
+                if not pulled:
                     more = False
                     break
                 try:
                     with HeldBack():  # or else a signal may come between the two
-                        mine.add(submit(pulled))
+                        mine.add(submit(pulled[0]))
                 except Overloaded:
                     break  # another thread, or `source` itself, has filled the queue meanwhile
                 except RequestError as error:
-                    request_id = pulled.request_id
+                    request_id = pulled[0].request_id
                     yield failed(request_id if isinstance(request_id, str) else random_bytes(8).hex(), error)
-                pulled = None
+                pulled = []
             yield from stepping.advance_for(mine)
             mine, has_come = stepping.live(mine)  # another step may have had events, while we yielded
             if (more or mine) and not has_come:
@@ -51,4 +52,5 @@ def generated(
         stepping.let_go()
         raise
     finally:
-        stepping.forget(mine)
+        if mine:
+            stepping.forget(mine)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Set
 from functools import partial
 from typing import TypeVar
 
@@ -43,7 +44,7 @@ class Outbox:
         elif event.finish_reason is not None:
             self._unread_ids.discard(event.request_id)
 
-    def take(self, request_ids: set[str]) -> list[TokenEvent]:
+    def take(self, request_ids: Set[str]) -> list[TokenEvent]:
         """Return the events of these requests. All others stay."""
         events = self.events
         self.events = [event for event in events if event.request_id not in request_ids]
@@ -226,6 +227,7 @@ class Stepping(OfOneProcess):
         self._ports = ports
         self._clock = clock
         self._thread: threading.Thread | None = None
+        self._forgotten: deque[dict[str, TrackedRequest | None]] = deque()
 
     @property
     def is_between(self) -> bool:
@@ -236,6 +238,7 @@ class Stepping(OfOneProcess):
         """Take one step. Its events are in the outbox."""
         with self.lock:
             self._thread = threading.current_thread()
+            self._drop_forgotten()
             if not self.intake.closed:
                 check_tensors_are_real()  # an engine that found it out in its own step would be a lost port
                 for act in self.before:
@@ -274,16 +277,34 @@ class Stepping(OfOneProcess):
             self.advance()
             return self.outbox.take(request_ids)
 
-    def forget(self, request_ids: set[str]) -> None:
-        """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
-        with HeldBack(), self.lock:
-            self.outbox.take(request_ids)
-            unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
-            self.outbox.shut(unfinished)
-            for request_id in unfinished:
-                self.intake.cancel(request_id)
-            if unfinished:
-                self.advance()
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Cancel requests whose events nobody will read: at once in the thread that steps, unless it is inside a step,
+        and otherwise in the next step. Garbage collection calls it, too, in any thread, whatever locks that holds, so
+        it waits for none that is held during a step."""
+        with HeldBack():
+            self._forgotten.append({request_id: self._broker.requests.get(request_id) for request_id in request_ids})
+            self.intake.inbox.wake()
+            if self.is_between and self.lock.acquire(blocking=False):
+                try:
+                    self.advance()
+                finally:
+                    self.lock.release()
+
+    def _drop_forgotten(self) -> None:
+        """Do what `forget` says, unless a request has ended and its id names another one by now."""
+        forgotten: dict[str, TrackedRequest | None] = {}
+        requests = self._broker.requests
+        try:
+            while self._forgotten:
+                forgotten = self._forgotten.popleft()
+                self.outbox.take(forgotten.keys())
+                unfinished = [name for name, tracked in forgotten.items() if tracked and requests.get(name) is tracked]
+                self.outbox.shut(unfinished)
+                for request_id in unfinished:
+                    self.intake.cancel(request_id)
+        except BaseException:
+            self._forgotten.append(forgotten)
+            raise
 
     def live(self, request_ids: set[str]) -> tuple[set[str], bool]:
         """Return which of these requests will have another event, and whether one waits already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,15 +11,15 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
+from pdinfer.log import log
 from pdinfer.pairing.intake import Intake
 from pdinfer.pairing.port import Port
 from pdinfer.pairing.ports import Ports
+from pdinfer.process.threads import start
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
 """How long each pair may take in the first round. If any port answers, one that does not costs no more than this."""
-
-_log = logging.getLogger("pdinfer")
 
 
 def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAddress, TransferError]:
@@ -37,7 +36,7 @@ def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAd
         unlinked = _try(port, known, left_s / len(known))
     if len(unlinked) < len(known):
         for address, error in unlinked.items():
-            _log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
+            log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
     return unlinked
 
 
@@ -149,7 +148,8 @@ class Joining:
 
 
 def _beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[None]:
-    """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended."""
+    """Do `work` in a thread of its own, and return what becomes of it. Call `then` there when it has ended. Raises
+    Overloaded when there is no thread."""
     result: Future[None] = Future()
     result.add_done_callback(lambda _: then())
 
@@ -161,5 +161,5 @@ def _beside(work: Callable[[], None], *, then: Callable[[], None]) -> Future[Non
         else:
             result.set_result(None)
 
-    threading.Thread(target=run, name="pdinfer-join", daemon=True).start()
+    start(threading.Thread(target=run, name="pdinfer-join", daemon=True))
     return result

@@ -318,6 +318,6 @@ class Pairing(OfOneProcess):
             if self._intake.closed:
                 raise TransferError("the pairing is closed: make another one to follow the directory")
             self._followings.append(following)
+        following.start()
         self._broker.lost_ports.expect_ports()
         self._stepping.before.append(following.act)
-        following.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
+from pdinfer.log import log
 from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
 from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
@@ -32,8 +32,6 @@ PORT_WAIT_S = 60.0
 """How long requests wait for a port where the last one was in another process, which comes back or is replaced."""
 
 AnyPort = TypeVar("AnyPort", bound=Port)
-
-_log = logging.getLogger("pdinfer")
 
 
 ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
@@ -361,10 +359,10 @@ class LostPorts:
             except EXHAUSTED:
                 raise
             except Exception as error:  # noqa: BLE001 - as of a step
-                _log.error("a port that was lost will not come back: %s: %s", address, error)
+                log.error("a port that was lost will not come back: %s: %s", address, error)
                 self._close(port)
             else:
-                _log.warning("a port that was lost is back: %s", address)
+                log.warning("a port that was lost is back: %s", address)
                 for at, (lost_at, lost) in enumerate(self._lost):
                     if lost.address == address:
                         self._lost[at] = lost_at, attrs.evolve(lost, is_back=True)
@@ -374,4 +372,4 @@ class LostPorts:
         try:
             port.close()
         except Exception:  # noqa: BLE001 - it is broken already
-            _log.exception("closing the lost port failed")
+            log.exception("closing the lost port failed")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from pdinfer.bounds import cause
 from pdinfer.errors import RequestError
+from pdinfer.log import log
 from pdinfer.stop import StopSequences
 from pdinfer.types import Request
-
-_log = logging.getLogger("pdinfer")
 
 
 class Stopping:
@@ -33,14 +30,14 @@ class Stopping:
         """Return whether the next token is the last one. Raise RequestError when the matcher fails."""
         self._num_tokens += 1
         try:
-            stops = self._stops(token)
+            stops = bool(self._stops(token))
         except Exception as error:
             raise _failed(error) from error
-        return bool(stops) and self._num_tokens >= self._min_tokens
+        return stops and self._num_tokens >= self._min_tokens
 
 
 def _failed(error: Exception) -> RequestError:
     if isinstance(error, MemoryError):
         raise error
-    _log.debug("the matcher of a stop failed", exc_info=error)
+    log.debug("the matcher of a stop failed", exc_info=error)
     return RequestError(f"the matcher of its stop failed: {cause(error)}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from pdinfer.log import log
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 MISSING_S = 10.0
 """How long ranks wait for each other before the log says for whom."""
 SHOWN_RANKS = 16
-
-_log = logging.getLogger("pdinfer")
 
 
 class RollCall:
@@ -47,7 +46,7 @@ class RollCall:
 
         def watch() -> None:
             if not met.wait(MISSING_S) and (missing := self.missing()):
-                _log.warning("rank %d still waits after %g s: %s", self._rank, MISSING_S, missing)
+                log.warning("rank %d still waits after %g s: %s", self._rank, MISSING_S, missing)
 
         threading.Thread(target=watch, name="pdinfer-roll-call", daemon=True).start()
         try:

@@ -13,6 +13,7 @@ records.
     silence.py   how long a peer was silent, as far as this process was awake; one table of times
     scratch.py   temporary folders, and the removal of those whose process was killed
     streams.py   events, streams and graphs of the device that a model is on
+    threads.py   threads of ours, of which a process may have no more
     untraced.py  what torch.compile leaves alone
 
 Tested by tests/unit/process; forks by tests/e2e/test_fork.py, locks by tests/e2e/test_interrupts.py.

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -29,12 +28,11 @@ from typing import Any
 
 import attrs
 
+from pdinfer.log import log
 from pdinfer.process import compiler
 from pdinfer.process.compiler import INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
 from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
-
-_log = logging.getLogger("pdinfer")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -186,7 +184,7 @@ def _cache_folder() -> Path | None:
         return None
     if not is_open_to_others(folder):
         return folder
-    _log.warning("compiled kernels are not kept: %s is another user's, or others can write it (chmod go-w)", folder)
+    log.warning("compiled kernels are not kept: %s is another user's, or others can write it (chmod go-w)", folder)
     return None
 
 
@@ -200,7 +198,7 @@ def _first_loaded(library: NativeLibrary, paths: Iterable[Path], folder: Path | 
         with contextlib.suppress(OSError):
             content = _read_ours(library, path)
             if content is None or path.stem.rpartition("-")[2] != digest(content):
-                _log.warning("%s is not what was written there, and is not used", path)
+                log.warning("%s is not what was written there, and is not used", path)
                 if path.parent == folder:
                     path.unlink()
             elif not isinstance(loaded := _loaded_or_reason(library, path), str):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what `signal` wraps: its enums would take 20 us of each step
 import _thread
+import contextlib
 import functools
 import sys
 import threading
@@ -119,11 +120,12 @@ class HeldBack:
     that is set meanwhile stays."""
 
     __slots__ = ("_error", "_handlers", "_holds", "_reminder")
-    _reminder: _Reminder
+    _reminder: _Reminder | None
 
     def __enter__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._error: BaseException | None = None
+        self._reminder = None
         self._holds = threading.current_thread() is threading.main_thread()
         if self._holds:
             try:
@@ -141,7 +143,7 @@ class HeldBack:
     ) -> None:
         try:
             self._holds = False
-            if self._error is not None:
+            if self._reminder is not None:
                 self._reminder.end()
         finally:
             self._put_back()
@@ -164,7 +166,7 @@ class HeldBack:
 
     def _call(self, number: int, frame: FrameType | None) -> None:
         """Stand in for the host's handler."""
-        if self._error is not None and self._reminder.comes(number):
+        if self._error is not None and self._reminder is not None and self._reminder.comes(number):
             raise self._error
         try:
             self._handlers[number](number, frame)
@@ -174,7 +176,8 @@ class HeldBack:
             is_first, self._error = self._error is None, error
             if not is_first:
                 raise
-            self._reminder = _Reminder(number)
+            with contextlib.suppress(RuntimeError):  # there is no thread: a second error still ends the step
+                self._reminder = _Reminder(number)
 
 
 def _is_held_back(handler: Handler) -> bool:

@@ -3,15 +3,17 @@ another connection where the first one broke."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Generic
 
 from pdinfer.config import RemoteConfig
-from pdinfer.errors import TransferError
+from pdinfer.errors import Overloaded, TransferError
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
+from pdinfer.process.threads import start
 from pdinfer.remote import messages
 from pdinfer.remote.known import KnownEngine
 from pdinfer.remote.messages import AnyLoad, BeatMessage, Command, Connected, Report
@@ -19,8 +21,6 @@ from pdinfer.remote.session import MessageStream, Session
 
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first and, doubling, before every later attempt to make another connection."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class Line(OfOneProcess, Generic[AnyLoad]):
@@ -151,8 +151,9 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         reason = str(session.loss)
         self._lose(reason)
         if self.dial is not None and session.broke and self.engine.ready is not None and not self._closing.is_set():
-            threading.Thread(target=self._redial, args=(self.dial,), name="pdinfer-redial", daemon=True).start()
-            return
+            with contextlib.suppress(Overloaded):
+                start(threading.Thread(target=self._redial, args=(self.dial,), name="pdinfer-redial", daemon=True))
+                return
         self._reason = self._reason or reason
         self._end()
 
@@ -163,12 +164,12 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])
             try:
                 connection = dial()
+                self._session.close()
+                self.engine.num_renewals = 0
+                self.meet(connection)
             except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
-                _log.info("the process at the other end of a port cannot be reached: %s", error)
+                log.info("the process at the other end of a port cannot be reached: %s", error)
                 continue
-            self._session.close()
-            self.engine.num_renewals = 0
-            self.meet(connection)
             if self._closing.is_set():
                 self._session.close(messages.Close())
             return

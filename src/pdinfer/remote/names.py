@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import attrs
 
 from pdinfer.bounds import escaped
+from pdinfer.log import log
 from pdinfer.types import Event, Granted
 
 C = TypeVar("C")
-
-_log = logging.getLogger("pdinfer")
 
 
 class Names(Generic[C]):
@@ -33,7 +31,7 @@ class Names(Generic[C]):
         while self._owners.get(name, ours) != ours:
             name = str(next(self._numbers))
         if name != request_id and name not in self._owners:
-            _log.info("two clients have a request %s: that of one is called %s here", escaped(request_id), name)
+            log.info("two clients have a request %s: that of one is called %s here", escaped(request_id), name)
         self._owners[name], self._names[ours] = ours, name
         return name
 

@@ -7,7 +7,6 @@ the old session is cancelled. In both cases it has `RemoteConfig.return_s` to co
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -23,23 +22,23 @@ from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.roles import become, roles_of
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.inbox import Inbox
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.silence import SESSIONS, SilenceWatch
+from pdinfer.process.threads import start
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.directory import Directory
 from pdinfer.remote.directory.announcing import Announcer, announced_at
 from pdinfer.remote.messages import Command, LoadMessage, Ready
 from pdinfer.remote.served_client import ServedClient
 from pdinfer.remote.session import MessageStream
-from pdinfer.remote.shared_engine import SharedEngine, start
+from pdinfer.remote.shared_engine import SharedEngine, beside
 
 IDLE_S = 0.1
 """How long a served engine sleeps at most. The deadline of a request that is not running may be this late."""
 ACCEPT_AGAIN_S = 1.0
-
-_log = logging.getLogger("pdinfer")
 
 
 @runtime_checkable
@@ -96,12 +95,12 @@ def serve(
                 engine.wait(IDLE_S)
         return
     host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event(), max_clients)
-    if announcer is not None:
-        announcer.start(host)
     try:
+        if announcer is not None:
+            announcer.start(host)
         host.run()
     except TransferError as error:
-        _log.error("a served engine stops: %s", error)
+        log.error("a served engine stops: %s", error)
     finally:
         host.dismissed = True
         if announcer is not None:
@@ -141,10 +140,10 @@ class _Host(OfOneProcess):
         self.listen()
         if isinstance(connection, SessionListener):
             self.listener = connection
-            start(self.accept)
+            start(threading.Thread(target=self.accept, name="pdinfer-served", daemon=True))
         else:
             self.meet(connection)
-        start(self.watch)
+        start(threading.Thread(target=self.watch, name="pdinfer-served", daemon=True))
 
     @property
     def engine(self) -> PrefillEngine | DecodeEngine:
@@ -160,15 +159,16 @@ class _Host(OfOneProcess):
         """End the connections and our threads. The thread that accepts ends with the next connection."""
         self.ended.set()
         self.places.release()
-        for thread in [start(client.close) for client in self.shared.clients]:
-            thread.join()
+        for thread in [beside(client.close) for client in self.shared.clients]:
+            if thread is not None:
+                thread.join()
 
     # -- the clients --------------------------------------------------------------------------------------------------
 
     def meet(self, connection: MessageStream) -> None:
         """Begin a session with the client at the other end of a new connection."""
-        self.has_met = True
         self.shared.clients += (ServedClient(connection, self.config, self.deliver, self.beat),)
+        self.has_met = True
 
     def accept(self) -> None:
         """Let clients in while there is a place for another one."""
@@ -178,7 +178,7 @@ class _Host(OfOneProcess):
             except (OSError, EOFError, AuthenticationError) as error:
                 self.places.release()
                 if not self.ended.is_set():
-                    _log.warning("a connection to a served engine was not made: %s", error)
+                    log.warning("a connection to a served engine was not made: %s", error)
                 self.ended.wait(ACCEPT_AGAIN_S)
                 continue
             if self.ended.is_set() or self.drain.is_set():
@@ -222,7 +222,7 @@ class _Host(OfOneProcess):
             num_steps = self.num_steps
             if (stuck_s := stuck.look(now, heard_ago_s=math.inf if is_stuck else 0.0)) > self.config.exit_s:
                 what = "the process of a served engine exits" if self.exits else "a served engine hangs"
-                _log.critical("%s: its client is gone, and a step has not ended in the %.0f s since", what, stuck_s)
+                log.critical("%s: its client is gone, and a step has not ended in the %.0f s since", what, stuck_s)
                 if self.exits:
                     os._exit(1)
                 return
@@ -236,13 +236,13 @@ class _Host(OfOneProcess):
             for item in self.inbox.take():
                 self.obey(item)
             if self.dismissed:
-                _log.info("a served engine stops: its client %s", self.last_loss)
+                log.info("a served engine stops: its client %s", self.last_loss)
                 return
             if self.drain.is_set() and not self.shared.num_here:
-                _log.info("a served engine stops: it was to be drained, and no client has it")
+                log.info("a served engine stops: it was to be drained, and no client has it")
                 return
             if self.engine.closed:
-                _log.info("a served engine stops: it was closed on another of its ranks")
+                log.info("a served engine stops: it was closed on another of its ranks")
                 return
             for client in self.shared.clients:
                 self.shared.let_in(client)
@@ -287,13 +287,17 @@ class _Host(OfOneProcess):
 
     def obey(self, item: tuple[ServedClient, Command | None] | MessageStream) -> None:
         if not isinstance(item, tuple):
-            self.meet(item)
+            try:
+                self.meet(item)
+            except Overloaded as error:
+                log.error("a client of a served engine is turned away: %s", error)
+                self.places.release()
             return
         client, command = item
         if client not in self.shared.clients:
             return
         if command is None:
-            _log.warning("a client of a served engine %s; it may come back", client.session.loss)
+            log.warning("a client of a served engine %s; it may come back", client.session.loss)
             self.part(client, str(client.session.loss))
         elif isinstance(command, messages.Close):
             self.part(client, "has closed it")
@@ -311,13 +315,13 @@ class _Host(OfOneProcess):
         self.last_loss = loss
         self.shared.stop(client, 0)
         client.forget_pages()
-        start(client.close)
+        beside(client.close)
         self.places.release()
 
     def change(self, client: ServedClient, role: str) -> None:
         """Begin to change the role, as a client asks. The engine is lost to all others."""
         if role not in roles_of(self.engine):
-            _log.error("a %s engine was asked to become %s, which it cannot", self.engine.role, clip(role))
+            log.error("a %s engine was asked to become %s, which it cannot", self.engine.role, clip(role))
             return
         for other in self.shared.clients:
             if other is not client:

@@ -9,7 +9,6 @@ long message travels in pieces, and each piece is a sign of life.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import socket
 import threading
@@ -18,10 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from pdinfer.errors import TransferError
+from pdinfer.errors import Overloaded, TransferError
+from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import SESSIONS, SilenceWatch
+from pdinfer.process.threads import start
 from pdinfer.remote import messages
 from pdinfer.remote.messages import BeatMessage, Command, Report
 
@@ -32,8 +33,6 @@ FLUSH_S = 0.2
 """How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 TOLD_S = 0.02
 """How long `tell` may wait. A pipe with room takes a message in a fraction of that."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class MessageStream(Protocol):
@@ -92,8 +91,13 @@ class Session(OfOneProcess, Generic[M]):
             for work in (self._read, self._send, self._keep_time)
         )
         self._threads = (self._reader, self._sender, timekeeper)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start(thread)
+        except Overloaded as error:
+            self.loss = str(error)  # so that nobody is told of a session that has not begun
+            self.close()
+            raise
 
     def report_to(self, deliver: Callable[[M | None], None], on_silence: Callable[[bool], None]) -> None:
         """Call these functions from now on, instead of those that were given at first."""
@@ -135,11 +139,13 @@ class Session(OfOneProcess, Generic[M]):
             self._closing = True
             self._outgoing = deque(map(messages.encode, last_messages))
             self._changed.notify_all()
-        self._sender.join(FLUSH_S)
+        if self._sender.is_alive():
+            self._sender.join(FLUSH_S)
         self._stopping.set()
         self._shut()
         for thread in self._threads:
-            thread.join(FLUSH_S)
+            if thread.is_alive():
+                thread.join(FLUSH_S)
         self.connection.close()
         if self.loss is None:
             self.loss = "is not heard any more: its port was closed here"
@@ -163,7 +169,7 @@ class Session(OfOneProcess, Generic[M]):
         except TransferError as error:
             reason = f"sent an invalid message: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a connection raises, it cannot be read any more
-            _log.exception("reading a connection failed; the port is given up")
+            log.exception("reading a connection failed; the port is given up")
             reason = f"is gone: {type(error).__name__}"
         self._give_up(reason, broke=broke)
 

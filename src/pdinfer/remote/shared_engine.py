@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -12,16 +11,16 @@ import attrs
 
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel.channel import turn_away
+from pdinfer.log import log
+from pdinfer.process.threads import start
 from pdinfer.remote import messages
 from pdinfer.remote.messages import Command, LoadMessage
 from pdinfer.remote.names import Names
 from pdinfer.remote.served_client import ServedClient, Submitted
 from pdinfer.remote.session import Session
 from pdinfer.types import Event, Granted, PeerAddress, Request
-
-_log = logging.getLogger("pdinfer")
 
 
 class SharedEngine:
@@ -65,7 +64,7 @@ class SharedEngine:
             client.num_seen += 1
             self._submit_decode(client, command)
         else:
-            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+            log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
     def _submit_prefill(
         self, engine: PrefillEngine, client: ServedClient, command: messages.SubmitPrefillMessage
@@ -139,7 +138,8 @@ class SharedEngine:
                 before.join()
             work(*arguments)
 
-        self._links[peer] = start(work_in_turn)
+        if (thread := beside(work_in_turn)) is not None:
+            self._links[peer] = thread
 
     def _connect(self, command: messages.ConnectMessage, session: Session[Command]) -> None:
         """Connect to a peer, and answer in any case."""
@@ -149,7 +149,7 @@ class SharedEngine:
         except PDInferError as problem:
             error = problem
         except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
-            _log.exception("connecting to a peer failed")
+            log.exception("connecting to a peer failed")
             error = TransferError(f"connecting failed: {type(problem).__name__}")
         session.post(messages.Connected(command.peer, error, getattr(error, "fields", ())))
 
@@ -173,8 +173,10 @@ class SharedEngine:
             client.report(load, news, now)
 
 
-def start(work: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Do `work` in a thread of its own."""
-    thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
-    thread.start()
-    return thread
+def beside(work: Callable[[], None]) -> threading.Thread | None:
+    """Do `work` in a thread of its own, and return it. Where there is none, do it here, and return None."""
+    try:
+        return start(threading.Thread(target=work, name="pdinfer-served", daemon=True))
+    except Overloaded:
+        work()
+        return None

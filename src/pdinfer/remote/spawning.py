@@ -7,7 +7,6 @@ notebook or a prompt has no file that could be imported. It ends when its port i
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -31,6 +30,7 @@ from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.files import AnyPath
 from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import same_host_transport
+from pdinfer.log import log
 from pdinfer.model.load import Device, DType
 from pdinfer.process.scratch import remove_abandoned
 from pdinfer.progress import Progress, Tell, telling
@@ -46,8 +46,6 @@ GRACE_S = 5.0
 LAST_BYTES = 4096
 """How much of a child's last words an error holds."""
 STDERR = 2
-
-_log = logging.getLogger("pdinfer")
 
 
 class _Spawned(EngineClient[AnyLoad]):
@@ -118,7 +116,7 @@ class _Spawned(EngineClient[AnyLoad]):
             trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
             key=key,
             warm_up=warm_up,
-            log_level=_log.getEffectiveLevel(),
+            log_level=log.getEffectiveLevel(),
         )
         warming_up = telling(progress is True, f"warming up {cls.role}", "steps")
         with telling(progress, f"loading {cls.role}", "bytes") as loads, warming_up as warms:
@@ -264,7 +262,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            _log.error("process %d did not end within %g s of closing its port; it is killed", process.pid, grace_s)
+            log.error("process %d did not end within %g s of closing its port; it is killed", process.pid, grace_s)
             process.kill()
             process.wait()
         remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from pdinfer.bounds import escaped
 from pdinfer.checks import clip
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError, RequestError
 from pdinfer.files import AnyPath
+from pdinfer.log import log
 from pdinfer.text.dialects.grammar import END_OF_THOUGHT, THINK
 from pdinfer.text.tokenizer import Tokenizer
 
@@ -34,11 +34,8 @@ LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], torch.Tensor], tor
 MAX_STATES = 16
 """The number of places in an answer that a processor remembers: the last one, and those of drafts."""
 
-_log = logging.getLogger("pdinfer")
 PROMPT_END = 16
 """The number of last tokens of a prompt that show whether it leaves a reasoning open."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class State(Protocol):
@@ -98,7 +95,7 @@ def schema_processors(
     try:
         found = schema_library(library)
     except BackendUnavailable as error:
-        _log.warning("%s", error)
+        log.warning("%s", error)
         return {}
     roots = tuple(os.fspath(root) for root in trusted_roots)
     made = functools.partial(json_schema, checkpoint=os.fspath(checkpoint), library=found, trusted_roots=roots)

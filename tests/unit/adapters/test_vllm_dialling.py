@@ -11,12 +11,13 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.adapters.vllm.dialling import MAX_DIALS, Doors
+from pdinfer.adapters.vllm.dialling import AGAIN_S, MAX_DIALS, Doors
 from pdinfer.adapters.vllm.settings import Settings
-from pdinfer.errors import TransferError
+from pdinfer.errors import Overloaded, TransferError
 from pdinfer.types import PeerAddress
 from tests.forks import FAR_S
 from tests.unit.adapters.fake_vllm import Pairs, run
+from tests.waiting import without_threads
 
 ELSEWHERE = "tcp://192.0.2.1:7100"
 NEARBY = "tcp://127.0.0.1:1"
@@ -82,3 +83,21 @@ def test_so_many_addresses_are_dialled_at_a_time() -> None:
     for _ in range(2):
         woken.get(timeout=FAR_S)
     assert len(dialled) == len(addresses)
+
+
+def test_an_address_that_no_thread_could_dial_is_dialled_again() -> None:
+    class Quick:
+        def dial(self, endpoint: str, *, timeout_s: float) -> PeerAddress:
+            raise TransferError(f"{endpoint} does not answer")
+
+    now, woken = [0.0], threading.Event()
+    channel: Any = SimpleNamespace(links=Quick())
+    doors = Doors(channel, woken.set, clock=lambda: now[0])
+    with without_threads("pdinfer-dial"):
+        for _ in range(2 * MAX_DIALS):  # none of these keeps its turn
+            now[0] += AGAIN_S
+            assert isinstance(doors.at(NEARBY), Overloaded)
+    now[0] += AGAIN_S
+    assert doors.at(NEARBY) is None
+    assert woken.wait(FAR_S)
+    assert "does not answer" in str(doors.at(NEARBY))

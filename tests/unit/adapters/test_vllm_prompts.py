@@ -14,7 +14,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
 from tests.forks import FAR_S
-from tests.waiting import wait_until
+from tests.waiting import wait_until, without_threads
 
 
 def body(request: pd.Request) -> dict[str, Any]:
@@ -226,3 +226,23 @@ def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all
     assert most == [2]
     assert [answer.room for answer in failed] == [bytes([5])]
     assert "cancelled" in str(failed[0].error)
+
+
+def test_a_prompt_without_a_thread_is_answered_or_waits_for_another_thread() -> None:
+    goes_on, answers = threading.Event(), list[Answer]()
+
+    def complete(_: dict[str, Any]) -> dict[str, Any]:
+        assert goes_on.wait(FAR_S)
+        return {"choices": [{}]}
+
+    prompts = Prompts(complete, 2, answers.append)
+    with without_threads("pdinfer-vllm-prompt"):
+        prompts.ask(b"none", {})
+    assert isinstance(answers.pop().error, pd.Overloaded)
+    prompts.ask(b"first", {})
+    with without_threads("pdinfer-vllm-prompt"):
+        prompts.ask(b"second", {})
+    goes_on.set()
+    wait_until(lambda: len(answers) == 2)
+    assert [answer.room for answer in answers] == [b"first", b"second"]
+    prompts.close()

@@ -247,7 +247,7 @@ def test_stale_entries_that_do_not_answer_starve_no_other(world: World) -> None:
 
 def test_a_dial_for_which_there_is_no_thread_is_made_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(work: Callable[[], None]) -> None:
-        raise RuntimeError("can't start new thread")
+        raise pd.Overloaded("no thread can be started")
 
     world.entries = [Named("a")]
     with monkeypatch.context() as patch:

@@ -145,6 +145,21 @@ def test_a_handler_that_raises_while_others_are_put_back_leaves_none_of_ours(mon
     assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGTERM)] == [ring, ring]
 
 
+def test_without_a_thread_to_remind_an_error_waits_and_a_second_is_raised_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(locks._thread, "start_new_thread", refuse)
+    seen: list[str] = []
+    with pytest.raises(ArithmeticError, match="1"):
+        held(alarm, lambda: seen.append("went on"))
+    with pytest.raises(ArithmeticError, match="3"):
+        held(alarm, alarm, lambda: seen.append("went on"))
+    assert seen == ["went on"]
+
+
 def test_what_was_raised_in_time_does_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "HELD_S", 0.02)
     with pytest.raises(ArithmeticError):

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import attrs
 
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.process.threads import start
 from pdinfer.types import PeerAddress
 
 DIAL_S = 3.0
@@ -61,20 +62,27 @@ class Doors:
             self._forget_one()
         self._doors[endpoint] = door
         door.is_dialling = True
-        threading.Thread(target=self._dial, args=(endpoint, door), name="pdinfer-dial", daemon=True).start()
+        try:
+            start(threading.Thread(target=self._dial, args=(endpoint, door), name="pdinfer-dial", daemon=True))
+        except Overloaded as error:
+            self._dialled(door, None, error)
+            return error
         return None
 
     def _dial(self, endpoint: str, door: VLLMDoor) -> None:
         try:
-            door.peer, door.error = self._channel.links.dial(endpoint, timeout_s=DIAL_S), None
+            self._dialled(door, self._channel.links.dial(endpoint, timeout_s=DIAL_S), None)
         except PDInferError as error:
-            door.peer, door.error = None, error
+            self._dialled(door, None, error)
         except Exception as error:  # noqa: BLE001 - a thread that died would leave its requests waiting
-            door.peer, door.error = None, TransferError(f"dialling {endpoint} failed: {error!r}")
-        door.tried_at = self._clock()
+            self._dialled(door, None, TransferError(f"dialling {endpoint} failed: {error!r}"))
+        self._wake()
+
+    def _dialled(self, door: VLLMDoor, peer: PeerAddress | None, error: PDInferError | None) -> None:
+        """Note what came of dialling an address."""
+        door.peer, door.error, door.tried_at = peer, error, self._clock()
         door.is_dialling = False
         self._turns.release()
-        self._wake()
 
     def _forget_one(self) -> None:
         """Forget the address that was met first and is not being dialled, when there are too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +15,10 @@ from pdinfer.adapters.vllm.prompts import Answer, Complete, Prompts, Server
 from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
+from pdinfer.errors import ConfigError, LayoutMismatch, Overloaded, PDInferError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.threads import start
 from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, RequestLimits, peer_key
 
@@ -128,10 +130,12 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
         """Return whether vLLM is back. Raises LayoutMismatch when the one that is back has another model, or does not
         compute as it should."""
         if self._returning is None:
-            self._returning = Future()
-            reach = partial(self._reach_again, self._returning)
-            threading.Thread(target=reach, name="pdinfer-vllm-return", daemon=True).start()
-        if not self._returning.done():
+            returning: Future[PeerAddress] = Future()
+            reach = partial(self._reach_again, returning)
+            with contextlib.suppress(Overloaded):
+                start(threading.Thread(target=reach, name="pdinfer-vllm-return", daemon=True))
+                self._returning = returning
+        if self._returning is None or not self._returning.done():
             return False
         self.address, self._missing_since, self._returning = self._returning.result(), None, None
         self._prompts = self._begin()

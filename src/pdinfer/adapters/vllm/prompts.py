@@ -19,8 +19,9 @@ import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.checks import clip, is_int, is_number
-from pdinfer.errors import ConfigError, PDInferError, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.process.locks import new_lock
+from pdinfer.process.threads import start
 from pdinfer.types import Request, SamplingParams
 
 ANSWER_S = 600.0
@@ -260,9 +261,19 @@ class Prompts:
             self._calls[room] = VLLMCall()
             needs_thread = self._num_threads < min(self._max_concurrent, len(self._calls))
             self._num_threads += needs_thread
-        self._waiting.put((room, body))
         if needs_thread:
-            threading.Thread(target=self._work, name="pdinfer-vllm-prompt", daemon=True).start()
+            try:
+                start(threading.Thread(target=self._work, name="pdinfer-vllm-prompt", daemon=True))
+            except Overloaded as error:
+                with self._changing:
+                    self._num_threads -= 1
+                    has_threads = self._num_threads > 0
+                    if not has_threads:
+                        del self._calls[room]
+                if not has_threads:
+                    self._answered(Answer(room, error))
+                    return
+        self._waiting.put((room, body))
 
     def drop(self, room: bytes) -> None:
         """Answer a prompt with an error. A server that has it already is left; another way to vLLM goes to its end."""

@@ -6,7 +6,6 @@ own channel can see.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import attrs
@@ -31,8 +30,6 @@ from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 LOOK_S = 0.05
 """The interval at which it looks which links are open."""
-
-_log = logging.getLogger("pdinfer")
 
 
 class Follower:

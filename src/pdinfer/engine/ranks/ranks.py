@@ -6,7 +6,6 @@ followers do the same. A single rank is the smallest world: it leads, and nobody
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +19,10 @@ from pdinfer.errors import RankLost, RequestError
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.log import log
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.parallel.groups import Groups
 from pdinfer.types import PeerAddress
-
-_log = logging.getLogger("pdinfer")
 
 
 class Ranks:
@@ -149,7 +147,7 @@ class SeveralRanks(Ranks):
         try:
             self._agree_to_close()
         except RankLost as error:
-            _log.warning("an engine is closed without its other ranks: %s", error)
+            log.warning("an engine is closed without its other ranks: %s", error)
         finally:
             self._lockstep.close()
         if self.follower is None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pdinfer.errors import BackendUnavailable
+from pdinfer.log import log
 from pdinfer.process.compiled import NativeLibrary, cpu_flags, find_or_build
 from pdinfer.process.recording import RecordedLibrary, here
-
-_log = logging.getLogger("pdinfer")
 
 FOLDER = Path(__file__).parent
 EXTENSIONS = {
@@ -174,7 +172,7 @@ def library_or_reason() -> Kernels | str:
         return f"is for x86-64 CPUs, and this {platform.machine()} is none that Linux describes as one"
     kernels = Kernels(find_or_build(families(), flags))
     for reason, lost in by_reason(kernels.reasons).items():
-        _log.warning("kernels for this CPU (%s) are not used, and bfloat16 runs slower: the library %s", lost, reason)
+        log.warning("kernels for this CPU (%s) are not used, and bfloat16 runs slower: the library %s", lost, reason)
     return kernels if kernels.libraries else next(iter(kernels.reasons.values()))
 
 

@@ -7,7 +7,6 @@ product take its spec. Shapes that these products do not take go to floats, whic
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation
 from pdinfer.kernels.formats.int8 import int8_sums as exact_int8_sums
 from pdinfer.kernels.spec import DeviceSpec
-
-_log = logging.getLogger("pdinfer")
+from pdinfer.log import log
 
 WEIGHT_BLOCK_BYTES = 8 << 20
 """The memory for the rows of a quantized matrix that are floats at one time."""
@@ -64,7 +62,7 @@ def sum_in_float32(device: torch.device) -> None:
     """
     matmul = torch.backends.cuda.matmul
     if device.type == "cuda" and matmul.allow_bf16_reduced_precision_reduction:
-        _log.info("products on CUDA are summed in float32: reduced-precision reductions are off in this process")
+        log.info("products on CUDA are summed in float32: reduced-precision reductions are off in this process")
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
 

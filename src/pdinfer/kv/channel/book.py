@@ -57,6 +57,10 @@ class LinkBook:
         self._ledger: dict[PeerKey, PeerCounts] = {}  # in the order of their latest links
         self._complaints = Complaints(clock)
 
+    def doubt(self) -> None:
+        """Have the engine recover: news of the transport was noted half-way, and does not come again."""
+        self._transport.in_doubt = True
+
     # -- who is there -----------------------------------------------------------------------------------------------
 
     def at(self, link: Link, *, dialled: bool = True) -> Peer:

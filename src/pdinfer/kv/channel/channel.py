@@ -15,11 +15,13 @@ rooms on both sides in the same moment. It is never held while the transport is 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import attrs
 
@@ -38,11 +40,13 @@ from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.process.locks import new_lock
+from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 
 WINDOW_BYTES = 64 << 20
+
+Arrival = TypeVar("Arrival", bound=Callable[..., Any])
 
 
 class KVChannel(OfOneProcess):
@@ -54,8 +58,8 @@ class KVChannel(OfOneProcess):
     With `takes_offers` decodes may send their grants over the link, for `poll_offers`; otherwise such a grant is
     answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `engine` is the one that was made
     over this end: there can be only one, and once its host has dropped it the next tick closes this end. Once
-    the transport is `in_doubt` it is time to `recover`. Raises ConfigError or TransferError when the transport cannot
-    start.
+    the transport is `in_doubt` it is time to `recover`. Raises ConfigError, TransferError or Overloaded when the
+    transport cannot start.
     """
 
     @typed
@@ -262,11 +266,11 @@ class KVChannel(OfOneProcess):
             return bool(self._changed.wait_for(lambda: not self.sender.pushes.unsent_bytes, timeout_s))
 
     def close(self) -> None:
-        """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.transport.close()
-            self.wake()
+        """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing, or what the first
+        has not come to."""
+        self.is_closed = True
+        self.transport.close()
+        self.wake()
 
     def vacate(self, listener: Callable[[], None]) -> None:
         """Close every link for good, and let go of the engine, which has no room open, and of its `listener`. Another
@@ -316,6 +320,20 @@ def turn_away(channel: KVChannel, grant: PageGrant, error: PDInferError) -> bool
     return True
 
 
+def _doubted(arrival: Arrival) -> Arrival:
+    """Have the engine recover after an arrival that was noted half-way, since the process was out of something."""
+
+    @functools.wraps(arrival)
+    def call(self: ChannelArrivals, /, *args: Any) -> Any:
+        try:
+            return arrival(self, *args)
+        except EXHAUSTED:
+            self._book.doubt()
+            raise
+
+    return cast(Arrival, call)
+
+
 class ChannelArrivals:
     """What the transport tells of `channel` (its `Receiver`): each call goes to the role that it is about."""
 
@@ -327,6 +345,7 @@ class ChannelArrivals:
     def opened(self, link: Link) -> None:
         self._channel.links.handshake.open(self._book.at(link, dialled=False))
 
+    @_doubted
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._book.at(link)
         if peer.refusal is not None or peer.address is None:
@@ -345,9 +364,11 @@ class ChannelArrivals:
         else:
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 
+    @_doubted
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         return self._receiver.place(self._book.at(link), frame, num_bytes, self._book.clock())
 
+    @_doubted
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         self._receiver.placed(self._book.at(link), frame, error, self._book.clock())
 
@@ -371,7 +392,7 @@ class ChannelArrivals:
                     self._sender.lost(key, lost)
             self._receiver.tell_to_stop(to_stop, lost)
         except BaseException:  # nobody says it once more
-            self._channel.transport.in_doubt = True
+            self._book.doubt()
             raise
         finally:
             self._channel.wake()

@@ -8,7 +8,6 @@ for RELINK_S.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import attrs
@@ -23,6 +22,7 @@ from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.base import Transport
+from pdinfer.log import log
 from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -30,8 +30,6 @@ HANDSHAKE_S = 10.0
 RELINK_S = 60.0
 ANYONE = b"\0"
 """The engine id in what this end asks for when it dials an endpoint and not a peer."""
-
-_log = logging.getLogger("pdinfer")
 
 
 def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddress, layout: KVLayout) -> None:
@@ -271,7 +269,7 @@ class ChannelLinks:
             if self._clock() - wanted.lost_at <= RELINK_S or self.book.peer_at(key) is not None:
                 self._redial(wanted)
             else:
-                _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
+                log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
                 self.book.wanted.pop(key, None)
 
     def _reach(self, wanted: Wanted, timeout_s: float) -> None:
@@ -311,7 +309,7 @@ class ChannelLinks:
         try:
             self._dial(wanted.address, 0.0, wanted)
         except TransferError as error:
-            _log.info("a peer cannot be dialled: %s", error)
+            log.info("a peer cannot be dialled: %s", error)
 
     def _dial(self, address: PeerAddress, timeout_s: float, wanted: Wanted | None = None) -> Peer:
         """Dial a peer, because of a wish if there is one, and return the record of the link.

@@ -3,7 +3,6 @@ that is to be dialled."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
+from pdinfer.log import log
 from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
 from pdinfer.types import PeerAddress, PeerKey, peer_key
@@ -24,8 +24,6 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 MAX_WARNINGS = 20
 """How many are logged in each WINDOW_S. The rest are counted."""
 WINDOW_S = 10.0
-
-_log = logging.getLogger("pdinfer")
 
 
 @attrs.define
@@ -44,10 +42,10 @@ class Complaints:
             unsaid = self._num - MAX_WARNINGS
             self._since, self._num = now, 0
             if unsaid > 0:
-                _log.warning("%d more warnings about peers were not logged", unsaid)
+                log.warning("%d more warnings about peers were not logged", unsaid)
         self._num += 1
         if self._num <= MAX_WARNINGS:
-            _log.warning(text, *values, exc_info=exc_info)
+            log.warning(text, *values, exc_info=exc_info)
 
 
 @attrs.define(eq=False)

@@ -25,6 +25,7 @@ from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.layout import KVLayout, Spans, common
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Transfer
+from pdinfer.process.locks import EXHAUSTED
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
 
 GROUP_BYTES = 4 << 20
@@ -326,7 +327,11 @@ class HandoffSender:
         pushes, num_bytes = self.pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
 
         def sent(write: Transfer) -> None:
-            pushes.written(group, write.error)
+            try:
+                pushes.written(group, write.error)
+            except EXHAUSTED:  # or else the pages would wait for a transfer that is done
+                self._book.doubt()
+                raise
             self._notify()
 
         peer = self._book.peer_at(key)

@@ -9,7 +9,6 @@ around any callback.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from pdinfer.kv.transports.base import (
     check_arriving,
     check_placed,
 )
+from pdinfer.log import log
 from pdinfer.process.locks import EXHAUSTED, new_lock
 
 SCHEME = "loopback://"
@@ -104,10 +104,10 @@ class _End:
             delivery.run()
         except TransferError as raised:
             error = raised
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - whatever a receiver raises
             if isinstance(raised, EXHAUSTED):  # before anything that asks for more
                 self.transport.in_doubt = self.peer.transport.in_doubt = True
-            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", self.link.endpoint)
+            log.exception("a callback failed; the link to %s is closed", self.link.endpoint)
             error = TransferError(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
         except BaseException:
             # Ctrl-C may hit the host while it delivers; the link must not stay with this thread.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
-import logging
 import os
 import re
 import socket
@@ -29,6 +28,7 @@ from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIM
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import endpoint_of
+from pdinfer.log import log
 
 PROTOCOLS = ("tcp", "rdma")
 OLDEST = (0, 3, 13)
@@ -113,7 +113,7 @@ def _prepare_environment(protocol: str, devices: Sequence[str]) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     now = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_")}
-    logging.getLogger("pdinfer").info("Mooncake reads %s", now)
+    log.info("Mooncake reads %s", now)
 
 
 class MooncakeEngine(NamedEngine):

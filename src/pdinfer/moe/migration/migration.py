@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 
 from pdinfer.bounds import cause
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
+from pdinfer.log import log
 from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.placement import ExpertPlacement, check_sizes
-
-_log = logging.getLogger("pdinfer")
 
 
 class MigrationState(enum.Enum):
@@ -129,7 +127,7 @@ class Migration:
             self.state = self._pack()
             self.num_advances += 1
         except Exception as error:  # noqa: BLE001 - the old placement works, whatever it was
-            _log.exception("a placement of experts cannot be prepared")
+            log.exception("a placement of experts cannot be prepared")
             self.error = cause(error)
             self.state = MigrationState.FAILED
 

@@ -9,7 +9,6 @@ of it is touched. A placement comes from the host, or from a solver that was giv
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ import torch
 
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
+from pdinfer.log import log
 from pdinfer.moe.balance.process import SolverProcess, unpack_placement
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.migration.migration import Migration, MigrationState, Verdict, checked_epoch, digest_of
@@ -29,8 +29,6 @@ from pdinfer.moe.placement.placement import ExpertPlacement, Ints
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.process.locks import new_lock
-
-_log = logging.getLogger("pdinfer")
 
 
 class Solving:
@@ -267,7 +265,7 @@ class Rebalancing:
             self._experts.epoch = migration.epoch
             self.error = ""
             self._forget()
-            _log.info("experts are placed anew: epoch %d, %d copied", migration.epoch, migration.num_moves)
+            log.info("experts are placed anew: epoch %d, %d copied", migration.epoch, migration.num_moves)
         elif migration.state is MigrationState.DROPPED:
             self._report_dropped(verdict, statuses)
             self._forget()
@@ -285,7 +283,7 @@ class Rebalancing:
             reason = f"rank {ranks} could not go on with it"
             if self._told.failed is None:
                 self.error = f"{reason}; its log says why"
-        _log.warning("a staged placement of experts is dropped: %s; epoch %d runs on", reason, self.epoch)
+        log.warning("a staged placement of experts is dropped: %s; epoch %d runs on", reason, self.epoch)
 
     # -- the solver -------------------------------------------------------------------------------------------------
 
@@ -298,7 +296,7 @@ class Rebalancing:
         )
 
     def _report_unsolved(self, reason: str) -> None:
-        _log.warning("experts are not rebalanced: %s; epoch %d runs on", reason, self.epoch)
+        log.warning("experts are not rebalanced: %s; epoch %d runs on", reason, self.epoch)
         self.error = reason
 
     def _take_answer(self, num_bytes: int, *, is_free: bool) -> None:
@@ -307,9 +305,9 @@ class Rebalancing:
         if placement is None:
             return
         if not is_free:
-            _log.info("a solved placement of experts is not used: another one is staged")
+            log.info("a solved placement of experts is not used: another one is staged")
         elif placement == self._experts.placement:
-            _log.info("experts stay where they are: the solver found nothing better")
+            log.info("experts stay where they are: the solver found nothing better")
         else:
             self._stage_answer(placement)
 
@@ -317,6 +315,6 @@ class Rebalancing:
         try:
             self.stage(placement)
         except ConfigError as error:
-            _log.warning("a solved placement of experts cannot be staged: %s", error)
+            log.warning("a solved placement of experts cannot be staged: %s", error)
             self.error = str(error)
             self._refused = digest_of(placement, self.epoch + 1)

@@ -7,7 +7,7 @@
     dialling.py       a connection to an announced engine, and the port that it becomes
     handshake.py      `Door`, where an engine's clients connect, and how both ends prove the key
 
-May import: config, engine, kv, remote.client, remote.messages, remote.session, the ground.
+May import: config, engine, kv, process, remote.client, remote.messages, remote.session, the ground.
 """
 
 from __future__ import annotations

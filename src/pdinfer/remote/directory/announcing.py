@@ -6,7 +6,6 @@ the thread that serves has confirmed by a turn of its loop: a fresh announcement
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Protocol
@@ -16,6 +15,8 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.stream.endpoints import endpoint_of
+from pdinfer.log import log
+from pdinfer.process.threads import start
 from pdinfer.remote.directory.announcement import Announcement
 from pdinfer.remote.directory.directory import Directory
 from pdinfer.remote.directory.media import host_and_port
@@ -27,8 +28,6 @@ REFRESHES = 3
 WITHDRAW_S = 1.0
 """How long an engine that ends waits for its announcement to be withdrawn. What stays lapses."""
 WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - they are refused
-
-_log = logging.getLogger("pdinfer")
 
 
 class Served(Protocol):
@@ -76,8 +75,7 @@ class Announcer:
         self._thread: threading.Thread | None = None
 
     def start(self, served: Served) -> None:
-        self._thread = threading.Thread(target=self._run, args=(served,), name="pdinfer-announce", daemon=True)
-        self._thread.start()
+        self._thread = start(threading.Thread(target=self._run, args=(served,), name="pdinfer-announce", daemon=True))
 
     def close(self) -> None:
         """Withdraw the announcement, unless that takes longer than WITHDRAW_S."""
@@ -101,7 +99,7 @@ class Announcer:
             self._directory.announce(self._announced)
         except Exception as error:  # noqa: BLE001 - whatever a medium raises
             if not self._is_failing:
-                _log.warning("an engine cannot announce itself in %s now: %s", self._directory, cause(error))
+                log.warning("an engine cannot announce itself in %s now: %s", self._directory, cause(error))
             self._is_failing = True
         else:
             self._is_failing = False
@@ -114,7 +112,7 @@ class Announcer:
         try:
             self._directory.withdraw(self._announced)
         except Exception as error:  # noqa: BLE001 - as above
-            _log.warning("an engine cannot withdraw from %s, where it will lapse: %s", self._directory, cause(error))
+            log.warning("an engine cannot withdraw from %s, where it will lapse: %s", self._directory, cause(error))
 
     def _describe(self, beat: int, *, is_taken: bool) -> Announcement:
         return Announcement.of(self._engine, self._endpoint, ttl_s=self._directory.ttl_s, beat=beat, is_taken=is_taken)

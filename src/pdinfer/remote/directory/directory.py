@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -13,13 +12,12 @@ from pdinfer.checks import clip, typed
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel.wire import check_key
+from pdinfer.log import log
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.directory.announcement import TTL_S, Announcement
 from pdinfer.remote.directory.dialling import found
 from pdinfer.remote.directory.media import Medium, WritableMedium
 from pdinfer.values import Value
-
-_log = logging.getLogger("pdinfer")
 
 
 @attrs.frozen
@@ -104,7 +102,7 @@ class Directory:
             except TransferError as error:
                 refused.add(name)
                 if name not in self._refused:
-                    _log.warning("an entry of %s is ignored: %s: %s", self, escaped(name)[:100], error)
+                    log.warning("an entry of %s is ignored: %s: %s", self, escaped(name)[:100], error)
                 continue
             if self._is_fresh(name, announced, now):
                 entries.append(Entry(name, announced.endpoint, announced))

@@ -7,7 +7,6 @@ for who says nothing, and one such stranger would keep an engine from all others
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -18,8 +17,10 @@ from typing import Self
 
 from pdinfer.bounds import cause
 from pdinfer.checks import clip, typed
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.kv.channel.wire import check_key
+from pdinfer.log import log
+from pdinfer.process.threads import start
 from pdinfer.remote.directory.media import host_and_port
 
 DIAL_S = 10.0
@@ -27,8 +28,6 @@ DIAL_S = 10.0
 that has a client does not answer."""
 GREET_S = 2.0
 """How long a newcomer may take to prove the key. Others wait meanwhile."""
-
-_log = logging.getLogger("pdinfer")
 
 
 @contextlib.contextmanager
@@ -71,8 +70,10 @@ class Door:
                     deliver_challenge(connection, self._key)
                     answer_challenge(connection, self._key)
                     return connection
+            except Overloaded as error:
+                log.warning("a connection from %s was refused: %s", where[0], error)
             except (OSError, EOFError, AuthenticationError) as error:
-                _log.warning("a connection from %s was refused: it has not proven the key: %s", where[0], cause(error))
+                log.warning("a connection from %s was refused: it has not proven the key: %s", where[0], cause(error))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closing alone does not end an `accept` in another thread
@@ -93,7 +94,7 @@ def _limited(sock: socket.socket, limit_s: float) -> Iterator[Connection]:
     sock.settimeout(None)
     late = threading.Timer(limit_s, _shut, (sock,))
     late.daemon = True
-    late.start()
+    start(late)
     connection = Connection(os.dup(sock.fileno()))
     try:
         yield connection

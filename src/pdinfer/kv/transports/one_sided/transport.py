@@ -11,7 +11,6 @@ Beside the frames the stream carries what the two ends of a ring say to each oth
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -37,6 +36,7 @@ from pdinfer.kv.transports.one_sided.ring import (
     SignalMemory,
 )
 from pdinfer.kv.transports.one_sided.writer import RingWriter
+from pdinfer.log import log
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 4 << 20
@@ -166,7 +166,7 @@ class RingTransport(QueuingTransport):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if stuck := sum(thread.is_alive() for thread in self._threads):
-            logging.getLogger("pdinfer").warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
+            log.warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
         self._close_engine()
 
     def _close_engine(self) -> None:

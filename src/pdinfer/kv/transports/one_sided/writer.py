@@ -11,7 +11,6 @@ neither place is used for other bytes while the link lives.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
+from pdinfer.log import log
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
@@ -160,9 +160,9 @@ class RingWriter:
                     self._send(message.frame)
         except TransferError as raised:
             error = raised
-        except BaseException as raised:  # a SystemExit out of `ready`, too, must not leave the link half alive
+        except BaseException as raised:  # noqa: BLE001 - a SystemExit out of `ready`, too, must not leave the link half alive
             name = self._link.endpoint
-            logging.getLogger("pdinfer").exception("writing to %s failed; the link is closed", name)
+            log.exception("writing to %s failed; the link is closed", name)
             error = TransferError(f"writing to {name} failed, so the link was closed: {raised!r}")
         self._fail(error)
         if self._reading is not None and not self._reading.done:
@@ -249,9 +249,7 @@ class RingWriter:
     def _mend(self, part: _Part, block: RingBlock) -> None:
         """Repair a write whose fate is unknown: keep silent, probe until probes land, and write once more."""
         name = self._link.endpoint
-        logging.getLogger("pdinfer").warning(
-            "a write of %d bytes to %s failed, and may land late; probing", part.num_bytes, name
-        )
+        log.warning("a write of %d bytes to %s failed, and may land late; probing", part.num_bytes, name)
         part.repeated = True
         with self._changed:
             self._lost.add(part.slot)

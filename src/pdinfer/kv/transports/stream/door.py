@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import logging
 import math
 import resource
 import socket
@@ -27,6 +26,7 @@ from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener, prepare_socket, tcp_endpoint
 from pdinfer.kv.transports.stream.io_thread import IOThread
+from pdinfer.log import log
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid, as SO_PEERCRED returns them."""
@@ -176,7 +176,7 @@ class Acceptor:
             except OSError as error:
                 # The peer keeps waiting in the backlog, and asking again at once would spin.
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not len(self._door):
-                    logging.getLogger("pdinfer").error("cannot accept at %s: %s", self._listener.endpoint, error)
+                    log.error("cannot accept at %s: %s", self._listener.endpoint, error)
                     self._io.pause_listening(now + RETRY_S)
                     return
                 self._turn_out(self._door.oldest(), "there are no more descriptors")

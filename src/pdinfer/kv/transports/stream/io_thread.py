@@ -8,11 +8,12 @@ a listener with newcomers ─────────┘
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
@@ -20,9 +21,14 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener
+from pdinfer.log import log
 from pdinfer.process.locks import new_lock, open_lock
+from pdinfer.process.threads import start
 
 CLOSE_S = 5.0
+MAX_FAILED, FAILED_S = 10, 0.05
+"""How many turns of the I/O thread may fail in a row, and how long it then waits: what the process is out of comes
+back, what is broken does not."""
 CATCH_UP_ROUNDS = 3
 """How often a late I/O thread looks for what has arrived before it ticks anyway."""
 ROUND_S = 0.001
@@ -58,8 +64,12 @@ class IOThread:
 
     def start(self, *, accept: Callable[[], None], sweep: Callable[[], None]) -> None:
         self._accept, self._sweep = accept, sweep
-        self._listen()
-        self._thread.start()
+        try:
+            self._listen()
+            start(self._thread)
+        except BaseException:
+            self._end(None)
+            raise
 
     # Any thread may call these.
 
@@ -78,8 +88,9 @@ class IOThread:
             self._commands.append(command)
             if self._woken or self._is_current:
                 return
-            self._waker.send(b"\0")
-            self._woken = True
+            with contextlib.suppress(OSError):  # then it looks at its next tick
+                self._waker.send(b"\0")
+                self._woken = True
 
     def shut(self, connection: StreamConnection, error: TransferError | None) -> None:
         """Close a link: at once when called in the I/O thread, otherwise soon."""
@@ -116,9 +127,7 @@ class IOThread:
     def watch(self, connection: StreamConnection) -> None:
         """Give the connection turns from now on."""
         if not connection.closed:
-            event = selectors.EVENT_WRITE if connection.opening else selectors.EVENT_READ
-            self._selector.register(connection.sock, event, connection)
-            self._turns.enter(connection)
+            self.guarded(connection, lambda: self._watch(connection))
 
     def transmit(self, connection: StreamConnection) -> None:
         if not connection.closed and not connection.opening:
@@ -130,10 +139,10 @@ class IOThread:
             work()
         except TransferError as error:
             self._shut(connection, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a receiver raises
             name = connection.link.endpoint
-            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", name)
             self._shut(connection, TransferError(f"a callback failed, so the link to {name} was closed: {error!r}"))
+            log.exception("a callback failed; the link to %s is closed", name)
 
     def pause_listening(self, until: float) -> None:
         """Leave newcomers in the backlog until then."""
@@ -141,26 +150,55 @@ class IOThread:
         self._listens_at = until
 
     def _listen(self) -> None:
-        self._listens_at = -math.inf
         self._selector.register(self._listener.sock, selectors.EVENT_READ, lambda _: self._accept())
+        self._listens_at = -math.inf  # now, since the kernel may have had no room for it
+
+    def _watch(self, connection: StreamConnection) -> None:
+        event = selectors.EVENT_WRITE if connection.opening else selectors.EVENT_READ
+        try:
+            self._selector.register(connection.sock, event, connection)
+        except OSError as error:
+            raise TransferError(f"the link to {connection.link.endpoint} cannot be watched: {error}") from error
+        self._turns.enter(connection)
 
     def _run(self) -> None:
         error: TransferError | None = None
         try:
+            num_failed = 0
             while not self._stopping:
-                self._step()
-        except BaseException as raised:  # a SystemExit out of a callback, too, must not look like an orderly close
-            logging.getLogger("pdinfer").critical("the I/O thread failed; all its links are closed", exc_info=True)
+                try:
+                    self._step()
+                    num_failed = 0
+                except Exception as raised:
+                    num_failed += 1
+                    if num_failed > MAX_FAILED:
+                        raise
+                    self._start_over(raised)
+        except BaseException as raised:  # noqa: BLE001 - a SystemExit out of a callback, too, must not look like an orderly close
+            log.critical("the I/O thread failed; all its links are closed", exc_info=True)
             error = TransferError(f"the transport's I/O thread failed: {raised!r}; make a new transport")
         finally:
-            with self._lock:
-                self._running = False
-            for connection in list(self.connections.values()):
-                self._shut(connection, error)
-            self._selector.close()
-            self._wake.close()
-            self._waker.close()
-            self._listener.close()
+            self._end(error)
+
+    def _start_over(self, raised: Exception) -> None:
+        """Close every link after a turn that failed half-way. Those that are wanted are dialled again."""
+        error = TransferError(f"a turn of the transport's I/O thread failed: {raised!r}")
+        for connection in list(self.connections.values()):
+            self._shut(connection, error)
+        with self._lock:
+            self._woken = False  # it may have read the byte, and not have noted it
+        log.error("a turn of the I/O thread failed; all its links are closed", exc_info=raised)
+        time.sleep(FAILED_S)
+
+    def _end(self, error: TransferError | None) -> None:
+        with self._lock:
+            self._running = False
+        for connection in list(self.connections.values()):
+            self._shut(connection, error)
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+        self._listener.close()
 
     def _step(self) -> None:
         pausing = self._listens_at > -math.inf
@@ -201,8 +239,8 @@ class IOThread:
         self._turns.fade()
         try:
             self._receiver.tick()
-        except Exception:
-            logging.getLogger("pdinfer").exception("tick failed")
+        except Exception:  # noqa: BLE001 - as above
+            log.exception("tick failed")
 
     def _awake(self, mask: int) -> None:
         self._wake.recv(1)
@@ -240,14 +278,21 @@ class IOThread:
             self._selector.unregister(connection.sock)
         self._turns.leave(connection)
         self._unfinished.discard(connection)
-        connection.shut(error or TransferError(f"the link to {connection.link.endpoint} was closed by this end"))
+        try:
+            connection.shut(error or TransferError(f"the link to {connection.link.endpoint} was closed by this end"))
+        finally:
+            self._gone(connection, error)
+
+    def _gone(self, connection: StreamConnection, error: TransferError | None) -> None:
+        """Say that a link is closed, whatever comes of that: `fence` waits for it."""
         try:
             self._receiver.closed(connection.link, error)
-        except Exception:
-            logging.getLogger("pdinfer").exception("closed(%s) failed", connection.link.endpoint)
-        with self._lock:
-            del self.connections[connection.link]
-        connection.gone.set()
+        except Exception:  # noqa: BLE001 - as above
+            log.exception("closed(%s) failed", connection.link.endpoint)
+        finally:
+            with self._lock:
+                del self.connections[connection.link]
+            connection.gone.set()
 
     def _stop(self) -> None:
         self._stopping = True

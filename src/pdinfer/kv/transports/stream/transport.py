@@ -66,15 +66,16 @@ class StreamTransport(QueuingTransport):
         return self._name
 
     def _listen(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Listen and start the I/O thread. Raise ConfigError when the address cannot be used."""
+        """Listen and start the I/O thread. Raise ConfigError when the address cannot be used, and Overloaded when there
+        is no thread."""
         listener, door = self._open_listener(), Door(self._strangers)
         try:
             self._io = io = IOThread(listener, receiver, self._clock)
+            acceptor = Acceptor(listener, door, io, receiver, self._clock, self._connection)
+            io.start(accept=acceptor.accept, sweep=acceptor.sweep)
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot serve {listener.endpoint}: {error}") from error
-        acceptor = Acceptor(listener, door, io, receiver, self._clock, self._connection)
-        io.start(accept=acceptor.accept, sweep=acceptor.sweep)
         return (listener.endpoint,)
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
