@@ -218,6 +218,7 @@ def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all
     for at in range(6):
         prompts.ask(bytes([at]), {"at": at})
     prompts.drop(bytes([5]))
+    wait_until(lambda: len(now) == 2)
     go.set()
     for _ in range(6):
         answers.next()
