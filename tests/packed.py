@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.quantize import PACKED_CONFIGS, quantize_checkpoint
 from pdinfer.kernels.formats.four_bits import GROUP, quantize_int4, quantize_mxfp4
 
 SCHEMES = ("int4", "mxfp4")
@@ -44,10 +44,14 @@ def with_twin(floats: Path, scheme: str, *, every_linear: bool = False) -> tuple
     """Write the checkpoint in `floats` with packed experts, or with every linear map packed that has whole groups, to a
     folder beside it, and the twin of that. Return both folders."""
     folder = floats.with_name(f"{floats.name}-{scheme}")
-    quantize_checkpoint(floats, folder, scheme=scheme)
-    if every_linear:
-        experts, folder = folder, folder.with_name(f"{folder.name}-all")
-        changed(experts, folder, lambda tensors: pack(tensors, scheme), lambda config: ignoring(config, "lm_head"))
+
+    def say(config: dict[str, Any]) -> None:
+        config["quantization_config"] = {**PACKED_CONFIGS[scheme], "ignore": ["lm_head"]}
+
+    if every_linear:  # also of a model without experts
+        changed(floats, folder, lambda tensors: pack(tensors, scheme), say)
+    else:
+        quantize_checkpoint(floats, folder, scheme=scheme)
     return folder, twin_of(folder)
 
 
@@ -67,7 +71,7 @@ def ignoring(config: dict[str, Any], *names: str) -> None:
 
 
 def pack(tensors: dict[str, Tensor], scheme: str) -> None:
-    """Pack what is in floats, as `quantize_checkpoint` packs experts."""
+    """Pack every linear map, as `quantize_checkpoint` packs experts."""
     for name in [name for name, tensor in tensors.items() if re.fullmatch(EVERY_LINEAR, name)]:
         if tensors[name].shape[1] % GROUP:
             continue

@@ -195,7 +195,9 @@ def test_memory_that_the_io_thread_lacks_costs_no_page(owner: type, name: str, m
 
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
 def test_an_engine_whose_close_lacks_memory_is_closed_by_the_next(role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = threading.enumerate()  # one may still be ending
     channel = pd.KVChannel(pool_of(model_of()), pd.kv.SocketTransport())
+    (io,) = [thread for thread in threading.enumerate() if thread not in others]
     engine = role(model_of(), channel)
 
     def lacks() -> None:
@@ -205,7 +207,6 @@ def test_an_engine_whose_close_lacks_memory_is_closed_by_the_next(role: Any, mon
     monkeypatch.setattr(channel.transport, "close", lacks)
     with pytest.raises(MemoryError):
         engine.close()
-    (io,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-kv-io"]
     engine.close()
     assert engine.closed
     check_ends(io)

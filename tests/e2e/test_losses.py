@@ -112,6 +112,28 @@ def test_a_rank_that_dies_in_a_step_fails_no_request_that_another_engine_can_tak
         setattr(engine._runner, role, compute)
 
 
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_prefill_that_lets_go_of_a_request_fails_it_nowhere(transport: str) -> None:
+    """A served prefill does that when its front end had lost sight of it. Decode may hear so before it hears of another
+    prefill."""
+    with several(1, 1, transport) as setup:
+        prefill: Any = setup.prefills[0]
+        submit = prefill.submit
+
+        def submit_and_let_go(*arguments: Any) -> None:
+            prefill.submit = submit
+            submit(*arguments)
+            prefill.cancel("a")
+
+        prefill.submit = submit_and_let_go
+        setup.pairing.submit(request())
+        events = collect(setup.pairing)
+        assert prefill.submit is submit
+        assert tokens_of(events) == EXPECTED
+        assert [event.finish_reason for event in events if event.finish_reason] == [pd.FinishReason.LENGTH]
+        setup.check_idle()
+
+
 # -- a request that breaks engines --------------------------------------------------------------------------------
 
 

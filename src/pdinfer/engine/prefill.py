@@ -146,7 +146,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
                     cancelled = [
                         prompt for prompt in self._scheduler.unfinished if prompt.request.request_id == request_id
                     ]
-                    self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
+                    # decode ends requests: this one goes on there when a front end has only lost sight of prefill
+                    self._abort(cancelled, TransferError("the prefill engine was told to let go of the request"))
 
     def _receive(self, request: Request, grant: PageGrant) -> None:
         prompt = Prompt.of(request, grant, self._arrivals, self._clock())

@@ -133,6 +133,7 @@ def test_a_cancel_is_an_aborted_hand_off(bench: Bench, num_steps: int) -> None:
     bench.prefill.cancel("nobody")
     (handoff,) = bench.run()
     assert handoff.status is HandoffStatus.ABORTED
+    assert isinstance(handoff.error, pd.TransferError)  # after which decode tries once more
 
 
 def test_a_full_decode_holds_its_own_prompts_and_no_others(bench: Bench) -> None:
