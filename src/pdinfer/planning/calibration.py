@@ -21,6 +21,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.execution.warm_up import WarmUp
 from pdinfer.planning.simulation import StepRows
 from pdinfer.planning.simulation.deployment import StepSeconds
+from pdinfer.planning.simulation.deployment import seconds as step_seconds
 from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
 from pdinfer.types import PeerAddress
 from pdinfer.values import Value
@@ -32,6 +33,7 @@ TOLERANCE = 0.25
 FLAT_LOSS = 0.01
 """A factor that may be halved or doubled for less is not known."""
 ROUNDS = 80
+SIDES = ("prefill", "decode")
 _COUNT = int_in(1, 1 << 40)
 _SECONDS = float_in(0.0, 1e6)
 
@@ -46,7 +48,7 @@ def _has_sizes(_instance: Any, _attribute: attrs.Attribute[Any], rows: object) -
 class MeasuredStep(Value):
     """A step of a "prefill" or a "decode", and its seconds."""
 
-    kind: str = attrs.field(validator=one_of("prefill", "decode"))
+    kind: str = attrs.field(validator=one_of(*SIDES))
     rows: StepRows = attrs.field(validator=_has_sizes)
     seconds: float = attrs.field(validator=_SECONDS, converter=as_float)
 
@@ -172,7 +174,7 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
 
 def _seen(row: Rows, prior: tuple[StepSeconds, StepSeconds]) -> Iterator[_Row]:
     if isinstance(row, MeasuredStep):
-        at = ("prefill", "decode").index(row.kind)
+        at = SIDES.index(row.kind)
         yield _row(row.kind, [(at, 1, row.rows)], row.seconds, prior)
     elif isinstance(row, Burst):
         yield _of_burst(row, prior)
@@ -189,20 +191,10 @@ def _row(
     """Return a row of steps, each the number of its side, how often it ran, and its rows."""
     terms, floor_s = np.zeros(len(FACTORS)), 0.0
     for side, count, rows in steps:
-        terms[2 * side : 2 * side + 2] += count, count * _prior_s(prior[side], rows)
+        step_s = step_seconds(f"the prior of {SIDES[side]}", prior[side], rows)
+        terms[2 * side : 2 * side + 2] += count, count * step_s
         floor_s += count * float(_floor_s(prior[side], rows))
     return _Row(kind, terms, floor_s, seconds)
-
-
-def _prior_s(prior: StepSeconds, rows: StepRows) -> float:
-    told = prior(rows)
-    try:
-        seconds = float(told)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"a prior returns the seconds of a step, got {clip(told)} for {clip(rows)}")
-    return seconds
 
 
 def _prompt(num_tokens: int, count: int = 1) -> StepRows:

@@ -247,7 +247,7 @@ def test_some_rows_of_each_kind_are_held_out(kinds: int) -> None:
 
 @pytest.mark.parametrize("told", [math.nan, math.inf, -1.0, "x", None])
 def test_a_prior_gives_seconds(told: Any) -> None:
-    with pytest.raises(ConfigError, match="a prior returns the seconds of a step, got"):
+    with pytest.raises(ConfigError, match="the prior of prefill must return seconds, finite and at least 0; for"):
         planning.calibrate(steps(), prior=(lambda _: told, decode_s))
     for wrong in (None, (prefill_s,), (prefill_s, None)):
         with pytest.raises(ConfigError, match="prior must be "):
