@@ -287,10 +287,10 @@ async def test_a_reader_that_leaves_takes_its_request_along() -> None:
 @in_a_loop
 async def test_a_reader_that_leaves_before_its_request_is_submitted_is_not_forgotten() -> None:
     async with scripted() as (pairing, host):
-        held, take = threading.Event(), pairing.submit
-        pairing.submit = lambda it: (held.wait(SOON_S), take(it))
+        reached, held, take = threading.Event(), threading.Event(), pairing.submit
+        pairing.submit = lambda it: (reached.set(), held.wait(SOON_S), take(it))
         tasks = [asyncio.create_task(read(host.stream(request(name)))) for name in "ab"]
-        await until(lambda: host.num_unfinished == 2)
+        await until(lambda: host.num_unfinished == 2 and reached.is_set())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
