@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -278,13 +278,16 @@ def test_a_none_of_the_source_is_no_end() -> None:
         assert collect(setup.pairing) == []
 
 
-def test_an_iterator_that_is_dropped_in_another_thread_waits_for_no_step() -> None:
+@pytest.mark.parametrize(
+    "close", [check_returns, lambda close: close()], ids=["another thread", "the thread of the step"]
+)
+def test_an_iterator_that_is_dropped_inside_a_step_waits_for_nothing(close: Callable[..., object]) -> None:
     """Garbage collection closes it in any thread, also in one that has a lock for which the step waits."""
     dropped: list[Iterator[pd.TokenEvent]] = []
 
     def policy(*given: Any) -> pd.types.Choice | None:
         if dropped:
-            check_returns(dropped.pop().close)
+            close(dropped.pop().close)
         return pd.policy.least_tokens(*given)
 
     with local(policy=policy) as setup:
@@ -304,23 +307,6 @@ def test_an_id_that_a_dropped_iterator_had_is_free_once_its_request_has_ended() 
         check_returns(stream.close)
         setup.pairing.submit(request("a"))
         assert tokens_of(collect(setup.pairing)) == EXPECTED
-        setup.check_idle()
-
-
-def test_an_iterator_that_is_dropped_inside_a_step_of_its_thread_is_cancelled_by_the_next() -> None:
-    dropped: list[Iterator[pd.TokenEvent]] = []
-
-    def policy(*given: Any) -> pd.types.Choice | None:
-        if dropped:
-            dropped.pop().close()
-        return pd.policy.least_tokens(*given)
-
-    with local(policy=policy) as setup:
-        stream = setup.pairing.generate([request("dropped", 40)])
-        next(stream)
-        dropped.append(stream)
-        assert tokens_of(setup.pairing.generate([request("mine")])) == EXPECTED
-        assert collect(setup.pairing) == []
         setup.check_idle()
 
 
