@@ -213,10 +213,12 @@ def test_an_engine_that_two_threads_step_says_so_and_loses_nothing(role: str, mo
         setup.pairing.submit(request("a"))
         other.start()
         assert inside.wait(FAR_S)
-        with pytest.raises(pd.ConfigError, match=f"two threads step a {role.title()}Engine at once"):
-            engine.step()
-        go_on.set()
-        other.join()
+        try:
+            with pytest.raises(pd.ConfigError, match=f"two threads step a {role.title()}Engine at once"):
+                engine.step()
+        finally:
+            go_on.set()
+            other.join()
         monkeypatch.undo()
         assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
         setup.check_idle()
