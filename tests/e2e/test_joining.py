@@ -22,7 +22,7 @@ from pdinfer.pairing.ports import LOOK_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import PROMPT, Setup, by_request, collect, hang, model_of, pool_of, reference, request, tokens_of
-from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
+from tests.waiting import TIMEOUT_S, check_ends, check_returns, started, wait_until
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -330,6 +330,27 @@ def test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later() -> None
             other.remove(port, drain_s=0.0)
         setup.pairing.add(port)
         assert port in setup.pairing.ports
+
+
+def test_a_joining_that_is_dropped_waits_for_no_lock() -> None:
+    """Garbage collection closes its iterator in any thread, also in one that has a lock for which another waits."""
+    with several(1, 1) as setup, newcomer() as port:
+        held = Held(port)
+        joining = setup.pairing.joining(port)
+        next(joining)
+        assert held.asked.wait(TIMEOUT_S)
+        with setup.pairing._intake.lock:
+            check_returns(joining.close)  # type: ignore[attr-defined]
+        held.go.set()
+        check_released(port, setup.pairing)
+        setup.pairing.add(port)
+        assert port in setup.pairing.ports
+
+
+def check_released(port: Any, pairing: pd.Pairing) -> None:
+    """Wait until another pairing may have it."""
+    wait_until(lambda: port not in pairing._joining._owners)
+    assert port not in pairing.ports
 
 
 def test_what_add_raises_is_raised_in_the_thread_that_steps() -> None:

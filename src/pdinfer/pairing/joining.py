@@ -59,6 +59,12 @@ def _connect(one: Port, other: Port, timeout_s: float) -> None:
         prefill.connect(rank, timeout_s=timeout_s)
 
 
+class _Attempt:
+    """One attempt of a port to join."""
+
+    is_given_up = False
+
+
 class Joining:
     """The ports that are being linked, each in the thread that adds it or in one of its own. `find_lost` steps ports
     that did not answer. A port has one owner: another pairing over it would take events that are the first one's."""
@@ -72,24 +78,34 @@ class Joining:
         self._intake = intake
         self._find_lost = find_lost
         self._timeout_s = timeout_s
-        self._tokens: dict[PeerAddress, object] = {}
+        self._attempts: dict[PeerAddress, _Attempt] = {}
 
     def beside(self, port: Port) -> Iterator[float]:
         """Add a port in a thread of its own, see `Pairing.joining`."""
-        token, end = object(), time.monotonic() + self._timeout_s
-        joined = _beside(partial(self.add, port, token), then=self._intake.inbox.wake)
+        attempt, end = _Attempt(), time.monotonic() + self._timeout_s
+        joined = _beside(partial(self.add, port, attempt), then=self._intake.inbox.wake)
         try:
             while not joined.done():
                 yield max(0.0, end - time.monotonic())
         finally:
-            self._end(port, token)
+            self._drop(port, attempt)
         joined.result()
 
-    def _end(self, port: Port, token: object) -> None:
-        """End a joining. A port that has not joined by now does not join, and any pairing may have it."""
+    def _drop(self, port: Port, attempt: _Attempt) -> None:
+        """End an attempt whose iterator is closed. Garbage collection closes it in any thread, whatever locks that
+        holds, so this waits for none: where it would, the thread that joins finds out."""
+        attempt.is_given_up = True
+        if self._intake.lock.acquire(blocking=False):
+            try:
+                self._end(port, attempt)
+            finally:
+                self._intake.lock.release()
+
+    def _end(self, port: Port, attempt: _Attempt) -> None:
+        """End an attempt. A port that has not joined by now does not join, and any pairing may have it."""
         with self._intake.lock:
-            if self._tokens.get(port.address) is token:
-                del self._tokens[port.address]
+            if self._attempts.get(port.address) is attempt:
+                del self._attempts[port.address]
                 if port not in self._ports.all:
                     self.release(port)
 
@@ -106,24 +122,24 @@ class Joining:
     def give_up(self, address: PeerAddress) -> None:
         """Let a port that is being linked not join."""
         with self._intake.lock:
-            self._tokens.pop(address, None)
+            self._attempts.pop(address, None)
 
-    def add(self, port: Port, token: object | None = None) -> None:
-        """Connect a port and use it, unless `token` is not that of its joining any more."""
-        token = token or object()
+    def add(self, port: Port, attempt: _Attempt | None = None) -> None:
+        """Connect a port and use it, unless the attempt is given up meanwhile."""
+        attempt = attempt or _Attempt()
         try:
             with self._intake.lock:
-                if port.address in self._tokens or port.address in (known.address for known in self._ports.all):
+                if port.address in self._attempts or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
                 self._claim(port)
-                self._tokens[port.address] = token
-            self._join(port, token)
+                self._attempts[port.address] = attempt
+            self._join(port, attempt)
         finally:
-            self._end(port, token)
+            self._end(port, attempt)
             if self._intake.num_unfinished or self._ports.links_down:  # requests may go there, and links are dialled
                 self._intake.inbox.wake()
 
-    def _join(self, port: Port, token: object) -> None:
+    def _join(self, port: Port, attempt: _Attempt) -> None:
         """Link the port to the ports here, then to those that have joined meanwhile, until there are none."""
         met: set[PeerAddress] = set()
         unlinked: dict[PeerAddress, TransferError] = {}
@@ -131,7 +147,8 @@ class Joining:
             with self._intake.lock:
                 others = self._ports.opposite(port)
                 newcomers = [other for other in others if other.address not in met]
-                if self._intake.closed or self._tokens.get(port.address) is not token:
+                is_ours = self._attempts.get(port.address) is attempt and not attempt.is_given_up
+                if self._intake.closed or not is_ours:
                     what = "pairing was closed" if self._intake.closed else "port was removed"
                     raise TransferError(
                         f"the {what} while the port was connected; it stays open, and is yours to close"
