@@ -194,7 +194,7 @@ def _fits(hint: Any) -> Fits:
     if hint is int:
         return lambda value: not isinstance(value, bool) and isinstance(value, numbers.Integral)
     if hint is float:
-        return lambda value: not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value
+        return _is_float
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         is_pair = origin is tuple and Ellipsis not in inside
         return functools.partial(_holds, origin, _fits(inside[0]), items=_is_object(inside[0]) and not is_pair)
@@ -222,6 +222,16 @@ def _holds(kind: type, fits: Fits, value: object, *, items: bool) -> bool:
     if items and (isinstance(value, bytes) or hasattr(value, "dtype")):
         return False
     return not items or not isinstance(value, list | tuple) or all(map(fits, value))
+
+
+def _is_float(value: object) -> bool:
+    """Return whether `value` is a number, infinity among them, and is or has a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
 
 
 def _is_object(hint: Any) -> bool:

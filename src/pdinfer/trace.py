@@ -39,6 +39,7 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 from pdinfer.log import log
 
@@ -255,6 +256,7 @@ class _File(msgspec.Struct):
     otherData: _Clock
 
 
+@typed
 def join_traces(files: Iterable[str | os.PathLike[str]], into: str | os.PathLike[str]) -> Path:
     """Join the traces of several engines in one file on one clock, that of the first, and return its path.
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer import bench, kernels, kv, moe, remote
+from pdinfer import bench, kernels, kv, metrics, moe, planning, remote
 from pdinfer.checks import typed
 from pdinfer.moe.placement.difference import plan_migration
+from pdinfer.planning.simulation.deployment import Network
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e.setups import local, model_of, pool_of, request
 
@@ -22,6 +23,7 @@ WRONG: dict[str, Any] = {
     "int": 5,
     "float": 1.5,
     "nan": float("nan"),
+    "huge": 10**400,
     "bool": True,
     "text": "no such thing",
     "bytes": b"bytes",
@@ -49,6 +51,17 @@ def engines() -> tuple[pd.PrefillEngine, pd.DecodeEngine]:
 def pairing(**more: Any) -> pd.Pairing:
     prefill, decode = engines()
     return pd.Pairing(**{"prefill": prefill, "decode": decode, **more})
+
+
+def plan_of(**more: Any) -> planning.EnginePlan:
+    return planning.EnginePlan(**{"name": "P", "config": MODEL.config, "topology": pd.Topology(), **more})
+
+
+def remaining(name: str, drain_s: Any) -> None:
+    """Have a port leave."""
+    apart = pairing()
+    more = {"role": "decode"} if name == "switching" else {}
+    getattr(apart, name)(apart.ports[0], drain_s=drain_s, **more)
 
 
 def each(call: Callable[..., object], good: dict[str, Any], **right: str) -> Iterator[Any]:
@@ -142,12 +155,41 @@ MADE = [
         strangers="none",
     ),
     row("LoopbackTransport", kv.LoopbackTransport),
-    *each(kv.Strangers, {"max_links": 1, "grace_s": 1.0}, max_links="int float", grace_s="int float"),
+    *each(kv.Strangers, {"max_links": 1, "grace_s": 1.0}, max_links="int", grace_s="int float"),
     row("KVEvents", kv.KVEvents),
     row("PrefillClient", lambda value: remote.PrefillClient(value, timeout_s=0.1), "class function"),
     row("DecodeClient(config)", lambda value: remote.DecodeClient(lambda: None, config=value), "none config"),  # type: ignore[arg-type, return-value]
     row("serve(engine)", lambda value: remote.serve(value, None)),
     row("SLO", lambda value: pd.bench.SLO(ttft_s=value), "none int float"),
+    *each(Network, {"bytes_per_s": 1.0, "token_bytes": 1}, bytes_per_s="none int float", token_bytes="int"),
+    *each(
+        planning.Change,
+        {"engine": "P0", "at_s": 0.0, "speed": 1.0},
+        engine="text",
+        at_s="int float",
+        speed="int float",
+    ),
+    *each(planning.Stall, {"at_s": 0.0, "for_s": 1.0}, at_s="int float", for_s="int float"),
+    *each(planning.EnginePlan, {"name": "P", "config": MODEL.config, "topology": pd.Topology()}, name="text"),
+    *(
+        row(f"EnginePlan({name})", lambda value, name=name: plan_of(**{name: value}), right)
+        for name, right in {
+            "cache": "",
+            "engine": "",
+            "other_engine": "none",
+            "experts": "",
+            "mtp": "",
+            "stored": "",
+            "weights": "",
+            "device": "",
+            "device_bytes": "none",
+            "prompt_tokens": "none int",
+        }.items()
+    ),
+    *each(planning.ClusterPlan, {"prefill": [plan_of()], "decode": [plan_of()]}),
+    row("simulate", lambda value: planning.simulate(value, value)),
+    row("PromptMaker", bench.PromptMaker, "int"),
+    row("join_traces", lambda value: metrics.join_traces(value, "nowhere/x.json")),
     row("Topology", lambda value: pd.Topology(tp_size=value)),
     row("OpSpec", lambda value: kernels.OpSpec(device="cpu", weight_formats=value)),
     row("resolve_ops", kernels.resolve_ops),
@@ -214,6 +256,13 @@ CALLED = [
     row("Pairing.generate", lambda value: pairing().generate(value), "mapping tensor"),
     row("Pairing.add", lambda value: pairing().add(value)),
     row("Pairing.remove", lambda value: pairing().remove(value, drain_s=0.0)),
+    row("Pairing.joining", lambda value: pairing().joining(value)),
+    row("Pairing.removal", lambda value: pairing().removal(value, drain_s=0.0)),
+    row("Pairing.switching", lambda value: pairing().switching(value, "decode", drain_s=0.0)),
+    *(
+        row(f"Pairing.{name}(drain_s)", lambda value, name=name: remaining(name, value), "int float")
+        for name in ("remove", "removal", "switching")
+    ),
     row("Pairing.wait", lambda value: pairing().wait(value), "int float"),
     row("Pairing.drain", lambda value: pairing().drain(value), "int float"),
     *each(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pdinfer.bench.traces import Arrival
-from pdinfer.errors import ConfigError
+from pdinfer.checks import check_int, typed
 
 _ROOT = -1
 
@@ -18,9 +18,9 @@ class PromptMaker:
     there are tokens. A prompt without hashes is a block of its own.
     """
 
+    @typed
     def __init__(self, vocab_size: int, *, block_tokens: int = 512, seed: int = 0) -> None:
-        if vocab_size < 2:
-            raise ConfigError(f"prompts need a vocabulary of at least 2 tokens, got {vocab_size}")
+        check_int("vocab_size", vocab_size, 2, 2**31)
         self._vocab_size = vocab_size
         self._block_tokens = block_tokens
         self._seed = seed

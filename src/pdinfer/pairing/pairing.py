@@ -258,6 +258,7 @@ class Pairing(OfOneProcess):
             self._stepping.advance()
             self._stepping.sleep(0.05)
 
+    @typed
     def joining(self, port: PrefillPort | DecodePort) -> Iterator[float]:
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
         steps until there is none, or what `add` raises. A thread connects the port meanwhile. A port does not join when
@@ -271,6 +272,7 @@ class Pairing(OfOneProcess):
         Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`."""
         self._stepping.carry_out(self.removal(port, drain_s=drain_s))
 
+    @typed
     def removal(self, port: PrefillPort | DecodePort, *, drain_s: float) -> Generator[float, None, None]:
         """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
         steps until there is none. A removal that is closed before leaves the port in use."""
@@ -293,6 +295,7 @@ class Pairing(OfOneProcess):
         switching = self.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
         return self._stepping.carry_out(switching)
 
+    @typed
     def switching(
         self, port: PrefillPort | DecodePort, role: str, *, drain_s: float, leaves_none: bool = False
     ) -> Generator[float, None, PrefillPort | DecodePort]:

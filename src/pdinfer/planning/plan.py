@@ -5,14 +5,16 @@ Plain ints: the plan for a hundred GPUs is made and verified on any machine, bef
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import attrs
 import torch
+from attrs.validators import optional
 
-from pdinfer.checks import clip, int_in
+from pdinfer.checks import a_bool, clip, instance_of, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
 from pdinfer.execution.warm_up import captured_sizes
@@ -34,10 +36,10 @@ from pdinfer.values import Value
 
 def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
     """Return a kind of device that `load_model` can load onto, by torch's name or the card's. Raises ConfigError."""
-    try:
-        device = DeviceSpec.of(value)
-    except BackendUnavailable:
-        device = DeviceSpec("meta")
+    device = DeviceSpec("meta")
+    if isinstance(value, str | torch.device | DeviceSpec):
+        with contextlib.suppress(BackendUnavailable):
+            device = DeviceSpec.of(value)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be 'cpu', 'cuda' or a card such as 'H200', got {clip(value)}")
     return device
@@ -45,7 +47,8 @@ def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
 
 def _stored(plan: EnginePlan) -> str:
     """Return how the checkpoint is stored as far as a config.json says it."""
-    return "float" if plan.config.packed is None else plan.config.packed.format
+    packed = getattr(plan.config, "packed", None)  # what is no config is refused after the defaults
+    return "float" if packed is None else str(packed.format)
 
 
 @attrs.frozen(kw_only=True)
@@ -65,19 +68,19 @@ class EnginePlan(Value):
     an engine of one rank can.
     """
 
-    name: str
-    config: ModelConfig
-    topology: Topology
-    cache: CacheConfig = attrs.field(factory=CacheConfig)
-    engine: EngineConfig = attrs.field(factory=EngineConfig)
-    other_engine: EngineConfig | None = None
-    experts: ExpertConfig = attrs.field(factory=ExpertConfig)
-    mtp: bool = False
-    stored: str = attrs.field(default=attrs.Factory(_stored, takes_self=True))
-    weights: str = "auto"
+    name: str = attrs.field(validator=instance_of(str))
+    config: ModelConfig = attrs.field(validator=instance_of(ModelConfig))
+    topology: Topology = attrs.field(validator=instance_of(Topology))
+    cache: CacheConfig = attrs.field(factory=CacheConfig, validator=instance_of(CacheConfig))
+    engine: EngineConfig = attrs.field(factory=EngineConfig, validator=instance_of(EngineConfig))
+    other_engine: EngineConfig | None = attrs.field(default=None, validator=optional(instance_of(EngineConfig)))
+    experts: ExpertConfig = attrs.field(factory=ExpertConfig, validator=instance_of(ExpertConfig))
+    mtp: bool = attrs.field(default=False, validator=a_bool)
+    stored: str = attrs.field(default=attrs.Factory(_stored, takes_self=True), validator=instance_of(str))
+    weights: str = attrs.field(default="auto", validator=instance_of(str))
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
-    device_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 50)))
-    prompt_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 30)))
+    device_bytes: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 50)))
+    prompt_tokens: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 30)))
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -280,8 +283,16 @@ def capturing(decode: EnginePlan) -> EnginePlan:
     return attrs.evolve(decode, engine=attrs.evolve(decode.engine, graph_batch_sizes=sizes))
 
 
-def _all_capturing(decodes: tuple[EnginePlan, ...]) -> tuple[EnginePlan, ...]:
-    return tuple(map(capturing, decodes))
+def _side(plans: Iterable[EnginePlan]) -> tuple[EnginePlan, ...]:
+    """Return the engines of one side. Raises ConfigError for what are none."""
+    side = tuple(plans) if isinstance(plans, Iterable) else (plans,)
+    if not all(isinstance(plan, EnginePlan) for plan in side) or isinstance(plans, EnginePlan):
+        raise ConfigError(f"a side of a cluster must be a sequence of EnginePlan, got {clip(plans)}")
+    return side
+
+
+def _all_capturing(decodes: Iterable[EnginePlan]) -> tuple[EnginePlan, ...]:
+    return tuple(map(capturing, _side(decodes)))
 
 
 def _attention_groups(topology: Topology) -> list[range]:
@@ -305,7 +316,7 @@ class ClusterPlan(Value):
     when pages mean different things.
     """
 
-    prefill: tuple[EnginePlan, ...]
+    prefill: tuple[EnginePlan, ...] = attrs.field(converter=_side)
     decode: tuple[EnginePlan, ...] = attrs.field(converter=_all_capturing)
 
     def __attrs_post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from pdinfer.checks import clip, float_in, int_in
+from pdinfer.checks import as_float, clip, float_field, float_in, instance_of, int_field, int_in
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.errors import ConfigError
 from pdinfer.planning.shapes import MAX_ENGINES, engine_nodes
@@ -47,17 +47,17 @@ class Change(Value):
     """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on, on all its
     ranks. At a speed of 0 it is gone, at once and for good."""
 
-    engine: str
-    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
-    speed: float = attrs.field(validator=float_in(0.0, 1e3, low_included=True), converter=float)
+    engine: str = attrs.field(validator=instance_of(str))
+    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=as_float)
+    speed: float = attrs.field(validator=float_in(0.0, 1e3, low_included=True), converter=as_float)
 
 
 @attrs.frozen(kw_only=True)
 class Stall(Value):
     """The host of the Pairing does nothing for `for_s` seconds from `at_s` on: it sends, forwards and reads nothing."""
 
-    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
-    for_s: float = attrs.field(validator=float_in(0.0, 1e6), converter=float)
+    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=as_float)
+    for_s: float = attrs.field(validator=float_in(0.0, 1e6), converter=as_float)
 
 
 @attrs.frozen(kw_only=True)
@@ -66,16 +66,14 @@ class Network(Value):
     without limit. A token has `token_bytes`. A chunk's bytes leave in `num_pushes` equal parts as its layers are
     computed, so the last part is what compute cannot hide. A hand-off lands `latency_s` after its last byte."""
 
-    bytes_per_s: float | None = None
-    token_bytes: int = 0
-    num_pushes: int = attrs.field(default=1, validator=int_in(1, 1 << 16))
-    latency_s: float = attrs.field(default=0.0, validator=float_in(0.0, 3600.0, low_included=True), converter=float)
+    bytes_per_s: float | None = float_field(0.0, 1e18, default=None)
+    token_bytes: int = int_field(0, 1 << 40, default=0)
+    num_pushes: int = int_field(1, 1 << 16, default=1)
+    latency_s: float = float_field(0.0, 3600.0, default=0.0, low_included=True)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a link whose transfers would never end or never begin."""
+        """Refuse a link whose transfers would never begin."""
         rate = self.bytes_per_s
-        if rate is not None and not (0 < rate < math.inf):
-            raise ConfigError(f"bytes_per_s must be a finite number greater than 0, or None, got {clip(rate)}")
         if rate is not None and self.token_bytes < 1:
             raise ConfigError(f"bytes_per_s is {rate:g} and token_bytes {self.token_bytes}: say how large a token is")
 
@@ -117,8 +115,8 @@ class Cluster(Value):
     changes: tuple[Change, ...]
     stalls: tuple[Stall, ...]
     colocated: bool
-    step_cv: float = attrs.field(validator=float_in(0.0, 2.0, low_included=True), converter=float)
-    accept_rate: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True), converter=float)
+    step_cv: float = attrs.field(validator=float_in(0.0, 2.0, low_included=True), converter=as_float)
+    accept_rate: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True), converter=as_float)
 
     def __attrs_post_init__(self) -> None:
         for count, ranks in ((self.num_prefills, self.prefill.ranks), (self.num_decodes, self.decode.ranks)):

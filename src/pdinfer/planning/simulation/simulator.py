@@ -14,6 +14,7 @@ from pdinfer.bench.record import Record
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
+from pdinfer.checks import typed
 from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.losses import MAX_COMPUTING
@@ -33,6 +34,7 @@ from pdinfer.progress import Progress, Tell, nobody, telling
 from pdinfer.scheduling.rules import by_age, order_of
 
 
+@typed
 def simulate(
     cluster: Cluster,
     load: Load,
@@ -78,6 +80,7 @@ def simulate(
 class Simulator:
     """One run. `num_steps` counts the steps of engines, most of which are part of a burst and no event of the world."""
 
+    @typed
     def __init__(
         self,
         cluster: Cluster,

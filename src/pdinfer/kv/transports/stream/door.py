@@ -20,8 +20,8 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import is_number
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.checks import float_field, int_field
+from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.endpoints import Listener, prepare_socket, tcp_endpoint
@@ -38,6 +38,7 @@ V6_NETWORK_BITS = 64
 ACCEPTS, PACE_S = 12, 0.005
 """How many newcomers are let in at once, and how long the next ones wait. Other links have their turns meanwhile, and
 strangers that come again and again take little of the I/O thread's time."""
+MOST_LINKS, MOST_S = 2**20, 3600.0
 RETRY_S = TICK_S
 """How long an end that could not accept waits before it tries again."""
 
@@ -49,19 +50,15 @@ class Strangers:
     At most `max_links` at once and `max_links_per_source` of them from one source, and fewer where the process may open
     only few descriptors. A newcomer takes the place of the link that has waited longest, if that one has waited for
     `grace_s`. Otherwise the newcomer waits, or is turned away when its own source has used up its share. The first
-    message is due within `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that let
-    no peer in.
+    message is due within `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that are
+    out of range.
     """
 
-    max_links: int = 128
-    max_links_per_source: int = 64
-    grace_s: float = 0.1
-    first_message_s: float = 2.0
-    message_s: float = 5.0
-
-    def __attrs_post_init__(self) -> None:
-        if not all(is_number(number) and number > 0 for number in attrs.astuple(self)):
-            raise ConfigError(f"{self}: each number must be above 0, or no peer could ever connect")
+    max_links: int = int_field(1, MOST_LINKS, default=128)
+    max_links_per_source: int = int_field(1, MOST_LINKS, default=64)
+    grace_s: float = float_field(0, MOST_S, default=0.1)
+    first_message_s: float = float_field(0, MOST_S, default=2.0)
+    message_s: float = float_field(0, MOST_S, default=5.0)
 
 
 @attrs.define(eq=False)
