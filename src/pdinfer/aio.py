@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.log import log
 from pdinfer.pairing.health import Health, HealthState
@@ -144,12 +144,11 @@ class AsyncPairing(NotCopied):
             if stream.leave():
                 self.pairing.cancel(stream.request_id)
 
+    @typed
     async def generate(self, requests: Iterable[Request]) -> AsyncGenerator[TokenEvent, None]:
         """Stream several requests at once, and yield their events as they come: several answers to one question, say.
-        Every request ends in an event with a `finish_reason`, which has its `request_id`.
-
-        Leaving the iterator leaves all of the streams. What one of them raises is raised, and the others are left.
-        """
+        Every request ends in an event with a `finish_reason`, which has its `request_id`. Leaving the iterator leaves
+        all of the streams. What one of them raises is raised, and the others are left."""
         streams = [self.stream(request) for request in requests]
         reading = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
         try:
@@ -193,6 +192,7 @@ class AsyncPairing(NotCopied):
         self._changes.append((change, changed))
         return await asyncio.shield(changed)
 
+    @typed
     async def drain(self, timeout_s: float) -> bool:
         """Wait until the last event of every stream has come or `timeout_s` is over, and return whether they all have.
         Streams may begin meanwhile, and `health` says that they should not."""

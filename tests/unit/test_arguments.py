@@ -18,6 +18,8 @@ from pdinfer.testing import random_model, tiny_config
 from tests.e2e.setups import local, model_of, pool_of, request
 
 MODEL = model_of()
+H800 = planning.hardware("H800")
+CLUSTER: dict[str, Any] = {"shape": "1P1D", "prefill_s": lambda _: 0.1, "decode_s": lambda _: 0.1}
 WRONG: dict[str, Any] = {
     "none": None,
     "int": 5,
@@ -187,6 +189,33 @@ MADE = [
         }.items()
     ),
     *each(planning.ClusterPlan, {"prefill": [plan_of()], "decode": [plan_of()]}),
+    row("roofline(imbalance)", lambda value: planning.roofline(plan_of(), H800, imbalance=value), "none int float"),
+    *(
+        row(f"roofline.{name}", lambda value, name=name: getattr(planning.roofline(plan_of(), H800), name)(value))
+        for name in ("bound", "floor_s", "rate")
+    ),
+    *(
+        row(f"cluster({name})", lambda value, name=name: planning.cluster(**CLUSTER, **{name: value}), right)
+        for name, right in {
+            "prefill": "none",
+            "decode": "none",
+            "bytes_per_s": "none",
+            "token_bytes": "int",
+            "num_pushes": "int",
+            "latency_s": "int float",
+            "pairing": "none",
+            "changes": "",
+            "stalls": "",
+            "colocated": "bool",
+            "step_cv": "float",
+            "accept_rate": "",
+            "ranks": "int",
+        }.items()
+    ),
+    *(
+        row(f"Recorder.{name}", lambda value, name=name: getattr(metrics.Recorder(), name)(value), "mapping")
+        for name in ("read", "refused", "render")
+    ),
     row("simulate", lambda value: planning.simulate(value, value)),
     row("PromptMaker", bench.PromptMaker, "int"),
     row("join_traces", lambda value: metrics.join_traces(value, "nowhere/x.json")),

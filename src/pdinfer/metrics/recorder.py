@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError, PDInferError
 from pdinfer.metrics import names
 from pdinfer.metrics.series import Counters, Histogram, Labels, render
@@ -65,16 +65,19 @@ class Recorder:
     def __repr__(self) -> str:
         return f"Recorder({len(self._token_s)} requests stream, labels={clip(self._labels)})"
 
+    @typed
     def read(self, events: Iterable[TokenEvent]) -> list[str]:
         """Note events that were just read, and return the ids of requests that ended."""
         with self._lock:
             return [event.request_id for event in events if self._note(event)]
 
+    @typed
     def refused(self, error: PDInferError) -> None:
         """Note a request that `submit` did not take."""
         with self._lock:
             self._counters.add(names.REFUSED, 1, error.code)
 
+    @typed
     def render(self, pairing: Observed) -> str:
         """Return what was read and what the Pairing and its ports report now, in Prometheus's text format. Serve it
         with CONTENT_TYPE. Never blocks."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
+from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.stats import name_of
 from pdinfer.types import FinishReason, Timeline, TokenEvent, Usage
@@ -34,11 +35,13 @@ class Spans:
         self._clock_ns = clock_ns
         self._sent: dict[str, tuple[int, Any]] = {}
 
+    @typed
     def sent(self, request_id: str) -> None:
         """Note a request that was sent now. Its span will be in the one that is current here, as that of a server's
         call is. Where another thread steps, give the request an id and call this before `submit`."""
         self._sent[request_id] = self._clock_ns(), self._telemetry.context.get_current()
 
+    @typed
     def read(self, events: Iterable[TokenEvent]) -> None:
         """Make the spans of requests that end with these events. Requests that were not `sent` have none."""
         for event in events:

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdinfer.checks import clip, is_number
+from pdinfer.checks import clip, is_number, typed
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import MTP_PREFIX
 from pdinfer.kv.view import DTYPES
@@ -31,6 +31,8 @@ _BYTES = {"fp8": 1.0, "w8a8_dynamic": 1.0, "int4": 4.5 / 8, "mxfp4": 4.25 / 8}
 """Of a quantized weight. In four bits 32 weights share a scale; in eight so many do that scales do not count."""
 _EIGHT_BITS = frozenset({"fp8", "w8a8_dynamic"})
 ALL_TO_ALL = "all-to-all"
+MOST_IMBALANCE = 1e6
+"""More than the ranks that experts are spread over, which it is at most."""
 
 
 @attrs.frozen
@@ -87,6 +89,7 @@ class Roofline(Value):
         compute = compute / (1.0 - factors.communication_share * self._traffic.takes_multiprocessors)
         return np.maximum(compute, traffic) + (1.0 - factors.overlap) * np.minimum(compute, traffic)
 
+    @typed
     def bound(self, rows: StepRows) -> str:
         """Return what takes the longest: "all-to-all", "experts' FLOPs", "KV bytes", "launches" or alike."""
         compute, traffic = self._compute_s(rows), self._traffic_s(rows)
@@ -95,6 +98,7 @@ class Roofline(Value):
         rival = sum(compute.values()) if hides else compute[longest]
         return ALL_TO_ALL if np.max(traffic) > np.max(rival) else longest
 
+    @typed
     def floor_s(self, rows: StepRows) -> Any:
         """Return the seconds that no step of these rows can be faster than: all products at their peak rates, all bytes
         at the peak rate of memory, whichever is longer."""
@@ -104,6 +108,7 @@ class Roofline(Value):
             sum(work.num_bytes for work in works) / self.hardware.memory_bytes_per_s,
         )
 
+    @typed
     def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> float:
         """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with
         the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them."""
@@ -307,8 +312,12 @@ def roofline(
             raise ConfigError(f"roofline: {name} must be a {kind.__name__}, got {clip(value)}")
     told: Any = hardware.factors.imbalance if imbalance is None else imbalance
     if np.ndim(told):
-        told = _imbalance(np.asarray(told, dtype=float), plan.placement)
-    if not is_number(told) or not 1.0 <= told < np.inf:
+        try:
+            counts = np.asarray(told, dtype=float)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"imbalance must be a number or counts of experts, got {clip(imbalance)}") from None
+        told = _imbalance(counts, plan.placement)
+    if not is_number(told) or not 1.0 <= told <= MOST_IMBALANCE:
         raise ConfigError(f"imbalance must be at least 1, the fullest rank's rows over the mean, got {clip(told)}")
     return Roofline(plan=plan, hardware=hardware, imbalance=float(told), fp8_attention=fp8_attention)
 

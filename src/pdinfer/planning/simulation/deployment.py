@@ -6,13 +6,13 @@ Step times are functions that the host gives. They are asked with `StepRows`, th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from pdinfer.checks import as_float, clip, float_field, float_in, instance_of, int_field, int_in
+from pdinfer.checks import as_float, clip, float_field, float_in, instance_of, int_field, int_in, typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.errors import ConfigError
 from pdinfer.planning.shapes import MAX_ENGINES, engine_nodes
@@ -142,6 +142,7 @@ class Cluster(Value):
         return (f"{told}; {of_prefill}P{of_decode}D has {of_prefill} prefills and {of_decode} decodes",)
 
 
+@typed
 def cluster(
     shape: str,
     *,
@@ -154,8 +155,8 @@ def cluster(
     num_pushes: int = 1,
     latency_s: float = 0.0,
     pairing: PairingConfig | None = None,
-    changes: tuple[Change, ...] = (),
-    stalls: tuple[Stall, ...] = (),
+    changes: Sequence[Change] = (),
+    stalls: Sequence[Stall] = (),
     colocated: bool = False,
     step_cv: float = 0.0,
     accept_rate: float = 0.0,
