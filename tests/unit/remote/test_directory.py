@@ -10,7 +10,7 @@ import sys
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Client, Listener
@@ -30,8 +30,9 @@ from pdinfer.remote.directory.announcing import Announcer, announced_at
 from pdinfer.remote.directory.directory import Entry
 from pdinfer.testing import VirtualClock
 from tests.backends import script
+from tests.forks import FAR_S
 from tests.golden.samples import DECODE_LOAD, PREFILL_LOAD
-from tests.waiting import check_ends, check_returns, started
+from tests.waiting import check_ends, check_returns, started, without_threads
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 
@@ -487,25 +488,58 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
             check_ends(thread)
 
 
-def test_strangers_at_the_door_keep_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(handshake, "GREET_S", 0.1)
-    with Door("127.0.0.1", 0, key=KEY) as door, socket.create_connection(door.address, None), ExitStack() as strangers:
-        for said in (b"", b"\0\0\0\x04ping", b"\xff" * 64):  # after the one that says nothing
-            stranger = strangers.enter_context(socket.create_connection(door.address, None))
-            stranger.sendall(said)
-        accepted: list[Any] = []
-        thread = started(lambda: accepted.append(door.accept()))
-        host, port = door.address
-        with handshake.connected(f"{host}:{port}", KEY) as connection:
-            check_ends(thread)
-            connection.send_bytes(b"hello")
-            assert accepted[0].recv_bytes() == b"hello"
+def test_strangers_at_the_door_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "GREET_S", 10 * FAR_S)
+    with Door("127.0.0.1", 0, key=KEY) as door, ExitStack() as strangers:
+        first, *_ = [
+            strangers.enter_context(socket.create_connection(door.address, None))
+            for _ in range(handshake.MAX_NEWCOMERS + 1)
+        ]
+        for _ in range(3):
+            accepted: list[Any] = []
+            thread = started(lambda accepted=accepted: accepted.append(door.accept()))
+            host, port = door.address
+            with handshake.connected(f"{host}:{port}", KEY) as connection:
+                check_ends(thread)
+                connection.send_bytes(b"hello")
+                assert accepted[0].recv_bytes() == b"hello"
+        read_to_end(first)  # it made room for the last
         thread = started(lambda: accepted.append(door.accept()))
         with Client(door.address, authkey=KEY):
             check_ends(thread)
-    assert len([record for record in caplog.records if "has not proven the key" in record.getMessage()]) == 4
+        thread = started(lambda: check_closed(door))
+    check_ends(thread)
+
+
+def read_to_end(stranger: socket.socket) -> None:
+    """Wait until the other end has hung up, with what it asked first."""
+    stranger.settimeout(FAR_S)
+    with suppress(ConnectionError):
+        while stranger.recv(100):
+            pass
+
+
+def check_closed(door: Door) -> None:
+    with pytest.raises(OSError, match=r"\[Errno"):
+        door.accept()
+
+
+def test_whoever_does_not_prove_the_key_at_the_door_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handshake, "GREET_S", 0.1)
+    with Door("127.0.0.1", 0, key=KEY) as door, ExitStack() as strangers:
+        thread = started(lambda: check_closed(door))
+        for said in (b"", b"\0\0\0\x04ping", b"\xff" * 64):
+            stranger = strangers.enter_context(socket.create_connection(door.address, None))
+            stranger.sendall(said)
+            read_to_end(stranger)
+        with without_threads("pdinfer-door"), socket.create_connection(door.address, None) as stranger:
+            read_to_end(stranger)
+    check_ends(thread)
+    said_of_them = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert ["has not proven the key" in said for said in said_of_them] == [True, True, True, False]
+    assert "the thread pdinfer-door cannot be started" in said_of_them[3]
 
 
 @pytest.mark.parametrize(

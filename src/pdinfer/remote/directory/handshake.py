@@ -7,12 +7,14 @@ for who says nothing, and one such stranger would keep an engine from all others
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Self
 
 from pdinfer.bounds import cause
@@ -27,7 +29,9 @@ DIAL_S = 10.0
 """How long all of it may take: to connect, to prove the key to each other, and to hear what the engine is. An engine
 that has a client does not answer."""
 GREET_S = 2.0
-"""How long a newcomer may take to prove the key. Others wait meanwhile."""
+"""How long a newcomer may take to prove the key."""
+MAX_NEWCOMERS = 16
+"""How many prove it at once. Each has a thread."""
 
 
 @contextlib.contextmanager
@@ -46,7 +50,8 @@ def connected(endpoint: str, key: bytes) -> Iterator[Connection]:
 
 class Door:
     """Where the clients of one engine connect: a listener for `serve`, at `address`, a host and a port. With port 0 the
-    system chooses one. Raises ConfigError for no key of at least 16 bytes, and where nothing can listen."""
+    system chooses one. Newcomers prove the key side by side, so that one that says nothing keeps nobody waiting. Raises
+    ConfigError for no key of at least 16 bytes, and where nothing can listen."""
 
     @typed
     def __init__(self, host: str, port: int, *, key: bytes) -> None:
@@ -60,25 +65,78 @@ class Door:
         except OSError as error:
             raise ConfigError(f"no engine can listen at {host}, port {port}: {cause(error)}") from error
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._socket.setblocking(False)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._newcomers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._proven: deque[Connection] = deque()
+        self._bell, self._rings = socket.socketpair()
+        """Wakes `accept` for one that has proven the key."""
 
     def accept(self) -> Connection:
         """Wait for a client that proves the key, and return the connection. Raises OSError once it is closed."""
         while True:
-            sock, where = self._socket.accept()
+            with contextlib.suppress(IndexError):
+                return self._proven.popleft()
             try:
-                with sock, _limited(sock, GREET_S) as connection:
-                    deliver_challenge(connection, self._key)
-                    answer_challenge(connection, self._key)
-                    return connection
-            except Overloaded as error:
-                log.warning("a connection from %s was refused: %s", where[0], error)
-            except (OSError, EOFError, AuthenticationError) as error:
-                log.warning("a connection from %s was refused: it has not proven the key: %s", where[0], cause(error))
+                rung = self._rings in wait([self._socket, self._rings])
+            except ValueError as error:  # of a closed socket
+                raise OSError(errno.EBADF, "the door is closed") from error
+            if rung:
+                self._rings.recv(MAX_NEWCOMERS)
+            else:
+                with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has gone meanwhile
+                    self._let_in(*self._socket.accept())
+
+    def _let_in(self, sock: socket.socket, where: tuple[str, int]) -> None:
+        """Hear a newcomer in a thread of its own. The one that has been heard longest makes room for it."""
+        with self._lock:
+            if len(self._newcomers) == MAX_NEWCOMERS:
+                oldest = next(iter(self._newcomers))
+                del self._newcomers[oldest]
+                _shut(oldest)
+            self._newcomers[sock] = None
+        try:
+            start(threading.Thread(target=self._hear, args=(sock, where[0]), name="pdinfer-door", daemon=True))
+        except Overloaded as error:
+            self._refuse(sock, where[0], str(error))
+
+    def _hear(self, sock: socket.socket, host: str) -> None:
+        try:
+            with _limited(sock, GREET_S) as connection:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+        except Overloaded as error:
+            self._refuse(sock, host, str(error))
+            return
+        except (OSError, EOFError, AuthenticationError) as error:
+            self._refuse(sock, host, f"it has not proven the key: {cause(error)}")
+            return
+        with self._lock:
+            self._newcomers.pop(sock, None)
+            sock.close()
+            if self._is_closed:
+                connection.close()
+            else:
+                self._proven.append(connection)
+                self._bell.send(b"!")
+
+    def _refuse(self, sock: socket.socket, host: str, why: str) -> None:
+        log.warning("a connection from %s was refused: %s", host, why)
+        with self._lock:
+            self._newcomers.pop(sock, None)
+            sock.close()
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for newcomer in self._newcomers:
+                _shut(newcomer)
+            while self._proven:
+                self._proven.popleft().close()
         with contextlib.suppress(OSError):  # closing alone does not end an `accept` in another thread
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for ours in (self._socket, self._bell, self._rings):
+            ours.close()
 
     def __enter__(self) -> Self:
         return self
