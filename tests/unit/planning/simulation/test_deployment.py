@@ -32,7 +32,7 @@ GIVEN: dict[str, Any] = {"prefill_s": lambda rows: 0.01, "decode_s": lambda rows
         ("1P1D", {"bytes_per_s": 1e9}, "say how large a token is"),
         ("1P1D", {"step_cv": 3.0}, "step_cv"),
         ("1P1D", {"changes": (Change(engine="D1", at_s=1.0, speed=0.5),)}, "a change is for"),
-        ("1P1D", {"decode_s": 0.01}, "must be a function"),
+        ("1P1D", {"decode_s": 0.01}, "decode_s must be Callable"),
         ("1P1D", {"decode_s": lambda rows: math.nan}, "decode_s must return seconds"),
         ("1P1D", {"decode_s": lambda rows: -1.0}, "decode_s must return seconds"),
         ("1P1D", {"prefill_s": lambda rows: None}, "prefill_s must return seconds"),
