@@ -6,7 +6,8 @@ ranks in each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,17 +203,31 @@ make_engine = rank_worlds.make_engine
 
 def serve_rank(*arguments: Any) -> dict[str, Any]:
     """Serve as `rank_worlds.serve_rank` does. Return also the steps, and what was out of order."""
-    return _serve(rank_worlds.serve_rank, arguments)
+    seen = Seen()
+    with on_devices(seen):
+        told = rank_worlds.serve_rank(*arguments)
+    return told | {"steps": seen.steps, "tokens": seen.tokens, "faults": [*order.faults()]}
 
 
 def rebalance(*arguments: Any) -> dict[str, Any]:
-    """Serve as `rebalance_jobs.serve_rank` does, and return as much more."""
-    return _serve(rebalance_jobs.serve_rank, arguments)
+    """Serve as `rebalance_jobs.serve_rank` does. Return also what was out of order."""
+    with on_devices(Seen()):
+        told = rebalance_jobs.serve_rank(*arguments)
+    return told | {"faults": [*order.faults()]}
 
 
-def _serve(job: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> dict[str, Any]:
+def logits_after_moves(*arguments: Any, **named: Any) -> list[list[float]]:
+    """Do what `rebalance_jobs.logits_after_moves` does, and fail for what was out of order."""
+    with on_devices(Seen()):
+        logits = rebalance_jobs.logits_after_moves(*arguments, **named)
+    assert not order.faults()
+    return logits
+
+
+@contextmanager
+def on_devices(seen: Seen) -> Iterator[None]:
+    """Let engines run on simulated devices, one for each rank, until the context ends."""
     set_up()
-    seen = Seen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_page_locked", order.page_locked)
         patch.setattr(load, "_checked_device", torch.device)
@@ -220,8 +235,7 @@ def _serve(job: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> dict
         patch.setattr(rank_worlds, "NotedTopology", QueuedTopology)
         patch.setattr(rank_worlds, "make_engine", seen.make)
         seen.watch(patch)
-        told = job(*arguments)
-    return told | {"steps": seen.steps, "tokens": seen.tokens, "faults": [*order.faults()]}
+        yield
 
 
 def graph_safe() -> list[bool]:

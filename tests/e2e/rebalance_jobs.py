@@ -146,9 +146,11 @@ def placement_of(engine: Engine) -> Any:
 # ---- engines that idle ---------------------------------------------------------------------------------------------
 
 
-def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
+def idle_engine(
+    checkpoint: str, folder: str, sizes: dict[str, int], *, backend: str = "gloo", **config: Any
+) -> pd.DecodeEngine:
     """Make a decode engine of this rank, without requests."""
-    topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
+    topology = join_world("idle", folder, int(os.environ["RANK"]), sizes, backend)
     experts = {"num_redundant_experts": 4, "expert_distribution_recorder_mode": "window"}
     channel_at = Path(folder) / f"idle{topology.rank}"
     engine = rank_worlds.make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
@@ -198,9 +200,10 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
         return {"seen": seen, "agreements": len(agreements) - first, "same": engine.model.experts.placement == mine[1]}
 
 
-def logits_after_moves(checkpoint: str, folder: str, prompt: list[int]) -> list[list[float]]:
-    """Take two placements into use, one behind the other, and return the logits that these experts give."""
-    with idle_engine(checkpoint, folder, TWO) as engine:
+def logits_after_moves(checkpoint: str, folder: str, prompt: list[int], **config: Any) -> list[list[float]]:
+    """Take two placements into use, one behind the other, and return the logits that these experts give. `config` as
+    for `idle_engine`."""
+    with idle_engine(checkpoint, folder, TWO, **config) as engine:
         for seed in range(2):
             running = engine.model.experts.placement
             assert running is not None

@@ -31,10 +31,11 @@ LOGITS_CLOSE = 1e-3
 
 @attrs.frozen
 class Place:
-    """Where ranks run: the jobs that serve and that rebalance there, and what these are told."""
+    """Where ranks run: the jobs that serve, rebalance and move experts there, and what these are told."""
 
     serve: str = "tests.e2e.rank_worlds:serve_rank"
     rebalance: str = "tests.e2e.rebalance_jobs:serve_rank"
+    move: str = "tests.e2e.rebalance_jobs:logits_after_moves"
     config: Mapping[str, Any] = attrs.field(factory=dict)
 
     def check(self, world: World, *, captured: bool) -> None:
@@ -47,9 +48,10 @@ class Place:
 
 ALL_TO_ALL = {"moe_a2a_backend": "all_to_all"}
 """Experts as collectives reach them, which is what cards without DeepEP have."""
-SIMULATED = Place("tests.device.rank_jobs:serve_rank", "tests.device.rank_jobs:rebalance", {"experts": ALL_TO_ALL})
+JOBS = "tests.device.rank_jobs:"
+SIMULATED = Place(f"{JOBS}serve_rank", f"{JOBS}rebalance", f"{JOBS}logits_after_moves")
 CARDS = Place(config={"device": "cuda:*", "backend": "cpu:gloo,cuda:nccl", "warm_up": True})
-ONE_CARD = Place(config={"device": "cuda"})
+ONE_CARD = Place(config={"device": "cuda", "warm_up": True})
 ON_CARDS = pytest.param(CARDS, id="cards", marks=pytest.mark.gpu)
 OF_THEIR_OWN = [pytest.param(SIMULATED, id="simulated"), ON_CARDS]
 PLACES = [*OF_THEIR_OWN, pytest.param(ONE_CARD, id="one card", marks=pytest.mark.gpu)]
@@ -112,6 +114,7 @@ def test_engines_of_two_ranks(
         mtp=num_draft_tokens > 0,
         num_draft_tokens=num_draft_tokens,
         **place.config,
+        **({"experts": ALL_TO_ALL} if place is SIMULATED else {}),
     ) as world:
         serve_all(world.pairing, pd.load_model(folder, dtype=torch.float32), PROMPTS[: max(3, num_ranks)])
         drafted = sum(port.load().num_draft_tokens for port in world.decodes)
@@ -128,29 +131,37 @@ def test_engines_of_more_ranks(
     test_engines_of_two_ranks(ranks, folder, place, prefill, decode, num_draft_tokens)
 
 
+@pytest.mark.parametrize("place", OF_THEIR_OWN)
+def test_experts_that_moved_give_the_same_logits(ranks: Ranks, folder: Path, place: Place, tmp_path: Path) -> None:
+    need(place, 2)
+    prompt = list(PROMPTS[2])
+    wanted = pd.load_model(folder, dtype=torch.float32).logits(prompt)
+    limits = {"max_running_requests": 8, "graph_batch_sizes": []}
+    for logits in ranks.run(place.move, 2, str(folder), str(tmp_path), prompt, **place.config, **limits):
+        torch.testing.assert_close(torch.tensor(logits), wanted, rtol=LOGITS_CLOSE, atol=LOGITS_CLOSE)
+
+
 @pytest.mark.parametrize(
     ("place", "size"),
     [
-        pytest.param(SIMULATED, 2, id="simulated-2"),
-        pytest.param(SIMULATED, 4, id="simulated-4", marks=pytest.mark.full),
+        *(pytest.param(SIMULATED, size, id=f"simulated-{size}", marks=pytest.mark.full) for size in (2, 4)),
         *(pytest.param(CARDS, size, id=f"cards-{size}", marks=pytest.mark.gpu) for size in (2, 4, 8)),
     ],
 )
 def test_experts_move_while_ranks_serve(ranks: Ranks, folder: Path, place: Place, size: int) -> None:
     """The simulated devices replay captured steps meanwhile: weights and tables change in place."""
     need(place, size)
-    config = {name: value for name, value in place.config.items() if name != "experts"}
     told = rebalance_under_load(
         ranks,
         str(folder),
         size,
         redundant=size,
-        count=2,
+        count=6,
         job=place.rebalance,
         chunked_prefill_size=16,
         max_running_requests=8,
         graph_batch_sizes=[1, 4],
-        **config,
+        **place.config,
     )
     assert not any(value.get("faults") for value in told)
     if place is SIMULATED:
