@@ -62,7 +62,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "bench.plots": (("requests", "runs"), ("plot",)),
     "metrics": (("recorder", "spans"), ("series",), ("names",)),
-    "diagnosis": (("doctor",), ("software", "limits", "variables", "ranks"), ("network",), ("machine",), ("report",)),
+    "diagnosis": (
+        ("doctor",),
+        ("software", "limits", "variables", "ranks"),
+        ("network", "affinity"),
+        ("machine",),
+        ("report",),
+    ),
     "planning": (
         ("profiles", "search", "advice"),
         ("calibration", "roofline"),

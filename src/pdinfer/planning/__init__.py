@@ -15,11 +15,13 @@
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
 
-May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.
+May import: bench, checkpoint, config, diagnosis, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the
+ground.
 """
 
 from __future__ import annotations
 
+from pdinfer.diagnosis.affinity import CpuAffinity, cpu_affinity
 from pdinfer.planning.advice import advise
 from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
 from pdinfer.planning.parts import hardware
@@ -34,6 +36,7 @@ __all__ = [
     "Burst",
     "Change",
     "ClusterPlan",
+    "CpuAffinity",
     "EnginePlan",
     "MeasuredStep",
     "Profile",
@@ -43,6 +46,7 @@ __all__ = [
     "advise",
     "calibrate",
     "cluster",
+    "cpu_affinity",
     "decodes",
     "hardware",
     "nodes",

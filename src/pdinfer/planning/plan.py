@@ -16,6 +16,7 @@ from attrs.validators import optional
 
 from pdinfer.checks import a_bool, clip, instance_of, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.diagnosis.affinity import CpuAffinity
 from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
 from pdinfer.execution.warm_up import captured_sizes
 from pdinfer.kernels.spec import DeviceSpec
@@ -32,6 +33,8 @@ from pdinfer.planning.rank_memory import DRIVER_BYTES, graph_bytes, room_bytes
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
+
+_AFFINITIES = attrs.validators.deep_iterable(attrs.validators.optional(instance_of(CpuAffinity)), instance_of(tuple))
 
 
 def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
@@ -63,9 +66,9 @@ class EnginePlan(Value):
     `mem_fraction_static` if it is given, and beside these for DeepEP's buffer, the rows at experts and captured steps.
     What a step of prefill takes beside is not counted. Nor are captured steps where `graph_batch_sizes` is None, as a
     prefill captures none: `ClusterPlan` gives its decodes the sizes that they capture then. Without `device_bytes`
-    memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller. One
-    with `other_engine` may change its role, and then runs with that; memory is that of the role which needs more. Only
-    an engine of one rank can.
+    memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller, and
+    where ranks of a host run, if `cpu_affinity` has that for each of its GPUs. One with `other_engine` may change its
+    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
     """
 
     name: str = attrs.field(validator=instance_of(str))
@@ -81,6 +84,7 @@ class EnginePlan(Value):
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 50)))
     prompt_tokens: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 30)))
+    cpu_affinity: tuple[CpuAffinity | None, ...] = attrs.field(default=(), validator=_AFFINITIES)
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -91,6 +95,11 @@ class EnginePlan(Value):
                 raise ConfigError(f"num_draft_tokens is {num_drafts}, which needs mtp=True")
             if self.other_engine is not None and (num_ranks := self.topology.world_size) > 1:
                 raise ConfigError(f"other_engine is for one rank, and one of {num_ranks} keeps its role: leave it out")
+            if self.cpu_affinity and (num_ranks := _ranks_per_host(self)) > len(self.cpu_affinity):
+                raise ConfigError(
+                    f"{num_ranks} ranks run on a host, and cpu_affinity is that of {len(self.cpu_affinity)} GPUs: set "
+                    "ranks_per_node of the experts, or ask a host that shows all of its GPUs"
+                )
             _ = self.layout
             self._check_memory()
         except PDInferError as error:
@@ -261,8 +270,17 @@ class EnginePlan(Value):
         held = ", ".join([self._told(), *self._told_drivers(), *self._told_beside()])
         return (
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
-            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}"
+            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}{self._told_affinity()}"
         )
+
+    def _told_affinity(self) -> str:
+        if not self.cpu_affinity:
+            return ""
+        told = [
+            f"rank {rank} on {'CPUs that are not known' if at is None else f'{at.cpus} of NUMA node {at.numa_node}'}"
+            for rank, at in enumerate(self.cpu_affinity[: _ranks_per_host(self)])
+        ]
+        return f"; CPUs of a host: {', '.join(told)}"
 
 
 def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
@@ -300,6 +318,12 @@ def _attention_groups(topology: Topology) -> list[range]:
     each."""
     size = topology.apart().attention.size
     return [range(first, first + size) for first in range(0, topology.world_size, size)]
+
+
+def _ranks_per_host(engine: EnginePlan) -> int:
+    """Return how many ranks of an engine run on one host."""
+    size = engine.topology.world_size
+    return min(size, engine.experts.ranks_per_node or size)
 
 
 def _gib(num_bytes: float) -> str:
@@ -363,7 +387,7 @@ class ClusterPlan(Value):
                 name=engine.name,
                 is_prefill=is_prefill,
                 num_links=written if is_prefill else self.num_ranks - written,
-                num_ranks=min(engine.topology.world_size, engine.experts.ranks_per_node or engine.topology.world_size),
+                num_ranks=_ranks_per_host(engine),
             )
             for is_prefill, side in ((True, self.prefill), (False, self.decode))
             for engine in side
