@@ -71,8 +71,8 @@ def signature(parameters: str) -> inspect.Signature:
 
 
 def called_as(library: str, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Return a stand-in that raises TypeError for a call that does not fit the function of that name of a wheel. Its own
-    parameters, unless it takes any, have the names of the wheels' first ones, in their order."""
+    """Return a stand-in that raises TypeError for a call that does not fit the function of that name of a wheel. Its
+    own parameters, unless it takes any, have the names of the wheels' first ones, in their order."""
     signatures = [signature(each) for each in parameters_of(library, name or function.__name__).values()]
     assert signatures, f"no wheel of {library} has {name or function.__name__}"
     ours = inspect.signature(function).parameters
