@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
-from pdinfer.checks import clip, int_in
+from pdinfer.checks import clip, instance_of, int_in
 from pdinfer.diagnosis.machine import Gpu, Machine
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
@@ -27,6 +27,16 @@ class CpuAffinity(Value):
 
     numa_node: int = attrs.field(validator=int_in(0, 1 << 16))
     cpus: str = attrs.field(validator=_check_list)
+
+
+AFFINITIES = attrs.validators.deep_iterable(attrs.validators.optional(instance_of(CpuAffinity)), instance_of(tuple))
+"""Checks what `cpu_affinity` returns."""
+
+
+def in_words(ranks: Sequence[CpuAffinity | None]) -> str:
+    """Return where each of these ranks runs."""
+    places = ["CPUs that are not known" if at is None else f"{at.cpus} of NUMA node {at.numa_node}" for at in ranks]
+    return ", ".join(f"rank {rank} on {place}" for rank, place in enumerate(places))
 
 
 def cpu_affinity(machine: Machine | None = None) -> tuple[CpuAffinity | None, ...]:

@@ -16,8 +16,8 @@ from attrs.validators import optional
 
 from pdinfer.checks import a_bool, clip, instance_of, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
-from pdinfer.diagnosis.affinity import CpuAffinity
-from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
+from pdinfer.diagnosis.affinity import AFFINITIES, CpuAffinity, in_words
+from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch, PDInferError
 from pdinfer.execution.warm_up import captured_sizes
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
@@ -33,8 +33,6 @@ from pdinfer.planning.rank_memory import DRIVER_BYTES, graph_bytes, room_bytes
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
 from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
-
-_AFFINITIES = attrs.validators.deep_iterable(attrs.validators.optional(instance_of(CpuAffinity)), instance_of(tuple))
 
 
 def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
@@ -84,7 +82,7 @@ class EnginePlan(Value):
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 50)))
     prompt_tokens: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 30)))
-    cpu_affinity: tuple[CpuAffinity | None, ...] = attrs.field(default=(), validator=_AFFINITIES)
+    cpu_affinity: tuple[CpuAffinity | None, ...] = attrs.field(default=(), validator=AFFINITIES)
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -209,12 +207,13 @@ class EnginePlan(Value):
         fraction, beside = self.cache.mem_fraction_static, self._beside_bytes
         if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - beside):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
-            of = "" if fraction is None else f"mem_fraction_static {fraction} of "
-            hint = ', or weights="stored"' if self._rank_weights("stored").total < self.weight_bytes else ""
+            is_beyond = fraction is not None and needed > self.device_bytes * fraction
+            of = f"mem_fraction_static {fraction} of " if is_beyond else ""
             told = " and ".join([self._told(), *self._told_drivers(), pages])
             raise ConfigError(
                 f"{told}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}"
-                f"{' beside ' * bool(beside)}{' and '.join(self._told_beside())}; use more ranks{hint}"
+                f"{' beside ' * bool(beside)}{' and '.join(self._told_beside())}; use "
+                f"{', or '.join(self._ways_to_fit(of_beside=not is_beyond))}"
             )
         if fraction is not None and beside > self.device_bytes - int(self.device_bytes * fraction):
             most = math.floor(100 * (1 - beside / self.device_bytes)) / 100
@@ -231,6 +230,19 @@ class EnginePlan(Value):
         buffer = [f"{_gib(self.buffer_bytes)} of DeepEP's buffer"] * bool(self.buffer_bytes)
         room = [f"{_gib(self.room_bytes)} of rows at experts"] * bool(self.room_bytes)
         return buffer + room + [f"{_gib(self.graph_bytes)} of captured steps (an estimate)"] * bool(self.graph_bytes)
+
+    def _ways_to_fit(self, *, of_beside: bool) -> list[str]:
+        """Return what makes room: for weights and pages, and of what is beside them."""
+        ways = ["more ranks"]
+        if self._rank_weights("stored").total < self.weight_bytes:
+            ways.append('weights="stored"')
+        if self.cache.num_pages is not None:
+            ways.append("fewer num_pages")
+        if of_beside and self.buffer_bytes and self.experts.deepep_mode != "normal":
+            ways.append("a lower num_max_dispatch_tokens_per_rank")
+        if of_beside and self.graph_bytes:
+            ways.append("fewer graph_batch_sizes")
+        return ways
 
     def _told_pages(self) -> str:
         """Return what a pool will have, and what is left then."""
@@ -268,19 +280,11 @@ class EnginePlan(Value):
         at, placement = self.topology, self.placement
         experts = "" if placement is None else f", {placement.slots_per_rank} expert slots per rank and layer"
         held = ", ".join([self._told(), *self._told_drivers(), *self._told_beside()])
+        cpus = in_words(self.cpu_affinity[: _ranks_per_host(self)])
         return (
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
-            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}{self._told_affinity()}"
+            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}{'; CPUs of a host: ' * bool(cpus)}{cpus}"
         )
-
-    def _told_affinity(self) -> str:
-        if not self.cpu_affinity:
-            return ""
-        told = [
-            f"rank {rank} on {'CPUs that are not known' if at is None else f'{at.cpus} of NUMA node {at.numa_node}'}"
-            for rank, at in enumerate(self.cpu_affinity[: _ranks_per_host(self)])
-        ]
-        return f"; CPUs of a host: {', '.join(told)}"
 
 
 def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
@@ -355,7 +359,11 @@ class ClusterPlan(Value):
             _check_steps(engine, *largest_decode_step(engine.engine), num_queries=num_queries)
         ours = self.prefill[0]
         for other in self.engines[1:]:
-            ours.layout.compatible_with(other.layout)
+            try:
+                ours.layout.compatible_with(other.layout)
+            except LayoutMismatch as error:
+                hint = "; give both mtp=True, or neither" if ours.mtp != other.mtp else ""
+                raise LayoutMismatch(f"{ours.name} and {other.name}: {error}{hint}") from None
             if ours.layout.page_bytes != other.layout.page_bytes:
                 raise ConfigError(
                     f"a page has {ours.layout.page_bytes} bytes in {ours.name} and {other.layout.page_bytes} in "

@@ -313,7 +313,11 @@ def test_pages_of_different_bytes_are_refused() -> None:
         ClusterPlan(prefill=(engine(),), decode=(engine(), large))
     with pytest.raises(LayoutMismatch, match=r"ours mla.bfloat16.512\+64.* theirs mla.e4m3.512\+64"):
         ClusterPlan(prefill=(engine(),), decode=(engine(cache=CacheConfig(kv_format="fp8")),))
-    with pytest.raises(LayoutMismatch, match="model_id"):
+    with pytest.raises(
+        LayoutMismatch, match=r"P and D1: .* theirs latent,mtp.latent; .*; give both mtp=True, or neither$"
+    ):
+        ClusterPlan(prefill=(engine(),), decode=(engine(), engine(name="D1", mtp=True)))
+    with pytest.raises(LayoutMismatch, match=r"P and P: .*model_id"):
         ClusterPlan(prefill=(engine(),), decode=(engine(config=attrs.evolve(V3, rope_theta=5e5)),))
     with pytest.raises(ConfigError, match="engines on both sides, got 1 prefill and 0 decode"):
         ClusterPlan(prefill=(engine(),), decode=())
