@@ -143,8 +143,8 @@ def fp8(outputs: int, inputs: int) -> int:
 
 
 def v3_bytes(slots: int, *, mtp: bool) -> int:
-    """The weights of a rank with so many experts of each layer: in FP8, but kv_b_proj, norms, the embedding and the head
-    in bfloat16, and routers in float32."""
+    """The weights of a rank with so many experts of each layer: in FP8, but in bfloat16 kv_b_proj, norms, the embedding
+    and the head, and in float32 routers."""
     hidden, inner = 7168, 2048
     in_fp8 = fp8(1536, hidden) + fp8(128 * 192, 1536) + fp8(576, hidden) + fp8(hidden, 128 * 128)
     attention = in_fp8 + 2 * (128 * 256 * 512 + 1536 + 512 + 2 * hidden)
