@@ -16,7 +16,8 @@ from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig,
 from pdinfer.diagnosis.affinity import CpuAffinity
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.cluster_plan import ClusterPlan
+from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.shapes import engine_nodes
 
 SettingValue = bool | int | float | str | list[int | str]
