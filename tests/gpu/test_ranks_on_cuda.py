@@ -156,7 +156,7 @@ def test_experts_move_while_ranks_serve(ranks: Ranks, folder: Path, place: Place
         str(folder),
         size,
         redundant=size,
-        count=6,
+        count=3,
         job=place.rebalance,
         chunked_prefill_size=16,
         max_running_requests=8,
