@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from pdinfer.checks import clip, instance_of, int_in
+from pdinfer.checks import clip, instance_of, int_in, typed
 from pdinfer.diagnosis.machine import Gpu, Machine
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
@@ -39,6 +39,7 @@ def in_words(ranks: Sequence[CpuAffinity | None]) -> str:
     return ", ".join(f"rank {rank} on {place}" for rank, place in enumerate(places))
 
 
+@typed
 def cpu_affinity(machine: Machine | None = None) -> tuple[CpuAffinity | None, ...]:
     """Return where the ranks of this host run, for each GPU that torch sees; None for one whose NUMA node is not known.
 

@@ -64,6 +64,8 @@ def test_what_the_host_does_not_say_is_not_guessed(tmp_path: Path) -> None:
 def test_a_host_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch sees no GPU here, .*; ask on a host of the cluster"):
         cpu_affinity(laptop(tmp_path))
+    with pytest.raises(ConfigError, match="machine must be Machine"):
+        cpu_affinity("node-7")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpus", ["", "all", "0-", "1,", "0-3;8", "٣", 3])
