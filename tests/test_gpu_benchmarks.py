@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.backends import ROOT, child_environment
+from tests.conformance import fake_deep_gemm, fake_mega_moe
 
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 
@@ -437,6 +438,22 @@ def test_the_kernel_of_a_whole_layer_of_experts_says_why_it_is_missing() -> None
     assert [line["case"] for line in lines] == ["32 experts, top 8, 1 tokens", "32 experts, top 8, 3 tokens"]
     assert all(line["baseline_value"] > 0 for line in lines)
     assert all("deep_gemm" in line["missing"] for line in lines) or torch.cuda.is_available()
+
+
+def test_the_kernel_of_a_whole_layer_of_experts_is_called_as_the_library_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in, whose group of one rank is over gloo."""
+    init = torch.distributed.init_process_group
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _backend, **where: init("gloo", **where))
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake_mega_moe.added_to(fake_deep_gemm.build("sgl")))
+    try:
+        lines = [line for line in lines_of(output_of(mega_moe, "--tiny")) if "baseline" in line]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(lines) == len(mega_moe.TINY_TOKENS)
+    assert not any("missing" in line for line in lines)
+    assert all(line["relative_error"] < 0.02 for line in lines)
 
 
 def test_the_run_on_a_card_is_a_script_whose_parts_are_there() -> None:

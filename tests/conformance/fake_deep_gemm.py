@@ -12,6 +12,7 @@ from torch import Tensor
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import FP8Blocks
 from pdinfer.kernels.reference import linear_fp8
+from tests.wheels import called_as
 
 TILE = 128
 Pair = tuple[Tensor, Tensor]
@@ -111,9 +112,11 @@ MASKED_NAME = {"mainline": "m_grouped_fp8_gemm_nt_masked", "sgl": "fp8_m_grouped
 
 
 def build(name: str) -> ModuleType:
-    """Return the library as it is built from its own repository ("mainline") or by SGLang ("sgl")."""
+    """Return the library as it is built from its own repository ("mainline") or by SGLang ("sgl"). Calls have to fit
+    SGLang's wheels, whose parameters are those of the repository (csrc/apis/gemm.hpp), and more behind them."""
     module = ModuleType("deep_gemm")
-    for function in (get_mk_alignment_for_contiguous_layout, fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous):
-        setattr(module, function.__name__, function)
-    setattr(module, MASKED_NAME[name], m_grouped_fp8_gemm_nt_masked)
+    module.get_mk_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # type: ignore[attr-defined]
+    for function in (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous):
+        setattr(module, function.__name__, called_as("deep_gemm", function))
+    setattr(module, MASKED_NAME[name], called_as("deep_gemm", m_grouped_fp8_gemm_nt_masked, MASKED_NAME[name]))
     return module

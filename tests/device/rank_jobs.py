@@ -6,13 +6,14 @@ ranks in each replay.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import pdinfer as pd
@@ -22,9 +23,10 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.model import load
 from pdinfer.moe import parallel
 from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Returned
-from pdinfer.parallel.groups import Group, Groups
+from pdinfer.moe.dispatchers.choose import choose_dispatcher
+from pdinfer.parallel.groups import Begun, Group, Groups
 from pdinfer.process import memory
-from tests.e2e import rank_worlds
+from tests.e2e import rank_worlds, rebalance_jobs
 from tests.simulated import order
 from tests.simulated.device import set_up
 from tests.simulated.watch import Watch
@@ -34,18 +36,28 @@ ROOM = 48
 
 LIBRARY = torch.library.Library("simulated", "DEF")
 LIBRARY.define("gather_ranks(Tensor x, int group) -> Tensor")
-GROUPS: list[dist.ProcessGroup] = []
-"""The groups of this process, by the number that the op takes."""
+LIBRARY.define("send_rows(Tensor x, int[] sent, int[] received, int group) -> Tensor")
+LIBRARY.define("trade(Tensor[] sent, int[] to, Tensor[] wanted, int[] sources, int group) -> Tensor[]")
+GROUPS: list[Group] = []
+"""The groups of this process over gloo, by the number that the ops take."""
 
 
 def gather_ranks(x: Tensor, group: int) -> Tensor:
-    """Gather [n, ...] of every rank -> [size * n, ...], of what is inside tensors on the device."""
-    gathered = x.new_empty(GROUPS[group].size() * len(x), *x.shape[1:])
-    dist.all_gather([*gathered.chunk(GROUPS[group].size())], x.contiguous(), group=GROUPS[group])
-    return gathered
+    return GROUPS[group].all_gather(x.contiguous())
 
 
-LIBRARY.impl("gather_ranks", gather_ranks, "CPU")
+def send_rows(x: Tensor, sent: list[int], received: list[int], group: int) -> Tensor:
+    return GROUPS[group].all_to_all(x, sent, received)
+
+
+def trade(sent: list[Tensor], to: list[int], wanted: list[Tensor], sources: list[int], group: int) -> list[Tensor]:
+    came = [torch.empty_like(x) for x in wanted]
+    GROUPS[group].exchange([*zip(to, sent, strict=True)], [*zip(sources, came, strict=True)])
+    return came
+
+
+for op in (gather_ranks, send_rows, trade):
+    LIBRARY.impl(op.__name__, op, "CPU")
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +71,7 @@ class QueuedGroup(Group):
         """Return the same group; itself where a rank is alone."""
         if group.process_group is None:
             return group
-        GROUPS.append(group.process_group)
+        GROUPS.append(group)
         fields = {field.name: getattr(group, field.name) for field in attrs.fields(Group)}
         return cls(**fields, number=len(GROUPS) - 1)
 
@@ -77,6 +89,20 @@ class QueuedGroup(Group):
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return super().broadcast(x, source) if x.device.type == "cpu" else x.copy_(self.all_gather(x[None])[source])
+
+    def all_to_all_begin(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Begun:
+        if x.device.type == "cpu":
+            return super().all_to_all_begin(x, send_counts, receive_counts)
+        received = torch.ops.simulated.send_rows(x, send_counts, receive_counts, self.number)
+        return Begun(self, "all_to_all", None, x, received)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        if not (sends or receives):
+            return
+        to, sent = [[each[at] for each in sends] for at in range(2)]
+        sources, wanted = [[each[at] for each in receives] for at in range(2)]
+        for x, came in zip(wanted, torch.ops.simulated.trade(sent, to, wanted, sources, self.number), strict=True):
+            x.copy_(came)
 
 
 @attrs.frozen(kw_only=True)
@@ -124,9 +150,11 @@ class RoomDispatcher:
 
 
 def choose(group: Group, sizes: Any, options: Any, ops: Ops, device: torch.device) -> Any:
-    """Stands in for `choose_dispatcher`."""
+    """Stands in for `choose_dispatcher`, unless that of the collectives is asked for."""
     if group.size == 1:
         return LocalDispatcher(sizes.num_experts, ops)
+    if options.moe_a2a_backend == "all_to_all":
+        return choose_dispatcher(group, sizes, options, ops, device)
     return RoomDispatcher(group, sizes.experts_per_rank, ops)
 
 
@@ -145,7 +173,6 @@ class Seen:
 
     steps: list[tuple[int, int]] = attrs.field(factory=list)
     tokens: list[list[list[int]]] = attrs.field(factory=list)
-    engine: Any = None
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Note the steps of all runners."""
@@ -164,23 +191,43 @@ class Seen:
 
     def make(self, checkpoint: str, topology: pd.Topology, channel_at: Path, role: str, **config: Any) -> Any:
         """Make an engine on a device of its own, and warm up decode's."""
-        config["device"] = str(order.DEVICES[topology.rank % len(order.DEVICES)])
-        self.engine = make_engine(checkpoint, topology, channel_at, role, **config)
-        if role == "decode":
-            self.engine.warm_up()
-            self.engine.graphs.num_steps.clear()
+        device = str(order.DEVICES[topology.rank % len(order.DEVICES)])
+        engine = make_engine(checkpoint, topology, channel_at, role, **config, device=device, warm_up=True)
         self.steps.clear()
         self.tokens.clear()
-        return self.engine
+        return engine
 
 
 make_engine = rank_worlds.make_engine
 
 
 def serve_rank(*arguments: Any) -> dict[str, Any]:
-    """Serve as `rank_worlds.serve_rank` does. Return also the steps, what was captured, and what was out of order."""
-    set_up()
+    """Serve as `rank_worlds.serve_rank` does. Return also the steps, and what was out of order."""
     seen = Seen()
+    with on_devices(seen):
+        told = rank_worlds.serve_rank(*arguments)
+    return told | {"steps": seen.steps, "tokens": seen.tokens, "faults": [*order.faults()]}
+
+
+def rebalance(*arguments: Any) -> dict[str, Any]:
+    """Serve as `rebalance_jobs.serve_rank` does. Return also what was out of order."""
+    with on_devices(Seen()):
+        told = rebalance_jobs.serve_rank(*arguments)
+    return told | {"faults": [*order.faults()]}
+
+
+def logits_after_moves(*arguments: Any, **named: Any) -> list[list[float]]:
+    """Do what `rebalance_jobs.logits_after_moves` does, and fail for what was out of order."""
+    with on_devices(Seen()):
+        logits = rebalance_jobs.logits_after_moves(*arguments, **named)
+    assert not order.faults()
+    return logits
+
+
+@contextmanager
+def on_devices(seen: Seen) -> Iterator[None]:
+    """Let engines run on simulated devices, one for each rank, until the context ends."""
+    set_up()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_page_locked", order.page_locked)
         patch.setattr(load, "_checked_device", torch.device)
@@ -188,15 +235,7 @@ def serve_rank(*arguments: Any) -> dict[str, Any]:
         patch.setattr(rank_worlds, "NotedTopology", QueuedTopology)
         patch.setattr(rank_worlds, "make_engine", seen.make)
         seen.watch(patch)
-        told = rank_worlds.serve_rank(*arguments)
-    graphs = getattr(seen.engine, "graphs", None)
-    told |= {
-        "steps": seen.steps,
-        "tokens": seen.tokens,
-        "faults": [*order.faults()],
-        "graphs": {} if graphs is None else dict(graphs.num_steps),
-    }
-    return told
+        yield
 
 
 def graph_safe() -> list[bool]:

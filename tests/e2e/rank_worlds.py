@@ -110,15 +110,15 @@ class NotedTopology(pd.Topology):
         return attrs.evolve(groups, **{name: attrs.evolve(getattr(groups, name), calls=calls) for name in NAMES})
 
 
-def join_world(name: str, folder: str, rank: int, sizes: Sizes) -> pd.Topology:
-    """Makes this process a rank of another world."""
+def join_world(name: str, folder: str, rank: int, sizes: Sizes, backend: str = "gloo") -> pd.Topology:
+    """Makes this process a rank of another world, whose tensors the backend of torch.distributed carries."""
     if dist.is_initialized():
         dist.barrier()  # who leaves while others still connect closes their connections
         dist.destroy_process_group()
     topology = NotedTopology(rank=rank, world_size=size_of(sizes), **sizes)
     if topology.world_size > 1:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/{name}",
             rank=rank,
             world_size=topology.world_size,
@@ -138,23 +138,29 @@ def make_engine(
     device: str = "cpu",
     num_pages: int = 128,
     page_size: int = 4,
-    experts: pd.moe.ExpertConfig | None = None,
+    experts: Mapping[str, Any] | None = None,
+    warm_up: bool = False,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
-    """This rank's engine, in float32."""
+    """This rank's engine, in float32, on a device whose "*" is its rank; a decode engine warmed up, if asked, before it
+    counts steps."""
     model = pd.load_model(
         checkpoint,
-        device=device,
+        device=device.replace("*", str(topology.rank)),
         dtype=torch.float32,
         weights=weights,
         topology=topology,
         mtp=mtp,
-        experts=experts,
+        experts=None if experts is None else pd.moe.ExpertConfig(**experts),
     )
     pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]
-    return kind(model, channel, pd.EngineConfig(**config))
+    engine = kind(model, channel, pd.EngineConfig(**config))
+    if warm_up and isinstance(engine, pd.DecodeEngine):
+        engine.warm_up()
+        engine.graphs.num_steps.clear()
+    return engine
 
 
 def serve_rank(
@@ -165,12 +171,12 @@ def serve_rank(
     config: dict[str, Any],
     fault: tuple[str, int, str],
 ) -> dict[str, Any]:
-    """One rank: serves its engine until the host closes it. `fault` is (role, rank, what happens to it) in the model
-    step after the first one."""
+    """One rank: serves its engine until the host closes it. `config` is what `make_engine` takes, and the `backend` of
+    its world. `fault` is (role, rank, what happens to it) in the model step after the first one."""
     rank = int(os.environ["RANK"])
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
-    topology = join_world(role, folder, rank, sizes)
+    topology = join_world(role, folder, rank, sizes, config.pop("backend", "gloo"))
     engine = make_engine(checkpoint, topology, Path(folder) / f"{role}{rank}", role, **config)
     connection = None
     if topology.is_leader:
@@ -197,6 +203,7 @@ def serve_rank(
         "calls": engine.model.groups.world.calls,
         "bytes": engine.channel.stats.bytes_sent,
         "left": pool.num_pages - pool.num_available,
+        "graphs": dict(engine.graphs.num_steps) if isinstance(engine, pd.DecodeEngine) else {},
     }
 
 

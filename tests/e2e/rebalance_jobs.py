@@ -17,7 +17,8 @@ import pdinfer as pd
 from pdinfer.moe.balance.process import SolverProcess
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
-from tests.e2e.rank_worlds import join_world, make_engine, size_of
+from tests.e2e import rank_worlds
+from tests.e2e.rank_worlds import join_world, size_of
 from tests.waiting import TIMEOUT_S
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
@@ -47,28 +48,26 @@ def serve_rank(
     config: dict[str, Any],
     _fault: Any,
 ) -> dict[str, Any]:
-    """Serve an engine. Decode's ranks stage one placement after the other, prefill's follow their load."""
+    """Serve an engine. Decode's ranks stage one placement after the other, until `count` were in use; prefill's follow
+    their load. The rest of `config` as for `rank_worlds.serve_rank`."""
     rank = int(os.environ["RANK"])
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
-    topology = join_world(role, folder, rank, sizes)
-    options = {"eplb_rebalance_num_iterations": 10} if role == "prefill" else {}
-    engine = make_engine(
+    topology = join_world(role, folder, rank, sizes, config.pop("backend", "gloo"))
+    count, experts = config.pop("count"), {"num_redundant_experts": config.pop("redundant")}
+    if role == "prefill":
+        config["eplb_rebalance_num_iterations"] = 10
+    engine = rank_worlds.make_engine(
         checkpoint,
         topology,
         Path(folder) / f"{role}{rank}",
         role,
-        experts=pd.moe.ExpertConfig(
-            num_redundant_experts=config["redundant"],
-            ep_dispatch_algorithm="dynamic",
-            expert_distribution_recorder_mode="stat",
-        ),
-        rebalance_bytes_per_step=config["bytes_per_step"],
-        **options,
+        experts=experts | {"ep_dispatch_algorithm": "dynamic", "expert_distribution_recorder_mode": "stat"},
+        **config,
     )
     addresses, killed = addresses_of(engine), kill_once()
     ended = threading.Event()
-    stager = threading.Thread(target=stage_all, args=(engine, config["count"], ended))
+    stager = threading.Thread(target=stage_all, args=(engine, count, ended))
     if role == "decode":
         stager.start()
     connection = None
@@ -87,6 +86,7 @@ def serve_rank(
         "rank": rank,
         "killed": len(killed),
         "alike": [load.placement_epoch, load.placement_error, placement_of(engine)],
+        "graphs": dict(engine.graphs.num_steps) if isinstance(engine, pd.DecodeEngine) else {},
     }
 
 
@@ -146,12 +146,14 @@ def placement_of(engine: Engine) -> Any:
 # ---- engines that idle ---------------------------------------------------------------------------------------------
 
 
-def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
+def idle_engine(
+    checkpoint: str, folder: str, sizes: dict[str, int], *, backend: str = "gloo", **config: Any
+) -> pd.DecodeEngine:
     """Make a decode engine of this rank, without requests."""
-    topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
-    experts = pd.moe.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
+    topology = join_world("idle", folder, int(os.environ["RANK"]), sizes, backend)
+    experts = {"num_redundant_experts": 4, "expert_distribution_recorder_mode": "window"}
     channel_at = Path(folder) / f"idle{topology.rank}"
-    engine = make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
+    engine = rank_worlds.make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
     assert isinstance(engine, pd.DecodeEngine)
     return engine
 
@@ -198,9 +200,10 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
         return {"seen": seen, "agreements": len(agreements) - first, "same": engine.model.experts.placement == mine[1]}
 
 
-def logits_after_moves(checkpoint: str, folder: str, prompt: list[int]) -> list[list[float]]:
-    """Take two placements into use, one behind the other, and return the logits that these experts give."""
-    with idle_engine(checkpoint, folder, TWO) as engine:
+def logits_after_moves(checkpoint: str, folder: str, prompt: list[int], **config: Any) -> list[list[float]]:
+    """Take two placements into use, one behind the other, and return the logits that these experts give. `config` as
+    for `idle_engine`."""
+    with idle_engine(checkpoint, folder, TWO, **config) as engine:
         for seed in range(2):
             running = engine.model.experts.placement
             assert running is not None

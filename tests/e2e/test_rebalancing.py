@@ -38,13 +38,22 @@ def four_bits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
     return {scheme: (str(packed), str(twin)) for scheme in SCHEMES for packed, twin in [with_twin(floats, scheme)]}
 
 
-def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int, count: int, twin: str = "") -> None:
+def rebalance_under_load(
+    ranks: Ranks,
+    checkpoint: str,
+    size: int,
+    redundant: int,
+    count: int,
+    twin: str = "",
+    job: str = f"{JOBS}serve_rank",
+    **config: Any,
+) -> list[dict[str, Any]]:
     """Give placements to decode's ranks, while prefill's ask a solver that is killed at the first request. Tokens are
-    those of `twin`, if there is one."""
+    those of `twin`, if there is one. Return what ranks tell."""
     sizes = {"dp_size": size, "ep_size": size}
-    options: dict[str, Any] = {"count": count, "redundant": redundant, "bytes_per_step": 80_000}
+    config |= {"count": count, "redundant": redundant, "rebalance_bytes_per_step": 80_000}
     requests, events = [], []
-    with serving(ranks, sizes, sizes, checkpoint=checkpoint, job=f"{JOBS}serve_rank", **options) as world:
+    with serving(ranks, sizes, sizes, checkpoint=checkpoint, job=job, **config) as world:
         numbers = itertools.count()
 
         def submit() -> None:
@@ -80,6 +89,7 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
     tally = Tally()
     tally.compare_all(model, requests, by_request(events))
     tally.check()
+    return world.values
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.full)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pdinfer.diagnosis.affinity import cpu_affinity, cpus_in, near_cpus, numa_node
 from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
 
@@ -30,16 +31,20 @@ def ranks(machine: Machine) -> Found:
             f"{LOCAL_RANK} is {rank} and this process sees {len(gpus)} GPUs: load_model(device='cuda:{rank}') fails",
             "unset CUDA_VISIBLE_DEVICES",
         )
-    for gpu in gpus:
-        node = machine.read(f"/sys/bus/pci/devices/{gpu.pci}/numa_node") if gpu.pci else None
-        near = None if node in (None, "-1") else machine.read(f"/sys/devices/system/node/node{node}/cpulist")
-        remarks = (f"CPUs {near} are near it",) if near else ("which CPUs are near it is not known",)
+    for gpu, share in zip(gpus, cpu_affinity(machine), strict=True):
+        node = numa_node(machine, gpu)
+        near = None if node is None else near_cpus(machine, node)
+        remarks = ("which CPUs are near it is not known",)
+        if near and share is not None:
+            remarks = (f"CPUs {near} are near it, and {share.cpus} are its share of them",)
         yield Fact(
-            name=f"rank {gpu.index}", value=f"cuda:{gpu.index}, NUMA node {node or 'not known'}", remarks=remarks
+            name=f"rank {gpu.index}",
+            value=f"cuda:{gpu.index}, NUMA node {'not known' if node is None else node}",
+            remarks=remarks,
         )
         if allowed is None or not near:
             continue
-        ours, theirs = _cpus(allowed[1]), _cpus(near)
+        ours, theirs = cpus_in(allowed[1]), cpus_in(near)
         if rank == gpu.index and not ours <= theirs:
             yield warning(
                 f"rank {rank} may run on CPUs {allowed[1]}, and cuda:{rank} is near {near} of NUMA node {node}: what "
@@ -51,9 +56,3 @@ def ranks(machine: Machine) -> Found:
                 f"rank {gpu.index} gets none of the CPUs {near} near cuda:{gpu.index}: this process has {allowed[1]}, "
                 "and what the rank copies crosses the sockets"
             )
-
-
-def _cpus(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel's, such as "0-3,8"."""
-    ranges = (part.partition("-") for part in text.split(",") if part)
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}

@@ -7,7 +7,8 @@
     roofline.py       how long steps take by a model's config and a part's numbers
     traffic.py        how long tokens take to experts and back
     simulation/       a load through a cluster of simulated engines
-    plan.py           a checked plan of engines over ranks
+    cluster_plan.py   whether engines fit each other
+    plan.py           a checked plan of an engine over ranks
     host_memory.py    what links between engines take of their hosts
     parts/            hardware: what makers say, and what of it was seen to be reached
     shapes.py         what names of clusters mean
@@ -15,15 +16,18 @@
     rank_memory.py    what a rank's device holds beside weights and pages
     rank_weights.py   how many bytes of weights a rank holds
 
-May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the ground.
+May import: bench, checkpoint, config, diagnosis, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the
+ground.
 """
 
 from __future__ import annotations
 
+from pdinfer.diagnosis.affinity import CpuAffinity, cpu_affinity
 from pdinfer.planning.advice import advise
 from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
+from pdinfer.planning.cluster_plan import ClusterPlan
 from pdinfer.planning.parts import hardware
-from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.profiles import Profile, profile
 from pdinfer.planning.queues import decodes, nodes, queue_s, utilization
 from pdinfer.planning.roofline import roofline
@@ -34,6 +38,7 @@ __all__ = [
     "Burst",
     "Change",
     "ClusterPlan",
+    "CpuAffinity",
     "EnginePlan",
     "MeasuredStep",
     "Profile",
@@ -43,6 +48,7 @@ __all__ = [
     "advise",
     "calibrate",
     "cluster",
+    "cpu_affinity",
     "decodes",
     "hardware",
     "nodes",

@@ -1,4 +1,4 @@
-"""Whether a model can run as the ranks of a topology, and whether engines made of ranks fit each other.
+"""Whether a model can run as the ranks of a topology.
 
 Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import attrs
@@ -16,21 +15,19 @@ from attrs.validators import optional
 
 from pdinfer.checks import a_bool, clip, instance_of, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.diagnosis.affinity import AFFINITIES, CpuAffinity, in_words
 from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
-from pdinfer.execution.warm_up import captured_sizes
 from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.dispatchers.choose import buffer_bytes, graph_safe
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
-from pdinfer.moe.parallel import check_step_fits, checked_placement, expert_sizes
+from pdinfer.moe.parallel import checked_placement, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning.host_memory import HostMemory
 from pdinfer.planning.rank_memory import DRIVER_BYTES, graph_bytes, room_bytes
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
-from pdinfer.scheduling.rules import largest_decode_step, largest_prefill_step
 from pdinfer.values import Value
 
 
@@ -63,9 +60,9 @@ class EnginePlan(Value):
     `mem_fraction_static` if it is given, and beside these for DeepEP's buffer, the rows at experts and captured steps.
     What a step of prefill takes beside is not counted. Nor are captured steps where `graph_batch_sizes` is None, as a
     prefill captures none: `ClusterPlan` gives its decodes the sizes that they capture then. Without `device_bytes`
-    memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller. One
-    with `other_engine` may change its role, and then runs with that; memory is that of the role which needs more. Only
-    an engine of one rank can.
+    memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller, and
+    where ranks of a host run, if `cpu_affinity` has that for each of its GPUs. One with `other_engine` may change its
+    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
     """
 
     name: str = attrs.field(validator=instance_of(str))
@@ -81,6 +78,7 @@ class EnginePlan(Value):
     device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 50)))
     prompt_tokens: int | None = attrs.field(default=None, validator=optional(int_in(1, 1 << 30)))
+    cpu_affinity: tuple[CpuAffinity | None, ...] = attrs.field(default=(), validator=AFFINITIES)
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -91,6 +89,11 @@ class EnginePlan(Value):
                 raise ConfigError(f"num_draft_tokens is {num_drafts}, which needs mtp=True")
             if self.other_engine is not None and (num_ranks := self.topology.world_size) > 1:
                 raise ConfigError(f"other_engine is for one rank, and one of {num_ranks} keeps its role: leave it out")
+            if self.cpu_affinity and (num_ranks := ranks_per_host(self)) > len(self.cpu_affinity):
+                raise ConfigError(
+                    f"{num_ranks} ranks run on a host, and cpu_affinity is that of {len(self.cpu_affinity)} GPUs: set "
+                    "ranks_per_node of the experts, or ask a host that shows all of its GPUs"
+                )
             _ = self.layout
             self._check_memory()
         except PDInferError as error:
@@ -200,12 +203,13 @@ class EnginePlan(Value):
         fraction, beside = self.cache.mem_fraction_static, self._beside_bytes
         if needed > min(self.device_bytes * (fraction or 1.0), self.device_bytes - beside):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
-            of = "" if fraction is None else f"mem_fraction_static {fraction} of "
-            hint = ', or weights="stored"' if self._rank_weights("stored").total < self.weight_bytes else ""
+            is_beyond = fraction is not None and needed > self.device_bytes * fraction
+            of = f"mem_fraction_static {fraction} of " if is_beyond else ""
             told = " and ".join([self._told(), *self._told_drivers(), pages])
             raise ConfigError(
                 f"{told}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}"
-                f"{' beside ' * bool(beside)}{' and '.join(self._told_beside())}; use more ranks{hint}"
+                f"{' beside ' * bool(beside)}{' and '.join(self._told_beside())}; use "
+                f"{', or '.join(self._ways_to_fit(of_beside=not is_beyond))}"
             )
         if fraction is not None and beside > self.device_bytes - int(self.device_bytes * fraction):
             most = math.floor(100 * (1 - beside / self.device_bytes)) / 100
@@ -222,6 +226,19 @@ class EnginePlan(Value):
         buffer = [f"{_gib(self.buffer_bytes)} of DeepEP's buffer"] * bool(self.buffer_bytes)
         room = [f"{_gib(self.room_bytes)} of rows at experts"] * bool(self.room_bytes)
         return buffer + room + [f"{_gib(self.graph_bytes)} of captured steps (an estimate)"] * bool(self.graph_bytes)
+
+    def _ways_to_fit(self, *, of_beside: bool) -> list[str]:
+        """Return what makes room: for weights and pages, and of what is beside them."""
+        ways = ["more ranks"]
+        if self._rank_weights("stored").total < self.weight_bytes:
+            ways.append('weights="stored"')
+        if self.cache.num_pages is not None:
+            ways.append("fewer num_pages")
+        if of_beside and self.buffer_bytes and self.experts.deepep_mode != "normal":
+            ways.append("a lower num_max_dispatch_tokens_per_rank")
+        if of_beside and self.graph_bytes:
+            ways.append("fewer graph_batch_sizes")
+        return ways
 
     def _told_pages(self) -> str:
         """Return what a pool will have, and what is left then."""
@@ -259,117 +276,19 @@ class EnginePlan(Value):
         at, placement = self.topology, self.placement
         experts = "" if placement is None else f", {placement.slots_per_rank} expert slots per rank and layer"
         held = ", ".join([self._told(), *self._told_drivers(), *self._told_beside()])
+        cpus = in_words(self.cpu_affinity[: ranks_per_host(self)])
         return (
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
-            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}"
+            f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}{'; CPUs of a host: ' * bool(cpus)}{cpus}"
         )
 
 
-def _check_steps(engine: EnginePlan, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
-    """Raise ConfigError where a step is larger than DeepEP's kernels for few tokens can carry."""
-    options = engine.experts
-    if options.moe_a2a_backend == "deep_ep" and options.deepep_mode != "normal":
-        most = options.num_max_dispatch_tokens_per_rank
-        overlap = num_queries if options.two_batch_overlap else None
-        check_step_fits(most, overlap, num_tokens, f"{engine.name}: {told}", tp_size=engine.topology.tp_size)
-
-
-def capturing(decode: EnginePlan) -> EnginePlan:
-    """Return the plan of a decode with the sizes of the steps that it captures. Raises ConfigError where memory does
-    not suffice for them."""
-    if decode.engine.graph_batch_sizes is not None:
-        return decode
-    sizes = tuple(captured_sizes(decode.engine))
-    return attrs.evolve(decode, engine=attrs.evolve(decode.engine, graph_batch_sizes=sizes))
-
-
-def _side(plans: Iterable[EnginePlan]) -> tuple[EnginePlan, ...]:
-    """Return the engines of one side. Raises ConfigError for what are none."""
-    side = tuple(plans) if isinstance(plans, Iterable) else (plans,)
-    if not all(isinstance(plan, EnginePlan) for plan in side) or isinstance(plans, EnginePlan):
-        raise ConfigError(f"a side of a cluster must be a sequence of EnginePlan, got {clip(plans)}")
-    return side
-
-
-def _all_capturing(decodes: Iterable[EnginePlan]) -> tuple[EnginePlan, ...]:
-    return tuple(map(capturing, _side(decodes)))
-
-
-def _attention_groups(topology: Topology) -> list[range]:
-    """Return the ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of
-    each."""
-    size = topology.apart().attention.size
-    return [range(first, first + size) for first in range(0, topology.world_size, size)]
+def ranks_per_host(engine: EnginePlan) -> int:
+    """Return how many ranks of an engine run on one host."""
+    size = engine.topology.world_size
+    return min(size, engine.experts.ranks_per_node or size)
 
 
 def _gib(num_bytes: float) -> str:
     """Return a size as text."""
     return f"{num_bytes / 2**30:.2f} GiB"
-
-
-@attrs.frozen(kw_only=True)
-class ClusterPlan(Value):
-    """Prefill and decode engines, where every prefill engine hands KV to every decode engine.
-
-    Raises ConfigError, with the values, when a side is empty, when pages differ in size, when an engine's steps are
-    larger than its dispatcher can carry, and when a decode has no memory for the steps that it captures; LayoutMismatch
-    when pages mean different things.
-    """
-
-    prefill: tuple[EnginePlan, ...] = attrs.field(converter=_side)
-    decode: tuple[EnginePlan, ...] = attrs.field(converter=_all_capturing)
-
-    def __attrs_post_init__(self) -> None:
-        if not self.prefill or not self.decode:
-            raise ConfigError(
-                f"a cluster needs engines on both sides, got {len(self.prefill)} prefill and {len(self.decode)} decode"
-            )
-        for engine in self.prefill:
-            _check_steps(engine, *largest_prefill_step(engine.engine, engine.config.max_position_embeddings))
-        for engine in self.decode:
-            num_queries = 1 + engine.engine.num_draft_tokens
-            _check_steps(engine, *largest_decode_step(engine.engine), num_queries=num_queries)
-        ours = self.prefill[0]
-        for other in self.engines[1:]:
-            ours.layout.compatible_with(other.layout)
-            if ours.layout.page_bytes != other.layout.page_bytes:
-                raise ConfigError(
-                    f"a page has {ours.layout.page_bytes} bytes in {ours.name} and {other.layout.page_bytes} in "
-                    f"{other.name} (page_size {ours.cache.page_size} and {other.cache.page_size}); give both the same"
-                )
-
-    @property
-    def engines(self) -> tuple[EnginePlan, ...]:
-        return self.prefill + self.decode
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(engine.topology.world_size for engine in self.engines)
-
-    def pairs(self) -> Iterator[tuple[EnginePlan, range, EnginePlan, range]]:
-        """Yield every way that a request can take: prefill, its writing ranks, decode, its receiving ranks."""
-        for prefill in self.prefill:
-            for decode in self.decode:
-                for writers in _attention_groups(prefill.topology):
-                    for written in _attention_groups(decode.topology):
-                        yield prefill, writers, decode, written
-
-    @property
-    def hosts(self) -> tuple[HostMemory, ...]:
-        """What links take of the hosts of each engine."""
-        written = sum(engine.topology.world_size for engine in self.decode)
-        return tuple(
-            HostMemory(
-                name=engine.name,
-                is_prefill=is_prefill,
-                num_links=written if is_prefill else self.num_ranks - written,
-                num_ranks=min(engine.topology.world_size, engine.experts.ranks_per_node or engine.topology.world_size),
-            )
-            for is_prefill, side in ((True, self.prefill), (False, self.decode))
-            for engine in side
-        )
-
-    def __str__(self) -> str:
-        ways = sum(1 for _ in self.pairs())
-        lines = [*self.engines, *self.hosts, f"{self.num_ranks} ranks, {ways} pairs of attention groups"]
-        return "\n".join(map(str, lines))

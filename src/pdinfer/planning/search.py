@@ -18,8 +18,9 @@ from pdinfer.config import SLO, CacheConfig, EngineConfig, ExpertConfig, ModelCo
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.calibration import Cost, StepCost
+from pdinfer.planning.cluster_plan import ClusterPlan, capturing
 from pdinfer.planning.parts import Hardware
-from pdinfer.planning.plan import ClusterPlan, EnginePlan, capturing
+from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.roofline import Roofline, roofline
 from pdinfer.planning.simulation import Cluster, StepRows, cluster, simulate
 from pdinfer.progress import Progress, Tell, telling

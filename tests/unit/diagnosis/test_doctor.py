@@ -421,7 +421,10 @@ def test_every_rank_is_told_its_gpu_and_the_cpus_near_it(tmp_path: Path) -> None
     diagnosis = doctor(server(tmp_path, environment={"LOCAL_RANK": "1"}))
     told = facts(diagnosis, "ranks")
     assert told["CPUs of this process"].value == "0-3"
-    assert (told["rank 1"].value, told["rank 1"].remarks) == ("cuda:1, NUMA node 1", ("CPUs 2-3 are near it",))
+    assert (told["rank 1"].value, told["rank 1"].remarks) == (
+        "cuda:1, NUMA node 1",
+        ("CPUs 2-3 are near it, and 2-3 are its share of them",),
+    )
     assert told["current device"].value == "cuda:0"
     assert told["current device"].remarks == ("load_model(device='cuda:1') makes that of LOCAL_RANK current",)
     machine = server(tmp_path / "near", environment={"LOCAL_RANK": "1"}, current_device=lambda: 1)
@@ -436,7 +439,7 @@ def test_a_machine_of_one_node_does_not_know_what_is_near(tmp_path: Path) -> Non
     for number, place in enumerate(PLACES):
         write(tmp_path, f"sys/devices/{place}/0000:{0x16 + number:02x}:00.0/numa_node", "-1")
     told = facts(doctor(machine), "ranks")["rank 0"]
-    assert (told.value, told.remarks) == ("cuda:0, NUMA node -1", ("which CPUs are near it is not known",))
+    assert (told.value, told.remarks) == ("cuda:0, NUMA node not known", ("which CPUs are near it is not known",))
 
 
 def test_gpus_may_drive_cards_in_two_ways(tmp_path: Path) -> None:

@@ -137,6 +137,78 @@ def test_a_fraction_that_leaves_nothing_for_dispatch_is_refused() -> None:
     decode_of(cache=attrs.evolve(at, mem_fraction_static=0.91))
 
 
+def fp8(outputs: int, inputs: int) -> int:
+    """The bytes of a matrix, with a scale of 4 for each 128 x 128."""
+    return outputs * inputs + 4 * -(-outputs // 128) * -(-inputs // 128)
+
+
+def v3_bytes(slots: int, *, mtp: bool) -> int:
+    """The weights of a rank with so many experts of each layer: in FP8, but in bfloat16 kv_b_proj, norms, the embedding
+    and the head, and in float32 routers."""
+    hidden, inner = 7168, 2048
+    in_fp8 = fp8(1536, hidden) + fp8(128 * 192, 1536) + fp8(576, hidden) + fp8(hidden, 128 * 128)
+    attention = in_fp8 + 2 * (128 * 256 * 512 + 1536 + 512 + 2 * hidden)
+    expert = 2 * fp8(inner, hidden) + fp8(hidden, inner)
+    layer = attention + (slots + 1) * expert + 4 * (256 * hidden + 256)
+    dense = attention + 2 * fp8(18432, hidden) + fp8(hidden, 18432)
+    drafts = mtp * (layer + 2 * (2 * hidden * hidden + 3 * hidden))
+    return 58 * layer + 3 * dense + 2 * (2 * 129280 * hidden + hidden) + drafts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "redundant", "tokens", "num_drafts", "gigabytes"),
+    [(7, 3, 128, 0, 141), (8, 8, 256, 3, 141), (40, 24, 256, 0, 80), (48, 32, 256, 1, 64), (144, 32, 511, 0, 96)],
+)
+def test_other_sizes_follow_from_the_formulas(
+    ranks: int, redundant: int, tokens: int, num_drafts: int, gigabytes: int
+) -> None:
+    """Ranks that are no power of two, copies of a few experts alone, drafts, and cards of other makers' sizes."""
+    most, slots = tokens // (1 + num_drafts), (256 + redundant) // ranks
+    plan = EnginePlan(
+        name="D",
+        config=V3,
+        topology=Topology(world_size=ranks, dp_size=ranks, ep_size=ranks),
+        cache=CacheConfig(page_size=32, mem_fraction_static=0.85),
+        engine=EngineConfig(max_running_requests=most, num_draft_tokens=num_drafts, graph_batch_sizes=(most, 1)),
+        experts=ExpertConfig(
+            moe_a2a_backend="deep_ep",
+            deepep_mode="low_latency",
+            num_redundant_experts=redundant,
+            num_max_dispatch_tokens_per_rank=tokens,
+        ),
+        mtp=num_drafts > 0,
+        stored="fp8",
+        device="H800",
+        device_bytes=gigabytes * 10**9,
+    )
+    weights, rows = v3_bytes(slots, mtp=num_drafts > 0), ranks * slots * tokens
+    asked = 4 * rows * (2 * 7168 + 4 * 56) + 2 * -(-4 * ranks * slots // 128) * 128
+    assert plan.weight_bytes == weights
+    assert plan.buffer_bytes == -(-asked // (512 * MIB)) * 512 * MIB + 32 * MIB
+    assert plan.room_bytes == rows * (7168 + 4 * 56 + 2 * 4096 + 2048 + 4 * 16 + 2 * 7168)
+    assert plan.graph_bytes == (1 + num_drafts) * 129280 * (2 * 4 * (most + 1) + 2 * most)
+    page_bytes = 32 * 1152 * (61 + (num_drafts > 0))
+    assert plan.num_pages == (gigabytes * 10**9 * 85 // 100 - weights - GIB) // page_bytes > 0
+
+
+def test_what_is_beside_weights_and_pages_is_lowered_where_these_would_fit() -> None:
+    """All sizes of captured steps up to 256 keep 31.75 GiB."""
+    captured = attrs.evolve(decode_of().engine, graph_batch_sizes=tuple(range(1, 257)))
+    told = (
+        r"D0: 61\.75 GiB .* 1 page of KV, 62\.76 GiB together, do not fit into 79\.10 GiB beside 4\.03 GiB of DeepEP's "
+        r"buffer and 2\.20 GiB of rows at experts and 31\.75 GiB of captured steps \(an estimate\); use more ranks, or "
+        r"a lower num_max_dispatch_tokens_per_rank, or fewer graph_batch_sizes$"
+    )
+    with pytest.raises(ConfigError, match=told):
+        decode_of(engine=captured)
+    with pytest.raises(ConfigError, match=r"mem_fraction_static 0\.7 of 79\.10 GiB beside .*; use more ranks$"):
+        decode_of(cache=CacheConfig(page_size=32, mem_fraction_static=0.7))
+    with pytest.raises(
+        ConfigError, match=r"20000 pages of KV, .* into 79\.10 GiB beside .*; use more ranks, or fewer num_p"
+    ):
+        decode_of(cache=CacheConfig(page_size=32, num_pages=20000))
+
+
 def test_experts_have_room_for_the_rows_that_may_come() -> None:
     rows = 288 * 256
     plan = decode_of()

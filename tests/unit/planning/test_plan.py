@@ -12,6 +12,7 @@ import pytest
 
 from pdinfer.checkpoint.quantize import quantize_checkpoint, quantized_names
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.diagnosis.affinity import CpuAffinity
 from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
 from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
@@ -312,7 +313,11 @@ def test_pages_of_different_bytes_are_refused() -> None:
         ClusterPlan(prefill=(engine(),), decode=(engine(), large))
     with pytest.raises(LayoutMismatch, match=r"ours mla.bfloat16.512\+64.* theirs mla.e4m3.512\+64"):
         ClusterPlan(prefill=(engine(),), decode=(engine(cache=CacheConfig(kv_format="fp8")),))
-    with pytest.raises(LayoutMismatch, match="model_id"):
+    with pytest.raises(
+        LayoutMismatch, match=r"P and D1: .* theirs latent,mtp.latent; .*; give both mtp=True, or neither$"
+    ):
+        ClusterPlan(prefill=(engine(),), decode=(engine(), engine(name="D1", mtp=True)))
+    with pytest.raises(LayoutMismatch, match=r"P and P: .*model_id"):
         ClusterPlan(prefill=(engine(),), decode=(engine(config=attrs.evolve(V3, rope_theta=5e5)),))
     with pytest.raises(ConfigError, match="engines on both sides, got 1 prefill and 0 decode"):
         ClusterPlan(prefill=(engine(),), decode=())
@@ -391,3 +396,32 @@ def test_a_plan_of_both_roles_has_memory_for_the_one_that_needs_more() -> None:
     )
     assert alone.graph_bytes == 0 < both.graph_bytes == back.graph_bytes
     assert both.weight_bytes == alone.weight_bytes
+
+
+def halves(num_gpus: int) -> tuple[CpuAffinity, ...]:
+    """A host of two sockets of 8 CPUs."""
+    share = 16 // num_gpus
+    return tuple(
+        CpuAffinity(numa_node=2 * at // num_gpus, cpus=f"{share * at}-{share * at + share - 1}")
+        for at in range(num_gpus)
+    )
+
+
+def test_a_plan_tells_where_the_ranks_of_a_host_run() -> None:
+    plan = profile("deepseek-v3-h800-P2D4").plan(V3, cpu_affinity=(*halves(8)[:7], None))
+    for engine in plan.engines:
+        told = str(engine).partition("; CPUs of a host: ")[2].split(", ")
+        assert told[:2] == ["rank 0 on 0-1 of NUMA node 0", "rank 1 on 2-3 of NUMA node 0"]
+        assert told[4] == "rank 4 on 8-9 of NUMA node 1"
+        assert told[7:] == ["rank 7 on CPUs that are not known"]
+    assert "CPUs of a host" not in str(profile("deepseek-v3-h800-P2D4").plan(V3))
+
+
+def test_a_host_may_have_more_gpus_than_ranks_but_not_fewer() -> None:
+    alone = EnginePlan(name="D", config=V3, topology=Topology(), cpu_affinity=halves(2))
+    assert str(alone).endswith("; CPUs of a host: rank 0 on 0-7 of NUMA node 0")
+    told = "P0: 8 ranks run on a host, and cpu_affinity is that of 4 GPUs: set ranks_per_node of the experts, or ask"
+    with pytest.raises(ConfigError, match=told):
+        profile("deepseek-v3-h800-P2D4").plan(V3, cpu_affinity=halves(4))
+    with pytest.raises(ConfigError, match="cpu_affinity must be"):
+        EnginePlan(name="D", config=V3, topology=Topology(), cpu_affinity=("0-3",))  # type: ignore[arg-type]

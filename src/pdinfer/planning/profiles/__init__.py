@@ -3,7 +3,7 @@
     profile.py            the files, and what a deployment becomes: configs, topologies, variables, a plan
     *.json                a deployment per file, and what a provider for Ascend would call
 
-May import: config, parallel, planning.plan, planning.shapes, the ground.
+May import: config, diagnosis, parallel, planning.cluster_plan, planning.plan, planning.shapes, the ground.
 """
 
 from __future__ import annotations

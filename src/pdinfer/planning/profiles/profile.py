@@ -13,9 +13,11 @@ import msgspec
 
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
+from pdinfer.diagnosis.affinity import CpuAffinity
 from pdinfer.errors import ConfigError
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning.plan import ClusterPlan, EnginePlan
+from pdinfer.planning.cluster_plan import ClusterPlan
+from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.shapes import engine_nodes
 
 SettingValue = bool | int | float | str | list[int | str]
@@ -111,7 +113,7 @@ class EngineProfile:
     rdma_devices: tuple[str, ...]
     environment: Mapping[str, str]
 
-    def plan(self, config: ModelConfig) -> EnginePlan:
+    def plan(self, config: ModelConfig, *, cpu_affinity: tuple[CpuAffinity | None, ...] = ()) -> EnginePlan:
         """Return the checked plan of this engine for a model. Raises ConfigError as `EnginePlan` does."""
         return EnginePlan(
             name=self.name,
@@ -126,6 +128,7 @@ class EngineProfile:
             device=self.device,
             device_bytes=self.device_bytes,
             prompt_tokens=self.prompt_tokens,
+            cpu_affinity=cpu_affinity,
         )
 
 
@@ -148,12 +151,13 @@ class Profile:
     settings: tuple[Setting, ...]
     ops: tuple[OpCall, ...]
 
-    def plan(self, config: ModelConfig) -> ClusterPlan:
-        """Return the checked plan of the cluster for a model: memory of ranks, sizes of steps, pages of both sides.
-        Raises ConfigError, with the values, where it does not fit."""
+    def plan(self, config: ModelConfig, *, cpu_affinity: tuple[CpuAffinity | None, ...] = ()) -> ClusterPlan:
+        """Return the checked plan of the cluster for a model: memory of ranks, sizes of steps, pages of both sides, and
+        where ranks run on hosts with such a `cpu_affinity`. Raises ConfigError, with the values, where it does not
+        fit."""
         return ClusterPlan(
-            prefill=tuple(engine.plan(config) for engine in self.prefill),
-            decode=tuple(engine.plan(config) for engine in self.decode),
+            prefill=tuple(engine.plan(config, cpu_affinity=cpu_affinity) for engine in self.prefill),
+            decode=tuple(engine.plan(config, cpu_affinity=cpu_affinity) for engine in self.decode),
         )
 
 
