@@ -66,7 +66,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (
         ("profiles", "search", "advice"),
         ("calibration", "roofline"),
-        ("traffic",),
+        ("measured", "traffic"),
         ("plan", "simulation"),
         ("host_memory", "rank_memory", "rank_weights", "parts", "queues", "shapes"),
     ),

@@ -2,7 +2,8 @@
 
     search.py         which engines of how many nodes serve a load best
     advice.py         when an engine should change its role
-    calibration.py    a few factors over a prior, from measured steps
+    calibration.py    a few factors over a prior, from what was measured
+    measured.py       of which steps measured things consist: bursts, closed loops, runs, loads
     queues.py         sizes in closed form: nodes, waiting, the limits of a decode
     roofline.py       how long steps take by a model's config and a part's numbers
     traffic.py        how long tokens take to experts and back
@@ -21,7 +22,8 @@ May import: bench, checkpoint, config, execution, kernels, kv, model, moe, pairi
 from __future__ import annotations
 
 from pdinfer.planning.advice import advise
-from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
+from pdinfer.planning.calibration import calibrate
+from pdinfer.planning.measured import Burst, ClosedLoop, MeasuredStep
 from pdinfer.planning.parts import hardware
 from pdinfer.planning.plan import ClusterPlan, EnginePlan
 from pdinfer.planning.profiles import Profile, profile
@@ -33,6 +35,7 @@ from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, clus
 __all__ = [
     "Burst",
     "Change",
+    "ClosedLoop",
     "ClusterPlan",
     "EnginePlan",
     "MeasuredStep",
