@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (
         ("profiles", "search", "advice"),
         ("calibration", "roofline"),
-        ("traffic", "cluster_plan"),
+        ("cluster_plan", "measured", "traffic"),
         ("plan", "simulation"),
         ("host_memory", "rank_memory", "rank_weights", "parts", "queues", "shapes"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -137,23 +138,27 @@ def microseconds(size: tuple[int, int, int], prompt: tuple[int, ...], policy: pd
     }
 
 
-def submits(prompt: tuple[int, ...]) -> Iterator[Line]:
-    """What `submit` takes at 4P4D, without a promise and with one that all keep, in turns."""
+def submits(num_ports: int, prompt: tuple[int, ...]) -> Iterator[Line]:
+    """What `submit` takes with so many ports on a side, without a promise and with one that all keep, in turns. Without
+    collections of garbage, which take as long as a submit of all requests and would fall to the same one each time."""
     took: dict[SLO | None, list[float]] = {None: [], SLO(ttft_s=1e5, tpot_s=10.0): []}
     sampling = pd.SamplingParams(max_new_tokens=64, seed=0)
     requests = [pd.Request(request_id=str(number), prompt=prompt, sampling=sampling) for number in range(300)]
     for _ in range(3 * ROUNDS):
         for slo, seconds in took.items():
             config = pd.PairingConfig(max_queued_requests=len(requests), slo=slo)
-            pairing = pd.Pairing(*fleet(4, 4, prompt, 1000), config=config)
+            pairing = pd.Pairing(*fleet(num_ports, num_ports, prompt, 1000), config=config)
             pairing.step()
+            gc.collect()
+            gc.disable()
             began = time.thread_time()
             for request in requests:
                 pairing.submit(request)
             seconds.append((time.thread_time() - began) / len(requests))
+            gc.enable()
     for slo, seconds in took.items():
         yield {
-            "ports": "4P4D",
+            "ports": f"{num_ports}P{num_ports}D",
             "prompt_tokens": len(prompt),
             "cached_pages": 1000,
             "policy": "submit with a promise" if slo else "submit",
@@ -175,4 +180,5 @@ def decisions() -> Iterator[Line]:
                 "policy": name,
                 **microseconds((num_prefills, num_decodes, cached_pages), prompt, getattr(pd.policy, name)),
             }
-    yield from submits(tuple(draw.randrange(100_000) for _ in range(1000)))
+    for num_ports, num_tokens in ((4, 1000), (8, 20)):
+        yield from submits(num_ports, tuple(draw.randrange(100_000) for _ in range(num_tokens)))

@@ -191,6 +191,17 @@ def test_a_displaced_request_that_was_cancelled_ends_once() -> None:
         assert setup.pairing.num_unfinished == 3
 
 
+def test_one_that_is_cancelled_has_one_place_until_it_ends() -> None:
+    config = pd.PairingConfig(max_queued_requests=2)
+    with local(config=config, clock=VirtualClock(), policy=lambda *_: None) as setup:
+        setup.pairing.submit(request("a"))
+        setup.pairing.step()
+        setup.pairing.cancel("a")
+        setup.pairing.submit(request("b"))
+        with pytest.raises(pd.Overloaded):
+            setup.pairing.submit(request("c"))
+
+
 def test_a_low_priority_runs_though_high_ones_never_end() -> None:
     """It waits at most OLDEST_EVERY turns after PATIENCE_S at each engine."""
     clock = VirtualClock()

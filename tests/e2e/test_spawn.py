@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
+from pdinfer.planning.calibration import LEAST_ROWS
+from pdinfer.planning.measured import seen
 from tests.backends import ROOT, child_environment
 from tests.e2e.setups import by_request, tokens_of
 from tests.waiting import TIMEOUT_S, wait_until
@@ -58,7 +61,10 @@ def pair(**more: Any) -> Iterator[tuple[pd.Pairing, Any, Any]]:
 
 def test_engines_in_processes_of_their_own_serve_and_end(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = b"sixteen bytes or more"
-    with pair(key=key) as (pairing, prefill, decode):
+    with pair(key=key, warm_up=3) as (pairing, prefill, decode):
+        steady = [warm_up for port in (prefill, decode) for warm_up in port.warm_ups[1:]]
+        rows = Counter(row.kind for row in seen(steady))
+        assert rows == {"prefill": LEAST_ROWS, "decode": 2 * 7}  # of 16 and 1024 tokens, of 1 to 64 sequences
         assert tokens_of(pairing.generate([REQUEST])) == ANSWER
         assert decode.load().transport == "shm"
         ports = prefill, decode
@@ -80,7 +86,7 @@ def test_engines_in_processes_of_their_own_serve_and_end(scratch: Path, capsys: 
 
 @pytest.mark.full
 def test_a_process_is_ordered_the_rest_too(scratch: Path) -> None:
-    more = {"transport": partial(pd.kv.SocketTransport, host="127.0.0.1"), "warm_up": True}
+    more = {"transport": partial(pd.kv.SocketTransport, host="127.0.0.1"), "warm_up": 3}
     with pair(engine=pd.EngineConfig(num_draft_tokens=2, max_running_requests=2), **more) as (pairing, prefill, decode):
         assert decode.load().transport == "tcp"
         events = by_request(pairing.generate([REQUEST]))["a"]

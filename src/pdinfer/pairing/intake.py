@@ -125,7 +125,8 @@ class Intake:
 
     @property
     def has_room(self) -> bool:
-        return len(self._queued()) < self._config.max_queued_requests
+        most, named = self._config.max_queued_requests, len(self._broker.queue) + len(self.inbox.peek())
+        return named < most or len(self._queued()) < most  # some may be named twice, and to look at all takes long
 
     def _find_place(self, tracked: TrackedRequest) -> TrackedRequest | None:
         """Return the request of a lower priority that gives its place in a full queue to this one, or None.

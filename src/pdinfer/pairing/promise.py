@@ -131,7 +131,7 @@ def _told(shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: floa
     pace_s = step_s / max(1.0, decode.accept_length)
     line_s = _share_to_end(decode, num_tokens - at_target) * answer_tokens * pace_s if place else 0.0
     link_s = 0.0 if link is None else over_link(link, TAIL_SHARE * (num_tokens - at_target) * decode.token_bytes)
-    return Prediction(line_s=line_s, queue_s=queue_s, own_s=own_s, link_s=link_s, step_s=pace_s)
+    return Prediction(line_s, queue_s, own_s, link_s, pace_s)
 
 
 def _share_to_end(load: DecodeLoad, num_tokens: int) -> float:
@@ -318,12 +318,13 @@ class _Sizes:
         self.num_requests, self.num_tokens = list(told.num_requests), list(told.num_tokens)
 
     def count(self, size: int, sign: int) -> None:
-        bits = size.bit_length()
-        missing = [0] * (bits + 1 - len(self.num_tokens))
-        self.num_requests += missing
-        self.num_tokens += missing
-        self.num_requests[bits] = max(0, self.num_requests[bits] + sign)
-        self.num_tokens[bits] = max(0, self.num_tokens[bits] + sign * size)
+        bits, requests, tokens = size.bit_length(), self.num_requests, self.num_tokens
+        if bits >= len(tokens):
+            missing = [0] * (bits + 1 - len(tokens))
+            requests += missing
+            tokens += missing
+        requests[bits] = max(0, requests[bits] + sign)
+        tokens[bits] = max(0, tokens[bits] + sign * size)
 
 
 class _Ports:

@@ -2,7 +2,8 @@
 
     search.py         which engines of how many nodes serve a load best
     advice.py         when an engine should change its role
-    calibration.py    a few factors over a prior, from measured steps
+    calibration.py    a few factors over a prior, from what was measured
+    measured.py       of which steps measured things consist: bursts, closed loops, runs, loads
     queues.py         sizes in closed form: nodes, waiting, the limits of a decode
     roofline.py       how long steps take by a model's config and a part's numbers
     traffic.py        how long tokens take to experts and back
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 from pdinfer.diagnosis.affinity import CpuAffinity, cpu_affinity
 from pdinfer.planning.advice import advise
-from pdinfer.planning.calibration import Burst, MeasuredStep, calibrate
+from pdinfer.planning.calibration import calibrate
 from pdinfer.planning.cluster_plan import ClusterPlan
+from pdinfer.planning.measured import Burst, ClosedLoop, MeasuredStep
 from pdinfer.planning.parts import hardware
 from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.profiles import Profile, profile
@@ -37,6 +39,7 @@ from pdinfer.planning.simulation import Change, Simulator, Stall, StepRows, clus
 __all__ = [
     "Burst",
     "Change",
+    "ClosedLoop",
     "ClusterPlan",
     "CpuAffinity",
     "EnginePlan",

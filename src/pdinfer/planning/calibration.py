@@ -7,23 +7,19 @@ the rows are held out, and the errors that are told are those on them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
 import attrs
 import numpy as np
 
-from pdinfer.bench.summary import Summary
-from pdinfer.checks import as_float, clip, float_in, int_in, is_number, one_of, typed
+from pdinfer.checks import clip, is_number, typed
 from pdinfer.errors import ConfigError
-from pdinfer.execution.warm_up import WarmUp
+from pdinfer.planning.measured import SIDES, Rows, Seen, seen
 from pdinfer.planning.simulation import StepRows
 from pdinfer.planning.simulation.deployment import StepSeconds
 from pdinfer.planning.simulation.deployment import seconds as step_seconds
-from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
-from pdinfer.types import PeerAddress
 from pdinfer.values import Value
 
 FACTORS = ("prefill.fixed_s", "prefill.scale", "decode.fixed_s", "decode.scale")
@@ -33,42 +29,6 @@ TOLERANCE = 0.25
 FLAT_LOSS = 0.01
 """A factor that may be halved or doubled for less is not known."""
 ROUNDS = 80
-SIDES = ("prefill", "decode")
-_COUNT = int_in(1, 1 << 40)
-_SECONDS = float_in(0.0, 1e6)
-
-
-def _has_sizes(_instance: Any, _attribute: attrs.Attribute[Any], rows: object) -> None:
-    sizes = attrs.astuple(rows) if isinstance(rows, StepRows) else (None,)
-    if not all(isinstance(size, int | float | np.integer | np.floating) and 1 <= size < math.inf for size in sizes):
-        raise ConfigError(f"rows must be StepRows of numbers of at least 1, got {clip(rows)}")
-
-
-@attrs.frozen(kw_only=True)
-class MeasuredStep(Value):
-    """A step of a "prefill" or a "decode", and its seconds."""
-
-    kind: str = attrs.field(validator=one_of(*SIDES))
-    rows: StepRows = attrs.field(validator=_has_sizes)
-    seconds: float = attrs.field(validator=_SECONDS, converter=as_float)
-
-
-@attrs.frozen(kw_only=True)
-class Burst(Value):
-    """A burst of equal requests at an engine that prefills and decodes in turn, and when the last of them had its first
-    token.
-
-    The engine has `groups` attention groups, and together these have `slots` sequences and `kv_tokens` tokens of KV.
-    Requests come in waves of as many as both hold; each wave is prefilled at once, and ends before the next.
-    """
-
-    num_requests: int = attrs.field(validator=_COUNT)
-    prompt_tokens: int = attrs.field(validator=_COUNT)
-    output_tokens: int = attrs.field(validator=_COUNT)
-    last_ttft_s: float = attrs.field(validator=_SECONDS, converter=as_float)
-    slots: int = attrs.field(validator=_COUNT)
-    kv_tokens: int = attrs.field(validator=_COUNT)
-    groups: int = attrs.field(default=1, validator=_COUNT)
 
 
 def _floor_s(prior: StepSeconds, rows: StepRows) -> Any:
@@ -97,17 +57,14 @@ class StepCost(Value):
 @attrs.frozen(kw_only=True)
 class Cost(Value):
     """What steps of both sides cost. `errors` are medians of |predicted / seen - 1| over the rows that were held out,
-    by their kind: "prefill", "decode" or "burst". `flat` names factors that the rows do not tell; a side without rows
-    has its prior as it is. `at_bounds` names those that would be negative if they might, and are 0."""
+    by their kind: "prefill", "decode", "burst" or "closed loop". `flat` names factors that the rows do not tell; a side
+    without rows has its prior as it is. `at_bounds` names those that would be negative if they might, and are 0."""
 
     prefill: StepCost
     decode: StepCost
     errors: Mapping[str, float]
     flat: tuple[str, ...]
     at_bounds: tuple[str, ...]
-
-
-Rows = MeasuredStep | Burst | WarmUp | Summary | PairingStats
 
 
 @attrs.frozen
@@ -124,9 +81,9 @@ class _Row:
 def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], holdout: float = 0.5) -> Cost:
     """Fit `prior` = (prefill, decode), such as two rooflines, to what was measured.
 
-    Rows are steps; bursts; warm-ups, of which the second of an engine is steady; summaries of runs without drafts,
-    which tell a decode step by TPOT and concurrency, and with one request at a time a prefill; and the stats of one
-    Pairing after each of its steps, which tell the steps of its engines (`_of_stats`). Of each kind `holdout` of the
+    Rows are steps; bursts; closed loops; warm-ups, of which the second of an engine is steady; summaries of runs
+    without drafts, which tell a decode step by TPOT and concurrency, and with one request at a time a prefill; and the
+    stats of one Pairing after each of its steps, which tell the steps of its engines. Of each kind `holdout` of the
     rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some or
     none of them would be held out, where a prior gives no seconds, where the fits of both parts disagree by more than a
     quarter, and where held-out rows are further from what is predicted: then rows are of different settings, or the
@@ -136,9 +93,7 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
     if len(prior) != 2 or not all(map(callable, prior)):
         raise ConfigError(f"prior must be two functions, of prefill and of decode, got {clip(prior)}")
-    measured = list(rows)
-    measured += _of_stats([row for row in measured if isinstance(row, PairingStats)])
-    found = sorted((seen for row in measured for seen in _seen(row, prior)), key=lambda row: (row.kind, sum(row.terms)))
+    found = sorted((_row(each, prior) for each in seen(rows)), key=lambda row: (row.kind, sum(row.terms)))
     if not found:
         raise ConfigError("calibrate got no step and no burst")
     kept, held, kinds = list[_Row](), list[_Row](), sorted({row.kind for row in found})
@@ -169,104 +124,14 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
     )
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
-def _seen(row: Rows, prior: tuple[StepSeconds, StepSeconds]) -> Iterator[_Row]:
-    if isinstance(row, MeasuredStep):
-        at = SIDES.index(row.kind)
-        yield _row(row.kind, [(at, 1, row.rows)], row.seconds, prior)
-    elif isinstance(row, Burst):
-        yield _of_burst(row, prior)
-    elif isinstance(row, WarmUp | Summary):
-        for step in _of_warm_up(row) if isinstance(row, WarmUp) else _of_summary(row):
-            yield from _seen(step, prior)
-    elif not isinstance(row, PairingStats):
-        raise ConfigError(f"calibrate takes steps, bursts, warm-ups, summaries and stats, got {clip(row)}")
-
-
-def _row(
-    kind: str, steps: Sequence[tuple[int, int, StepRows]], seconds: float, prior: tuple[StepSeconds, StepSeconds]
-) -> _Row:
-    """Return a row of steps, each the number of its side, how often it ran, and its rows."""
+def _row(of: Seen, prior: tuple[StepSeconds, StepSeconds]) -> _Row:
+    """Return what was seen by what its steps take in the prior."""
     terms, floor_s = np.zeros(len(FACTORS)), 0.0
-    for side, count, rows in steps:
+    for side, times, rows in of.steps:
         step_s = step_seconds(f"the prior of {SIDES[side]}", prior[side], rows)
-        terms[2 * side : 2 * side + 2] += count, count * step_s
-        floor_s += count * float(_floor_s(prior[side], rows))
-    return _Row(kind, terms, floor_s, seconds)
-
-
-def _prompt(num_tokens: int, count: int = 1) -> StepRows:
-    """Return a prefill step of so many whole prompts."""
-    return StepRows(count, count * num_tokens, count * num_tokens, count * num_tokens * (num_tokens + 1) // 2)
-
-
-def _of_burst(burst: Burst, prior: tuple[StepSeconds, StepSeconds]) -> _Row:
-    """Return the steps up to the last first token: a prefill of each wave, and the decode of all waves but the last."""
-    prompt, output = burst.prompt_tokens, burst.output_tokens
-    most = min(burst.slots, burst.kv_tokens // (prompt + output))
-    if most < 1:
-        raise ConfigError(f"kv_tokens {burst.kv_tokens} hold no request of {prompt} + {output} tokens")
-    num_before = (burst.num_requests - 1) // most
-    full, last = (-(-count // burst.groups) for count in (most, burst.num_requests - num_before * most))
-    context = full * (prompt + output // 2)
-    steps = [
-        (0, num_before, _prompt(prompt, full)),
-        (0, 1, _prompt(prompt, last)),
-        (1, num_before * (output - 1), StepRows(full, full, context, context)),
-    ]
-    return _row("burst", steps, burst.last_ttft_s, prior)
-
-
-def _of_warm_up(warm_up: WarmUp) -> Iterator[MeasuredStep]:
-    """Yield its steps; in those of decode each sequence has one token in its pages."""
-    for step in warm_up.steps:
-        size = step.size
-        told = {"prefill": _prompt(size), "decode": StepRows(size, size, 2 * size, 2 * size)}
-        if step.kind in told:
-            yield MeasuredStep(kind=step.kind, rows=told[step.kind], seconds=step.seconds)
-
-
-def _of_summary(summary: Summary) -> Iterator[MeasuredStep]:
-    """Yield the mean step of a run's decodes, and the prefill of its mean prompt if no two were there at once."""
-    names = ("mean_input_tokens", "mean_output_tokens", "concurrency", "mean_e2el_ms", "mean_ttft_ms", "median_tpot_ms")
-    found = {name: getattr(summary, name) for name in names}
-    if missing := [name for name, value in found.items() if not value]:
-        raise ConfigError(f"a summary to calibrate from needs {', '.join(missing)}, which {summary.name!r} lacks")
-    if (summary.accept_length or 1.0) != 1.0:
-        raise ConfigError(f"the summary {summary.name!r} is of a run with drafts; give its steps as MeasuredStep")
-    prompt = round(found["mean_input_tokens"])
-    num_decodes = max(1, sum(engine.role == "decode" for engine in summary.engines))
-    share = 1.0 - found["mean_ttft_ms"] / found["mean_e2el_ms"]
-    running = max(1, round(found["concurrency"] * share / num_decodes))
-    context = round(running * (prompt + found["mean_output_tokens"] / 2))
-    decode = StepRows(running, running, context, context)
-    yield MeasuredStep(kind="decode", rows=decode, seconds=found["median_tpot_ms"] / 1e3)
-    if found["concurrency"] <= 1.0 and not summary.cached_tokens:
-        yield MeasuredStep(kind="prefill", rows=_prompt(prompt), seconds=found["mean_ttft_ms"] / 1e3)
-
-
-def _of_stats(told: Sequence[PairingStats]) -> Iterator[MeasuredStep]:
-    """Yield the steps between the stats of one Pairing, taken after each of its steps.
-
-    What an engine has computed since the stats before is one step, unless it is more than one can have: the chunk of a
-    prefill, or all requests of a decode. A prefill step is taken to be of one prompt from its first token, since loads
-    do not tell more. Steps with drafts, and those of an engine that was not there before, are left out."""
-    before: dict[PeerAddress, PrefillLoad | DecodeLoad] = {}
-    for stats in told:
-        for load in stats.loads:
-            known = before.get(load.address)
-            if known is not None and load.busy_s > known.busy_s:
-                count, took_s = load.num_tokens - known.num_tokens, load.busy_s - known.busy_s
-                if isinstance(load, PrefillLoad) and 0 < count <= (load.cost.chunk_tokens or count):
-                    yield MeasuredStep(kind="prefill", rows=_prompt(count), seconds=took_s)
-                elif isinstance(load, DecodeLoad) and isinstance(known, DecodeLoad):
-                    most = known.num_running_requests + known.num_granted_requests + known.num_waiting_requests
-                    if 0 < count <= most and load.num_draft_tokens == known.num_draft_tokens:
-                        context = max(count, known.num_running_tokens)
-                        yield MeasuredStep(kind="decode", rows=StepRows(count, count, context, context), seconds=took_s)
-            before[load.address] = load
+        terms[2 * side : 2 * side + 2] += times, times * step_s
+        floor_s += times * float(_floor_s(prior[side], rows))
+    return _Row(of.kind, terms, floor_s, of.seconds)
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class _Pass:
     num_tokens: Any
     num_context: Any
     num_pairs: Any
-    num_logits: int
+    num_logits: float
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +69,8 @@ class _Pass:
 @attrs.frozen(kw_only=True)
 class Roofline(Value):
     """The seconds of an engine's step, `roofline(rows)`, where each of its attention groups has `rows`: the fullest
-    counts, since all groups step together. Make it with `planning.roofline`.
+    counts, since all groups step together. Where there are fewer requests than groups it is the mean, such as 1/32 of a
+    row, as most groups choose no experts then. Make it with `planning.roofline`.
 
     Rows of at most 1 + `num_draft_tokens` tokens are a step of decode, whose attention is absorbed. Drafts run the MTP
     layer once each. At decode contexts and pairs may be numpy arrays, as in `StepRows`.
@@ -114,7 +115,7 @@ class Roofline(Value):
         the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them."""
         num_tokens = float(rows.num_tokens)
         if self._is_decode(rows):
-            num_drafts = rows.num_tokens // rows.num_rows - 1
+            num_drafts = int(rows.num_tokens // rows.num_rows) - 1
             num_tokens = rows.num_rows * sum(accept_rate**right for right in range(num_drafts + 1))
         return num_tokens / float(self(rows)) / self._group_size
 
@@ -166,7 +167,7 @@ class Roofline(Value):
             yield from [attrs.evolve(mtp, num_logits=0)] * self.plan.mtp
             return
         draft = attrs.evolve(mtp, num_tokens=rows.num_rows, num_pairs=rows.num_context_tokens, num_logits=rows.num_rows)
-        yield from [draft] * (rows.num_tokens // rows.num_rows - 1)
+        yield from [draft] * (int(rows.num_tokens // rows.num_rows) - 1)
 
     def _works(self, rows: StepRows) -> Iterator[Work]:
         for run in self._passes(rows):

@@ -19,6 +19,7 @@ from pdinfer.config import CacheConfig, EngineConfig, RemoteConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError
+from pdinfer.execution.warm_up import WarmUp
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import load_model
@@ -48,18 +49,18 @@ def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None
         return
     logging.basicConfig(level=order.log_level, format=f"%(levelname)s %(name)s {order.role} %(process)d: %(message)s")
     try:
-        engine = make_engine(order, parent)
+        engine, warm_ups = make_engine(order, parent)
     except PDInferError as error:
         _say(parent, Failed(error.code, str(error)))
         sys.exit(1)
     loaded()
-    _say(parent, Loaded())
+    _say(parent, Loaded(warm_ups))
     serve(engine, parent, config=RemoteConfig(**order.remote))
 
 
-def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngine:
-    """Load the model, telling the parent how far it is, and make the engine with a channel of its own. Raises what
-    `load_model`, the channel and the engine raise."""
+def make_engine(order: Order, parent: Connection) -> tuple[PrefillEngine | DecodeEngine, tuple[WarmUp, ...]]:
+    """Load the model, telling the parent how far it is, make the engine with a channel of its own, and warm it up.
+    Raises what `load_model`, the channel and the engine raise."""
     cache, config, other = CacheConfig(**order.cache), EngineConfig(**order.engine), EngineConfig(**order.other_engine)
     make_transport = order.transport.find()
     processors = {name: named.find() for name, named in order.logits_processors.items()}
@@ -77,12 +78,16 @@ def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngin
     try:
         kind = PrefillEngine if order.role == "prefill" else DecodeEngine
         engine = kind(model, channel, config, other_config=other, logits_processors=processors)
-        if order.warm_up:
-            engine.warm_up(progress=lambda done, total: _say(parent, Warming(done, total)))
+        warm_ups = tuple(engine.warm_up(progress=_warming(parent, at, order.warm_up)) for at in range(order.warm_up))
     except BaseException:
         channel.close()
         raise
-    return engine
+    return engine, warm_ups
+
+
+def _warming(parent: Connection, at: int, times: int) -> Tell:
+    """Return what tells the parent how far the warm-up is that `at` of `times` others came before."""
+    return lambda done, total: _say(parent, Warming(at * total + done, times * total))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import msgspec
 
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError, PDInferError, TransferError, error_from_code
+from pdinfer.execution.warm_up import WarmUp
 
 
 class Named(msgspec.Struct):
@@ -62,7 +63,8 @@ class Named(msgspec.Struct):
 
 
 class Order(msgspec.Struct):
-    """An engine to make and serve. `cache`, `engine`, `other_engine` and `remote` are the fields of configurations."""
+    """An engine to make, to warm up `warm_up` times and to serve. `cache`, `engine`, `other_engine` and `remote` are
+    the fields of configurations."""
 
     role: str
     checkpoint: str
@@ -76,7 +78,7 @@ class Order(msgspec.Struct):
     logits_processors: dict[str, Named]
     trusted_roots: list[str]
     key: bytes | None
-    warm_up: bool
+    warm_up: int
     log_level: int
 
 
@@ -88,14 +90,16 @@ class Loading(msgspec.Struct, tag="loading"):
 
 
 class Warming(msgspec.Struct, tag="warming"):
-    """How many steps of the warm-up were run, of how many."""
+    """How many steps of all warm-ups were run, of how many."""
 
     done: int
     total: int
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
-    """The engine is made. What follows is the session of `pdinfer.remote.served`."""
+    """The engine is made, and was warmed up. What follows is the session of `pdinfer.remote.served`."""
+
+    warm_ups: tuple[WarmUp, ...] = ()
 
 
 class Failed(msgspec.Struct, tag="failed"):

@@ -27,6 +27,7 @@ from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, EngineConfig, RemoteConfig
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
+from pdinfer.execution.warm_up import WarmUp
 from pdinfer.files import AnyPath
 from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import same_host_transport
@@ -46,13 +47,25 @@ GRACE_S = 5.0
 LAST_BYTES = 4096
 """How much of a child's last words an error holds."""
 STDERR = 2
+MOST_WARM_UPS = 16
 
 
 class _Spawned(EngineClient[AnyLoad]):
-    """A port to an engine that was spawned. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
+    """A port to an engine that was spawned. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`. `warm_ups` are
+    those that the engine ran before it was ready; the first has what first uses take. One that changes its role has
+    none."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
+    warm_ups: tuple[WarmUp, ...] = ()
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        connection: Connection,
+        config: RemoteConfig,
+        warm_ups: tuple[WarmUp, ...] = (),
+    ) -> None:
         self.process = process
+        self.warm_ups = warm_ups
         super().__init__(connection, config=config)
 
     def _follow(self, before: EngineClient[Any]) -> None:
@@ -80,25 +93,25 @@ class _Spawned(EngineClient[AnyLoad]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         trusted_roots: Sequence[AnyPath] = (),
         key: bytes | None = None,
-        warm_up: bool = False,
+        warm_up: int = 0,
         progress: Progress = True,
         timeout_s: float = READY_S,
         config: RemoteConfig | None = None,
     ) -> Self:
-        """Start a process with an engine of one rank, wait until it is ready, and return the port.
+        """Start a process with an engine of one rank, wait until it is ready, and return the port. Any thread may.
 
         The process loads `checkpoint` with `device`, `dtype` and `trusted_roots`, and makes a pool of `cache`, a
         channel with `key`, and an engine of `engine`; `other_engine` is for the other role (`Pairing.switch`), and by
         default the same. `transport` is called there to make the channel's: it is a class or function of a module, or a
-        `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With `warm_up` the
-        engine is warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is loaded; True
-        draws a line on stderr, and one of the warm-up. `timeout_s` is how long the process may say nothing before it is
-        ready. `config` is for both ends of the connection. Any thread may call it.
+        `functools.partial` of one with plain arguments, and so is each of `logits_processors`. The engine is warmed up
+        `warm_up` times first, once for True; `planning.calibrate` takes all but the first of the port's `warm_ups`.
+        `progress(done_bytes, total_bytes)` is called here while the model is loaded; True draws lines on stderr, of
+        warm-ups, too. `timeout_s` is how long it may say nothing before it is ready. `config` is for both ends.
 
         The process is a new Python with this one's `sys.path`, environment and working directory. It is told all this
         over a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends with the port or with this process.
 
-        Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
+        Raises ConfigError for what cannot be handed over; what loading and making the engine raise there;
         TransferError, with the last that it wrote, when it cannot start, ends or falls silent before it is ready.
         """
         config = config or RemoteConfig()
@@ -115,15 +128,15 @@ class _Spawned(EngineClient[AnyLoad]):
             logits_processors=_named(logits_processors or {}),
             trusted_roots=[_path("each of trusted_roots", root) for root in trusted_roots],
             key=key,
-            warm_up=warm_up,
+            warm_up=_times(warm_up),
             log_level=log.getEffectiveLevel(),
         )
         warming_up = telling(progress is True, f"warming up {cls.role}", "steps")
         with telling(progress, f"loading {cls.role}", "bytes") as loads, warming_up as warms:
             child = _started(cls.role)
             try:
-                child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
-                return cls(child.process, child.connection, config)
+                loaded = child.obey(order, {Loading: loads, Warming: warms}, timeout_s)
+                return cls(child.process, child.connection, config, loaded.warm_ups)
             except BaseException:
                 child.kill()
                 raise
@@ -151,6 +164,12 @@ def _path(what: str, folder: AnyPath) -> str:
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"{what} must be the path of a folder, got {clip(folder)}")
     return os.fspath(folder)
+
+
+def _times(warm_up: int) -> int:
+    if not isinstance(warm_up, int) or not 0 <= warm_up <= MOST_WARM_UPS:
+        raise ConfigError(f"warm_up must be how often, from 0 to {MOST_WARM_UPS}, or a bool, got {clip(warm_up)}")
+    return int(warm_up)
 
 
 def _named(processors: Mapping[str, LogitsProcessorFactory]) -> dict[str, Named]:
@@ -196,9 +215,9 @@ class _Child:
         assert self.process.stderr is not None
         self._stderr = self.process.stderr
 
-    def obey(self, order: Order, tells: Mapping[type[Said], Tell], timeout_s: float) -> None:
-        """Give the order, and return when the process serves. `tells` take its progress. Raises TransferError, or its
-        error."""
+    def obey(self, order: Order, tells: Mapping[type[Said], Tell], timeout_s: float) -> Loaded:
+        """Give the order, and return what the process says when it serves. `tells` take its progress. Raises
+        TransferError, or its error."""
         with contextlib.suppress(OSError):  # it has ended already, which is noticed below
             self.connection.send_bytes(msgspec.msgpack.encode(order, enc_hook=os.fspath))
         while not isinstance(said := self._hear(timeout_s), Loaded):
@@ -209,6 +228,7 @@ class _Child:
         if self._wrote and sys.stderr is not None:
             sys.stderr.write(self._wrote.decode("utf-8", "replace"))
         self._stderr.close()  # the process has the stderr of this one now
+        return said
 
     def kill(self) -> None:
         """Leave nothing of it."""

@@ -182,6 +182,8 @@ def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
             "transport must be a function or class that is called in the engine's",
         ),
         ({"transport": lambda: None}, "define it at the top of a module"),
+        ({"warm_up": -1}, "warm_up must be how often, from 0 to 16, or a bool, got -1"),
+        ({"warm_up": "yes"}, "warm_up must be how often, from 0 to 16, or a bool, got 'yes'"),
         ({"transport": partial(pd.kv.SocketTransport, strangers=pd.kv.Strangers())}, "is plain data"),
         ({"logits_processors": {"json": partial(lambda text: None)}}, "logits processor 'json' is "),
         ({"cache": {"page_size": 16}}, "cache must be a CacheConfig"),
@@ -237,7 +239,7 @@ def order_of(checkpoint: Path, **more: Any) -> bytes:
         "logits_processors": {},
         "trusted_roots": [],
         "key": None,
-        "warm_up": False,
+        "warm_up": 0,
         "log_level": 30,
         **more,
     }
@@ -259,13 +261,16 @@ def start(order: bytes) -> tuple[Any, threading.Thread]:
 
 def test_a_child_loads_tells_how_far_it_is_and_serves_until_its_port_is_closed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config_dict("v3"))
-    ours, thread = start(order_of(tmp_path, warm_up=True, logits_processors={"all": Named.of("", allow_all)}))
+    ours, thread = start(order_of(tmp_path, warm_up=2, logits_processors={"all": Named.of("", allow_all)}))
     said = [orders.decode_said(ours.recv_bytes())]
-    while said[-1] != Loaded():
+    while not isinstance(said[-1], Loaded):
         said.append(orders.decode_said(ours.recv_bytes()))
     loading = [each for each in said if isinstance(each, Loading)]
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
-    assert said[-3:] == [Warming(1, 2), Warming(2, 2), Loaded()]
+    assert said[-5:-1] == [Warming(done, 4) for done in range(1, 5)]
+    ran = [[(step.kind, step.size) for step in warm_up.steps] for warm_up in said[-1].warm_ups]
+    assert ran == [[("prefill", 16), ("prefill", 128)]] * 2
+    assert all(step.seconds > 0 for warm_up in said[-1].warm_ups for step in warm_up.steps)
     with pd.remote.PrefillClient(ours) as port:
         assert port.limits.logits_processors == ("all",)
         assert port.limits.max_tokens == 4 * 32

@@ -30,10 +30,11 @@ class StepRows:
     `num_tokens` are run, over all rows: one per row at decode. `num_context_tokens` is the sum of the contexts, the
     tokens that are run included. `num_pairs` counts pairs of a token and one that it attends to, itself included; at
     decode it equals `num_context_tokens`. At decode both may be numpy arrays, with an item for each step of a burst.
+    Means over attention groups, of which some may have nothing, are fractions.
     """
 
-    num_rows: int
-    num_tokens: int
+    num_rows: float
+    num_tokens: float
     num_context_tokens: Any
     num_pairs: Any
 
