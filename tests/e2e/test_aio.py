@@ -23,6 +23,7 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    hang,
     join,
     local,
     model_of,
@@ -628,12 +629,13 @@ async def test_health_says_whether_a_host_serves_with_all_that_it_has() -> None:
     assert (host.health().state, host.health().takes_requests) == (state.DOWN, False)
     async with host:
         assert host.health() == Health(state.READY)
-        stream = host.stream(request("a", 64))
-        await anext(stream)
+        hang(setup.prefills[0])  # so that the request does not end before it is looked at
+        reading = asyncio.create_task(read(host.stream(request("a"))))
+        await until(lambda: host.num_unfinished)
         draining = asyncio.create_task(host.drain(SOON_S))
         await asyncio.sleep(0)
         assert host.health().state is state.DRAINING
-        await stream.aclose()
+        reading.cancel()
         assert await draining
         assert host.health().takes_requests
         setup.engines[1].close()
