@@ -29,6 +29,7 @@ from tests.e2e.setups import (
     model_of,
     pool_of,
     prompt_of,
+    recover,
     reference,
     request,
     tokens_of,
@@ -434,9 +435,12 @@ async def test_a_heartbeat_is_never_10_ms_late() -> None:
 
 @in_a_loop
 async def test_closing_ends_every_stream_once() -> None:
-    with local() as setup:
+    with local(num_pages=512) as setup:
         async with pd.aio.AsyncPairing(setup.pairing) as host:
-            tasks = [asyncio.create_task(read(host.stream(request(str(n), 200)))) for n in range(4)]
+            hang(setup.prefills[0])  # none begins before all are submitted
+            tasks = [asyncio.create_task(read(host.stream(request(str(n), 480)))) for n in range(4)]
+            await until(lambda: setup.pairing.num_unfinished == 4)
+            recover(setup.prefills[0])
             await until(lambda: setup.decodes[0].load().num_tokens > 8)
         streams = by_request([event for task in tasks for event in await task])
         assert len(streams) == 4
