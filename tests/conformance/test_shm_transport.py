@@ -29,6 +29,7 @@ from pdinfer.kv.transports.base import Link
 from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream import transport
 from tests.conformance.shm_ends import MIB, num_descriptors, num_maps, opened_ends
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
 from tests.forks import check_ended, fork
@@ -41,6 +42,49 @@ pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux
 def open_end() -> Iterator[Callable[..., End]]:
     with opened_ends() as make:
         yield make
+
+
+class Filling(socket.socket):
+    """The socket of an end that dials. Once it `is_full`, it has room for the start of what a thread sends directly."""
+
+    is_full = False
+
+    def send(self, data: bytes, flags: int = 0) -> int:  # type: ignore[override]
+        return super().send(data[:3] if self.is_full else data, flags)
+
+
+def test_word_of_a_copy_does_not_come_in_the_middle_of_a_frame(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame, of which the socket took the start, waits for the I/O thread, which makes a copy first."""
+    sockets: list[Filling] = []
+
+    def filling(*arguments: object, **more: object) -> tuple[socket.socket, str, OSError | None]:
+        sock, endpoint, problem = dial(*arguments, **more)  # type: ignore[arg-type]
+        sockets.append(Filling(fileno=sock.detach()))
+        sockets[-1].setblocking(False)
+        return sockets[-1], endpoint, problem
+
+    dial = transport.dial
+    monkeypatch.setattr(transport, "dial", filling)
+    left, right = open_end(num_bytes=MIB), open_end(num_bytes=MIB)
+    link, theirs = left.connect(right)
+    assert finished(right.transport.write(theirs, b"greeting", [(0, MIB)])).error is None
+    copies, sent = threading.Event(), threading.Event()
+
+    def place(_: Link, frame: bytes, size: int) -> Spans:
+        copies.set()
+        assert sent.wait(TIMEOUT_S)
+        return [(0, size)]
+
+    left.receiver.hooks["place"] = place
+    write = right.transport.write(theirs, b"w", [(0, MIB)])
+    assert copies.wait(TIMEOUT_S)
+    sockets[-1].is_full = True
+    left.transport.send(link, b"frame")
+    sent.set()
+    assert [call.frame for call in right.receiver.wait("received", 1, theirs)] == [b"frame"]
+    assert finished(write).error is None
 
 
 # -- pages that were given to someone else ---
