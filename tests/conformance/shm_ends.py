@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
+from tests.waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -38,6 +39,11 @@ def opened_ends() -> Iterator[Callable[..., End]]:
 def num_descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def check_no_more_than(descriptors: int, maps: int) -> None:
+    """Wait until this process has no more than before. Of those, tests before may give some back meanwhile."""
+    wait_until(lambda: num_descriptors() <= descriptors and num_maps() <= maps)
 
 
 def num_maps() -> int:

@@ -30,10 +30,10 @@ from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import transport
-from tests.conformance.shm_ends import MIB, num_descriptors, num_maps, opened_ends
+from tests.conformance.shm_ends import MIB, check_no_more_than, num_descriptors, num_maps, opened_ends
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
 from tests.forks import check_ended, fork
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -314,7 +314,7 @@ def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable
         child.kill()
         child.wait()
     assert isinstance(end.receiver.wait("closed")[0].error, TransferError)
-    wait_until(lambda: (num_descriptors(), num_maps()) == (before, maps))
+    check_no_more_than(before, maps)
 
 
 @pytest.mark.full
@@ -327,7 +327,7 @@ def test_links_free_what_they_mapped(open_end: Callable[..., End]) -> None:
         assert num_maps() == maps + 4
         left.transport.fence(link)
         right.receiver.wait("closed", 1, theirs)
-        wait_until(lambda: (num_descriptors(), num_maps()) == (descriptors, maps))
+        check_no_more_than(descriptors, maps)
 
 
 # -- where it listens ---
