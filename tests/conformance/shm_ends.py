@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdinfer.kv.transports.shm.transport import ShmTransport
+from pdinfer.kv.transports.stream.door import Strangers
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
-from tests.waiting import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
+PATIENT = Strangers(first_message_s=TIMEOUT_S, message_s=TIMEOUT_S)
+"""For peers that a test makes by hand, as fast as the machine is."""
 
 
 @contextlib.contextmanager
@@ -28,7 +31,7 @@ def opened_ends() -> Iterator[Callable[..., End]]:
             trusts: bool = True,
             digest: bool = True,
         ) -> End:
-            transport = transport or ShmTransport(digest=digest)
+            transport = transport or ShmTransport(digest=digest, strangers=PATIENT)
             ends.append(End(transport, memory or MemfdMemory(num_bytes), Recorder(trusts=trusts)))
             ends[-1].receiver.hooks["place"] = anywhere
             return ends[-1]
