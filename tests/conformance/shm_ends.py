@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdinfer.kv.transports.shm.transport import ShmTransport
-from pdinfer.kv.transports.stream.door import Strangers
-from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.conformance.transport_ends import PATIENT, BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
+from tests.waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
-PATIENT = Strangers(first_message_s=TIMEOUT_S, message_s=TIMEOUT_S)
-"""For peers that a test makes by hand, as fast as the machine is."""
 
 
 @contextlib.contextmanager
