@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import os
 import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pdinfer.parallel.topology import Topology
+from tests import ranks as harness
+from tests.forks import FAR_S
 from tests.ranks import Ranks
+from tests.waiting import wait_until
 
 HERE = "tests.test_ranks_harness"
 
@@ -32,8 +38,9 @@ def die(rank: int) -> None:
     groups.world.all_gather(torch.zeros(1))
 
 
-def sleep(rank: int) -> None:
+def sleep(rank: int, asleep: str) -> None:
     if int(os.environ["RANK"]) == rank:
+        Path(asleep).touch()
         time.sleep(600)
 
 
@@ -50,9 +57,24 @@ def test_what_a_rank_raises_is_told(ranks: Ranks) -> None:
         ranks.run(f"{HERE}:refuse", 2, 1)
 
 
-def test_a_rank_that_dies_or_hangs_is_named_and_replaced(ranks: Ranks) -> None:
+def test_a_rank_that_dies_or_hangs_is_named_and_replaced(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The time is over when one rank has ended and the other hangs, however long both took."""
+    asleep, limits_s = tmp_path / "asleep", list[float]()
+
+    def wait(missing: list[Any], timeout: float) -> list[Any]:
+        limits_s.append(timeout)
+        if len(missing) > 1:
+            return connection.wait(missing, FAR_S)
+        wait_until(asleep.exists)
+        return []
+
     outcomes = ranks.outcomes(f"{HERE}:die", 2, 1)
     assert [outcome.error for outcome in outcomes] == ["RankLost", "Died"]
+    monkeypatch.setattr(harness, "wait", wait)
     with pytest.raises(AssertionError, match=r"sleep did not end in 4.0 s on ranks 1\nrank 1:(.|\n)*in sleep"):
-        ranks.outcomes(f"{HERE}:sleep", 2, 1, deadline_s=4.0)
+        ranks.outcomes(f"{HERE}:sleep", 2, 1, str(asleep), deadline_s=4.0)
+    assert max(limits_s) <= 4.0
+    monkeypatch.undo()
     assert ranks.run(f"{HERE}:gathered", 2, "again") == [["again", [0, 1]]] * 2

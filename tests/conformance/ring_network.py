@@ -16,6 +16,11 @@ from tests.waiting import TIMEOUT_S
 GREETING = 1 << 32
 
 
+def writers() -> list[threading.Thread]:
+    """Return the threads of this process that write to rings."""
+    return [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
+
+
 @attrs.define(eq=False)
 class Write:
     """A write that the engine was given, and what became of it. `status` is what the engine reports."""

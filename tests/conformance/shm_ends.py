@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdinfer.kv.transports.shm.transport import ShmTransport
-from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
+from tests.conformance.transport_ends import PATIENT, BytesMemory, End, MemfdMemory, Recorder, anywhere, closing
+from tests.waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -27,7 +28,7 @@ def opened_ends() -> Iterator[Callable[..., End]]:
             trusts: bool = True,
             digest: bool = True,
         ) -> End:
-            transport = transport or ShmTransport(digest=digest)
+            transport = transport or ShmTransport(digest=digest, strangers=PATIENT)
             ends.append(End(transport, memory or MemfdMemory(num_bytes), Recorder(trusts=trusts)))
             ends[-1].receiver.hooks["place"] = anywhere
             return ends[-1]
@@ -38,6 +39,11 @@ def opened_ends() -> Iterator[Callable[..., End]]:
 def num_descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def check_no_more_than(descriptors: int, maps: int) -> None:
+    """Wait until this process has no more than before. Of those, tests before may give some back meanwhile."""
+    wait_until(lambda: num_descriptors() <= descriptors and num_maps() <= maps)
 
 
 def num_maps() -> int:

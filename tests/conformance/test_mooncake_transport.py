@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,6 +27,7 @@ from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.one_sided import writer
 from pdinfer.testing.simulation import VirtualClock
 from tests.backends import ROOT, child_environment, need_mooncake
+from tests.conformance.ring_network import writers
 from tests.conformance.transport_ends import BytesMemory, End, anywhere, closing, finished
 from tests.conformance.transport_suite import TransportSuite
 from tests.forks import check_ended, fork
@@ -176,10 +176,6 @@ def sums(end: End, link: Link) -> list[str]:
 
 def digest_of(end: End) -> str:
     return f"{xxhash.xxh3_64_intdigest(end.memory.data):016x}"
-
-
-def writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_write(sender: End, peers: tuple[Process, Process]) -> None:

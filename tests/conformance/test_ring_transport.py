@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import mmap
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from pdinfer.kv.transports.one_sided.ring import (
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.ring_network import FakeEngine, Network, Write
+from tests.conformance.ring_network import FakeEngine, Network, Write, writers
 from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, finished
 from tests.conformance.transport_suite import TransportSuite
 from tests.waiting import TIMEOUT_S, check_ends, wait_until
@@ -306,7 +305,8 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     push(left, other, 0, 100)
     right.receiver.wait("placed")
     left.transport.close()
-    (stuck,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
+    wait_until(lambda: len(writers()) == 1)  # another may be about to end
+    (stuck,) = writers()
     assert stuck.daemon
     network.unblock.set()
     check_ends(stuck)

@@ -29,10 +29,11 @@ from pdinfer.kv.transports.base import Link
 from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.shm_ends import MIB, num_descriptors, num_maps, opened_ends
+from pdinfer.kv.transports.stream import transport
+from tests.conformance.shm_ends import MIB, check_no_more_than, num_descriptors, num_maps, opened_ends
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
 from tests.forks import check_ended, fork
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -41,6 +42,49 @@ pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux
 def open_end() -> Iterator[Callable[..., End]]:
     with opened_ends() as make:
         yield make
+
+
+class Filling(socket.socket):
+    """The socket of an end that dials. Once it `is_full`, it has room for the start of what a thread sends directly."""
+
+    is_full = False
+
+    def send(self, data: bytes, flags: int = 0) -> int:  # type: ignore[override]
+        return super().send(data[:3] if self.is_full else data, flags)
+
+
+def test_word_of_a_copy_does_not_come_in_the_middle_of_a_frame(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame, of which the socket took the start, waits for the I/O thread, which makes a copy first."""
+    sockets: list[Filling] = []
+
+    def filling(*arguments: object, **more: object) -> tuple[socket.socket, str, OSError | None]:
+        sock, endpoint, problem = dial(*arguments, **more)  # type: ignore[arg-type]
+        sockets.append(Filling(fileno=sock.detach()))
+        sockets[-1].setblocking(False)
+        return sockets[-1], endpoint, problem
+
+    dial = transport.dial
+    monkeypatch.setattr(transport, "dial", filling)
+    left, right = open_end(num_bytes=MIB), open_end(num_bytes=MIB)
+    link, theirs = left.connect(right)
+    assert finished(right.transport.write(theirs, b"greeting", [(0, MIB)])).error is None
+    copies, sent = threading.Event(), threading.Event()
+
+    def place(_: Link, frame: bytes, size: int) -> Spans:
+        copies.set()
+        assert sent.wait(TIMEOUT_S)
+        return [(0, size)]
+
+    left.receiver.hooks["place"] = place
+    write = right.transport.write(theirs, b"w", [(0, MIB)])
+    assert copies.wait(TIMEOUT_S)
+    sockets[-1].is_full = True
+    left.transport.send(link, b"frame")
+    sent.set()
+    assert [call.frame for call in right.receiver.wait("received", 1, theirs)] == [b"frame"]
+    assert finished(write).error is None
 
 
 # -- pages that were given to someone else ---
@@ -270,7 +314,7 @@ def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable
         child.kill()
         child.wait()
     assert isinstance(end.receiver.wait("closed")[0].error, TransferError)
-    wait_until(lambda: (num_descriptors(), num_maps()) == (before, maps))
+    check_no_more_than(before, maps)
 
 
 @pytest.mark.full
@@ -283,7 +327,7 @@ def test_links_free_what_they_mapped(open_end: Callable[..., End]) -> None:
         assert num_maps() == maps + 4
         left.transport.fence(link)
         right.receiver.wait("closed", 1, theirs)
-        wait_until(lambda: (num_descriptors(), num_maps()) == (descriptors, maps))
+        check_no_more_than(descriptors, maps)
 
 
 # -- where it listens ---

@@ -29,7 +29,7 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import BytesMemory, End, Recorder, anywhere, closing, finished
+from tests.conformance.transport_ends import PATIENT, BytesMemory, End, Recorder, anywhere, closing, finished
 from tests.forks import check_ended, fork
 from tests.waiting import TIMEOUT_S, check_returns, wait_until
 
@@ -98,7 +98,7 @@ def open_end() -> Iterator[Callable[..., End]]:
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_is_closed_and_costs_little(open_end: Callable[..., End], name: str) -> None:
-    end, friend = open_end(trusts=False), open_end()
+    end, friend = open_end(SocketTransport(strangers=PATIENT), trusts=False), open_end()
     link, _ = friend.connect(end)
     tracemalloc.start()
     with dialled(end) as stranger:
@@ -265,7 +265,7 @@ def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
 def test_who_is_out_of_descriptors_turns_out_a_stranger(
     open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = open_end(trusts=False)
+    end = open_end(SocketTransport(strangers=PATIENT), trusts=False)
     accept, broken = socket.socket.accept, [True]
 
     def scarce(sock: socket.socket) -> object:

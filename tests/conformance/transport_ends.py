@@ -15,8 +15,11 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
+from pdinfer.kv.transports.stream.door import Strangers
 from tests.waiting import TIMEOUT_S, wait_until
 
+PATIENT = Strangers(first_message_s=TIMEOUT_S, message_s=TIMEOUT_S)
+"""For peers that a test makes by hand, as fast as the machine is."""
 STAGED_BYTES = 1000
 """A block of a memory that behaves like a device. Odd, so that spans are cut."""
 

@@ -447,11 +447,11 @@ class TransportSuite:
         for _ in range(5):
             live()
             counts.append(count())
-        if not self.keeps_connections:
-            assert counts == counts[:1] * len(counts)
-        # a leak grows with every round; a library that keeps one connection more for a while does not
+        # what tests before have left may end meanwhile, and a leak grows with every round; a library that keeps one
+        # connection more for a while does not
         for what, seen in zip(("threads", "descriptors"), zip(*counts, strict=True), strict=True):
-            assert any(later <= earlier for earlier, later in itertools.pairwise(seen)), (what, seen)
+            stays = [later <= earlier for earlier, later in itertools.pairwise(seen)]
+            assert any(stays) if self.keeps_connections else all(stays), (what, seen)
 
     def test_connecting_without_waiting(self, pair: tuple[End, End]) -> None:
         left, right = pair
@@ -495,7 +495,8 @@ class ProcessTransportSuite(TransportSuite):
             assert seen.heard_at < sent_at
             sender.transport.send(way, b"f")
             receiver.receiver.wait("received", 1, seen)
-            assert sent_at <= seen.heard_at <= time.monotonic()
+            wait_until(lambda: seen.heard_at >= sent_at)  # noqa: B023 - its thread notes that behind the call
+            assert seen.heard_at <= time.monotonic()
 
     def test_ticks_come_regularly(self) -> None:
         """However late some come, none comes early."""

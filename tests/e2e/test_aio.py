@@ -23,11 +23,13 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    hang,
     join,
     local,
     model_of,
     pool_of,
     prompt_of,
+    recover,
     reference,
     request,
     tokens_of,
@@ -433,9 +435,12 @@ async def test_a_heartbeat_is_never_10_ms_late() -> None:
 
 @in_a_loop
 async def test_closing_ends_every_stream_once() -> None:
-    with local() as setup:
+    with local(num_pages=512) as setup:
         async with pd.aio.AsyncPairing(setup.pairing) as host:
-            tasks = [asyncio.create_task(read(host.stream(request(str(n), 200)))) for n in range(4)]
+            hang(setup.prefills[0])  # none begins before all are submitted
+            tasks = [asyncio.create_task(read(host.stream(request(str(n), 480)))) for n in range(4)]
+            await until(lambda: setup.pairing.num_unfinished == 4)
+            recover(setup.prefills[0])
             await until(lambda: setup.decodes[0].load().num_tokens > 8)
         streams = by_request([event for task in tasks for event in await task])
         assert len(streams) == 4
@@ -628,12 +633,13 @@ async def test_health_says_whether_a_host_serves_with_all_that_it_has() -> None:
     assert (host.health().state, host.health().takes_requests) == (state.DOWN, False)
     async with host:
         assert host.health() == Health(state.READY)
-        stream = host.stream(request("a", 64))
-        await anext(stream)
+        hang(setup.prefills[0])  # so that the request does not end before it is looked at
+        reading = asyncio.create_task(read(host.stream(request("a"))))
+        await until(lambda: host.num_unfinished)
         draining = asyncio.create_task(host.drain(SOON_S))
         await asyncio.sleep(0)
         assert host.health().state is state.DRAINING
-        await stream.aclose()
+        reading.cancel()
         assert await draining
         assert host.health().takes_requests
         setup.engines[1].close()

@@ -108,7 +108,7 @@ def test_an_engine_that_drains_ends_its_streams_and_then_itself(directory: Direc
         with pd.Pairing(directory=directory) as pairing:
             step_until(pairing, lambda: roles(pairing) == ["decode", "prefill"])
             pairing.submit(request("a", 40))
-            events = step_until(pairing, lambda: pairing.ports[0].load().num_running_requests)  # type: ignore[union-attr]
+            events = step_until(pairing, lambda: pairing.ports[0].load().num_tokens)
             drain.set()
             events += step_until(pairing, lambda: roles(pairing) == ["prefill"])
             assert tokens_of(events) == list(reference("v3", PROMPT, 40).tokens)

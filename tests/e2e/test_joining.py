@@ -166,7 +166,7 @@ def test_a_pair_that_cannot_be_linked_now_is_down_until_it_can() -> None:
 
 
 def test_a_port_that_reaches_nobody_does_not_join() -> None:
-    with several(1, 2, config=pd.PairingConfig(connect_timeout_s=0.2)) as setup, newcomer() as port:
+    with several(1, 2) as setup, newcomer() as port:
         unplug(port, *(decode.address for decode in setup.decodes))
         with pytest.raises(pd.TransferError, match="unplugged"):
             setup.pairing.add(port)

@@ -170,11 +170,10 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         successor = self._successor
         if successor is None:
             self.check_role(role)
-            if not self._engine.is_live:
-                raise self._line.loss()
             kind = self._other()
-            self._successor = successor = kind.__new__(kind)
+            successor = kind.__new__(kind)
             successor._follow(self)  # noqa: SLF001 - another of us
+            self._successor = successor
             self._line.post(messages.Become(role))
         return successor if successor._has_come() else None  # noqa: SLF001 - another of us
 

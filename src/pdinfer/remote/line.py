@@ -63,9 +63,15 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             )
 
     def follow(self, before: Line[Any]) -> None:
-        """Take over the session of a line whose engine will be ours."""
-        self._session = before._session
-        self._session.report_to(self._deliver, self._silent)
+        """Take over the session of a line whose engine will be ours. Raise TransferError where it is lost, of which the
+        other line is told: nobody would tell this one."""
+        with before.lock:
+            if not before.engine.is_live:
+                raise before.loss()
+            self._session = before._session
+            if not self._session.report_to(self._deliver, self._silent):
+                raise TransferError(f"the process at the other end of a port {self._session.loss}")
+            before.engine.is_live = False  # what its threads are about to notice is not for them any more
 
     def post(self, message: Command) -> None:
         self._session.post(message)
@@ -129,8 +135,10 @@ class Line(OfOneProcess, Generic[AnyLoad]):
     def _silent(self, is_silent: bool) -> None:
         if is_silent:
             self._lose(f"was silent for {self.config.silent_s:g} s")
-        elif not self.engine.is_live and self.engine.ready is not None:
-            self._renew()
+        else:
+            with self.lock:  # an answer to an earlier renewal may be about to make it live
+                if not self.engine.is_live and self.engine.ready is not None:
+                    self._renew()
 
     def _check_step(self, age_s: float) -> None:
         """Give up an engine whose step takes too long, for good if it takes `return_s` more. It is back when the step

@@ -99,9 +99,13 @@ class Session(OfOneProcess, Generic[M]):
             self.close()
             raise
 
-    def report_to(self, deliver: Callable[[M | None], None], on_silence: Callable[[bool], None]) -> None:
-        """Call these functions from now on, instead of those that were given at first."""
-        self._deliver, self._on_silence = deliver, on_silence
+    def report_to(self, deliver: Callable[[M | None], None], on_silence: Callable[[bool], None]) -> bool:
+        """Call these functions from now on, instead of those that were given at first. Return False where the other end
+        is lost, which those are told of."""
+        with self._changed:
+            if self.loss is None:
+                self._deliver, self._on_silence = deliver, on_silence
+            return self.loss is None
 
     @property
     def is_behind(self) -> bool:
@@ -216,11 +220,11 @@ class Session(OfOneProcess, Generic[M]):
         with self._changed:
             if self.loss is not None or self._closing:
                 return
-            self.loss, self.broke = reason, broke
+            self.loss, self.broke, deliver = reason, broke, self._deliver
             self._outgoing.clear()
             self._changed.notify_all()
         self._shut()
-        self._deliver(None)
+        deliver(None)
 
     def _shut(self) -> None:
         """End a read or a send that is stuck in another thread, where the connection is a socket: closing it does not.

@@ -117,7 +117,7 @@ def test_a_dropped_peer_can_be_dialled_at_once(two_pools: Case) -> None:
     for _ in range(5):
         prefill.drop_peer(decode.address)
         prefill.connect(decode.address)
-    late = threading.Timer(0.3, decode.drop_peer, (prefill.address,))
+    late = threading.Timer(0.3, record(decode, prefill).fence)  # a beat of decode's may be sooner to find it out
     links(prefill).book.close(record(prefill, decode).link, None)  # as if this end alone knew that the link is broken
     late.start()
     prefill.connect(decode.address, timeout_s=TIMEOUT_S)

@@ -237,7 +237,7 @@ class StreamConnection:
             with self._lock:
                 if self._leaving is not None:
                     self._limits.waiting.give(self, self._leaving.cost_bytes)
-                urgent = self._payloads.urgent()
+                urgent = None if self._rest else self._payloads.urgent()  # not inside a message whose start has left
                 message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
                 self._busy = urgent is not None or message is not None
                 rest, self._rest = (b"", self._rest) if message is None else (self._rest, b"")
