@@ -130,7 +130,9 @@ def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None
             product(64, torch.float32, num_stages=3), "a product of 64 rows without wgmma", marks=pytest.mark.full
         ),
         pytest.param(product(64, num_stages=16), "bytes of shared memory, more than 232448", marks=pytest.mark.full),
-        pytest.param(product(32, num_stages=3, maxnreg=32), "instructions that spill", marks=pytest.mark.full),
+        pytest.param(
+            product(32, num_stages=3, maxnreg=32), "instructions that spill", id="spills", marks=pytest.mark.full
+        ),
         (started(bad_kernels.copied, empty(512), empty(512), 16, SIZE=512, num_warps=2), ""),
         (started(bad_kernels.copied, empty(512), empty(512), 17, SIZE=512, num_warps=2), "loads of fewer than 8 bytes"),
     ],
@@ -186,12 +188,12 @@ def of_four_bits(kind: str, rows: int, columns: int, dtype: torch.dtype = torch.
     "call",
     [
         pytest.param(lambda: narrow_decode(torch.bfloat16, 16), id="decode"),
-        pytest.param(lambda: narrow_decode(torch.bfloat16, 8), id="decode, few latents", marks=pytest.mark.full),
+        pytest.param(lambda: narrow_decode(torch.bfloat16, 8), id="few-latents", marks=pytest.mark.full),
         pytest.param(lambda: narrow_decode(torch.float32, 16), id="decode in float32", marks=pytest.mark.full),
         pytest.param(
             lambda: narrow_decode(torch.bfloat16, 512, packed=True), id="decode, packed", marks=pytest.mark.full
         ),
-        pytest.param(one_row_chosen, id="one row chosen", marks=pytest.mark.full),
+        pytest.param(one_row_chosen, id="one-row-chosen", marks=pytest.mark.full),
         pytest.param(lambda: of_fp8(5), id="float32 of FP8", marks=pytest.mark.full),
         pytest.param(lambda: of_fp8(500), id="float32 of FP8, many rows"),
         pytest.param(lambda: of_four_bits("int4", 5, 32), id="INT4, one scale", marks=pytest.mark.full),
