@@ -508,7 +508,7 @@ def test_strangers_at_the_door_keep_nobody_waiting(monkeypatch: pytest.MonkeyPat
         with Client(door.address, authkey=KEY):
             check_ends(thread)
         thread = started(lambda: check_closed(door))
-    check_ends(thread)
+    check_ends(thread, *(other for other in threading.enumerate() if other.name == "pdinfer-door"))
 
 
 def read_to_end(stranger: socket.socket) -> None:
