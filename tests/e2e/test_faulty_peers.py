@@ -396,13 +396,18 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
     asked = pd.PeerAddress(b"asked", 1, 0)
     earlier = pd.PeerAddress(b"earlier", 1, 0)
     no = pd.TransferError("not this one")
-    answers = [(earlier, None if refused else no), (asked, no if refused else None)]
+    about_earlier = messages.Connected(earlier, None if refused else no)
+    about_asked = messages.Connected(asked, no if refused else None)
+    known: list[object] = []
 
     def answer() -> None:
         while not isinstance(command := messages.decode_command(other.theirs.recv_bytes()), messages.ConnectMessage):
             pass
         assert command.peer == asked
-        other.say(*(messages.Connected(peer, error) for peer, error in answers))
+        other.say(about_earlier, messages.BeatMessage(is_draining=True))
+        wait_until(lambda: other.client.is_draining)  # then it has heard the answer before
+        known.append({**other.client._answers})
+        other.say(about_asked)
 
     thread = started(answer)
     if refused:
@@ -411,6 +416,7 @@ def test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked(ot
     else:
         other.client.connect(asked, timeout_s=TIMEOUT_S)
     check_ends(thread)
+    assert known == [{asked: None}]
 
 
 def test_a_hostile_command_stops_a_served_engine_by_name(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:

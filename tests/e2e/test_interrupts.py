@@ -23,7 +23,7 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
-from pdinfer.pairing import broker, queue
+from pdinfer.pairing import broker, ports, queue
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.process import locks
 from pdinfer.scheduling import decode as scheduling
@@ -406,7 +406,10 @@ def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["place", "placed", "received"])
-def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(name: str) -> None:
+def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports.Ports, "dial", lambda _: None)  # the engines' own steps have to
     with over("loopback") as setup:
         arrivals = setup.decodes[0].channel.arrivals
         method = getattr(arrivals, name)

@@ -423,7 +423,8 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeyp
 
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
 def test_a_port_that_joins_while_requests_are_dispatched_is_chosen_at_the_next_step(role: type) -> None:
-    with several(1, 1) as setup, newcomer(role) as third:
+    config = pd.PairingConfig(max_queued_per_decode=1)  # the first request fills the decode that was there before
+    with several(1, 1, config=config) as setup, newcomer(role) as third:
 
         def policy(*asked: Any) -> pd.policy.Choice | None:
             if third not in setup.pairing.ports:

@@ -358,16 +358,18 @@ def test_a_switch_keeps_no_id_reserved_and_its_directories_know_the_new_port(mon
         setup.pairing.follow(Noted())
         (following,) = setup.pairing._followings
         old = setup.decodes[0]
-        following._ports["a"] = (Any, old)  # type: ignore[assignment]
+        with following._changing:  # its threads have begun
+            following._ports["a"] = (Any, old)  # type: ignore[assignment]
         setup.pairing._broker._awaiting_release.add("r0", old.address)
-        joining = setup.pairing.joining
+        joining = setup.pairing._joining
+        beside = joining.beside
 
         def looked_at(port: Any) -> Iterator[float]:
             following.look()  # while the engine has neither role
             assert following._ports["a"][1] is old
-            yield from joining(port)
+            yield from beside(port)
 
-        monkeypatch.setattr(setup.pairing, "joining", looked_at)
+        monkeypatch.setattr(joining, "beside", looked_at)
         changed = setup.pairing.switch(old, "prefill", drain_s=0.0)
         assert following._ports["a"][1] is changed
         assert len(setup.pairing._broker._awaiting_release) == 0

@@ -205,6 +205,7 @@ def test_pages_of_a_room_that_was_given_up_wait_for_its_writers() -> None:
     sequence = waiting(pool, 4)
     grant = tables.reserve(granted(scheduler, sequence), b"r" * 16, ())
     all_there_is = waiting(pool, 60)
+    scheduler.leave(sequence)
     assert tables.orphan(sequence) == grant
     assert (tables.num_orphans, pool.num_granted, sequence.pages, sequence.grant) == (1, 2, [], None)
     assert not may_grant(scheduler, all_there_is, holding=[])
