@@ -4,17 +4,16 @@
 
 #include <immintrin.h> /* has functions that are called free and posix_memalign */
 #include <stdlib.h>
-#include <unistd.h>
+
+/* Threads share loops out evenly, whoever is quicker: one that lacks memory meets what the others read. */
+#define schedule(...) schedule(static, 1)
 
 #define SHARED __attribute__((weak, visibility("default")))
 
 SHARED long allocations_left, allocations_held;
 
-/* The last one takes its time: a thread that gets none runs ahead of the one that did, and to what they share first. */
 static inline int may_allocate(void) {
-    long left = __atomic_fetch_sub(&allocations_left, 1, __ATOMIC_RELAXED);
-    if (left <= 0) return 0;
-    if (left == 1) usleep(2000);
+    if (__atomic_fetch_sub(&allocations_left, 1, __ATOMIC_RELAXED) <= 0) return 0;
     __atomic_fetch_add(&allocations_held, 1, __ATOMIC_RELAXED);
     return 1;
 }

@@ -141,11 +141,13 @@ def test_two_batches_under_way_give_what_one_does(num_tokens: int, ranks: bool) 
     assert isinstance(dispatcher, LocalDispatcher)
     if ranks:
         layer = attrs.evolve(layer, dispatcher=AllToAllDispatcher(Group("ep"), config.n_routed_experts, OPS))
-    x_TD = torch.randn(num_tokens, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    x_TD, residual_TD = torch.randn(2, num_tokens, config.hidden_size, generator=torch.Generator().manual_seed(0))
     halved = attrs.evolve(layer, two_batch_overlap=True)
-    expected = layer(x_TD)
-    size = float(expected.abs().max()) if num_tokens else 0.0
-    torch.testing.assert_close(halved(x_TD), expected, rtol=0, atol=difference_of_models(config, 0, size))
+    for added_TD in (None, residual_TD):
+        expected = layer(x_TD, residual_TD=added_TD)
+        size = float(expected.abs().max()) if num_tokens else 0.0
+        got = halved(x_TD, residual_TD=added_TD)
+        torch.testing.assert_close(got, expected, rtol=0, atol=difference_of_models(config, 0, size))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
