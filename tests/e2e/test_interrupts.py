@@ -23,6 +23,7 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
+from pdinfer.kv.transports.loopback import _Delivery
 from pdinfer.pairing import broker, ports, queue
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.process import locks
@@ -424,6 +425,24 @@ def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(
             setup.pairing.submit(request(request_id))
             assert tokens_of(by_request(collect(setup.pairing))[request_id]) == right
         setup.check_idle()
+
+
+def test_an_interrupt_between_deliveries_costs_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill's thread delivers to the decode, which recovers before it begins another request."""
+    with over("loopback") as setup:
+        complete = _Delivery.complete
+
+        def interrupts(delivery: _Delivery, error: pd.TransferError | None) -> None:
+            if setup.prefills[0]._unfinished_call:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            complete(delivery, error)
+
+        monkeypatch.setattr(_Delivery, "complete", interrupts)
+        setup.pairing.submit(request("interrupted", 4))
+        with pytest.raises(KeyboardInterrupt):
+            collect(setup.pairing)
+        check_goes_on(setup, "0", [])
 
 
 def raises_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> None:

@@ -90,13 +90,17 @@ class _End:
             if self.deliverer is not None:
                 return
             self.deliverer = threading.get_ident()
-        while True:
-            with self.changed:
-                if not self.inbox:
-                    self.deliverer = None
-                    return
-                delivery = self.inbox.popleft()
-            self._run(delivery)
+        try:
+            while True:
+                with self.changed:
+                    if not self.inbox:
+                        self.deliverer = None
+                        return
+                    delivery = self.inbox.popleft()
+                self._run(delivery)
+        except BaseException:  # now, or the peer would begin a request before our recovery cuts the link
+            self.transport.in_doubt = self.peer.transport.in_doubt = True
+            raise
 
     def _run(self, delivery: _Delivery) -> None:
         error: TransferError | None = None
