@@ -198,34 +198,6 @@ def test_a_pairing_that_is_stepped_from_inside_its_step_says_so_and_loses_nothin
         setup.check_idle()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_two_threads_step_says_so_and_loses_nothing(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with local() as setup:
-        (engine,) = setup.prefills if role == "prefill" else setup.decodes
-        other = threading.Thread(target=engine.step)
-        inside, go_on, step = threading.Event(), threading.Event(), engine._step
-
-        def slow() -> None:
-            if threading.current_thread() is other:
-                inside.set()
-                go_on.wait(FAR_S)
-            step()
-
-        monkeypatch.setattr(engine, "_step", slow)
-        setup.pairing.submit(request("a"))
-        other.start()
-        assert inside.wait(FAR_S)
-        try:
-            with pytest.raises(pd.ConfigError, match=f"two threads step a {role.title()}Engine at once"):
-                engine.step()
-        finally:
-            go_on.set()
-            other.join()
-        monkeypatch.undo()
-        assert tokens_of(by_request(collect(setup.pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
-        setup.check_idle()
-
-
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_what_a_listener_of_the_host_raises_costs_no_link(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """One that steps from inside the step that calls it, or beside it from the transport's thread, among them."""

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pdinfer.errors import ConfigError, PDInferError
@@ -99,28 +99,17 @@ def undivided(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Result
 
 
 def check_not_inside(owner: object, name: str) -> None:
-    """Raise ConfigError where the method that calls this runs for the same owner already: further down this thread's
-    stack, where a callback of the host or a handler of a signal has called us from inside a step, or in another
-    thread."""
-    method, this_thread = sys._getframe(1), threading.get_ident()  # noqa: SLF001 - there is no public name for it
-    if _is_inside(method.f_code, owner, method.f_back):
-        raise ConfigError(
-            f"a callback or a signal's handler has called a {name} from inside its own step: step it, drain it and "
-            "generate when that step has returned; submit and cancel may be called anywhere"
-        )
-    others = sys._current_frames().items()  # noqa: SLF001 - likewise
-    if any(thread != this_thread and _is_inside(method.f_code, owner, frame) for thread, frame in others):
-        raise ConfigError(
-            f"two threads step a {name} at once: let one thread step it; submit and cancel may be called anywhere"
-        )
-
-
-def _is_inside(method: CodeType, owner: object, frame: FrameType | None) -> bool:
+    """Raise ConfigError where the method that calls this runs for the same owner further down this thread's stack: a
+    callback of the host, or a handler of a signal, has called us from inside a step."""
+    method = sys._getframe(1)  # noqa: SLF001 - there is no public name for it
+    frame = method.f_back
     while frame is not None:
-        if frame.f_code is method and frame.f_locals.get("self") is owner:
-            return True
+        if frame.f_code is method.f_code and frame.f_locals.get("self") is owner:
+            raise ConfigError(
+                f"a callback or a signal's handler has called a {name} from inside its own step: step it, drain it and "
+                "generate when that step has returned; submit and cancel may be called anywhere"
+            )
         frame = frame.f_back
-    return False
 
 
 class HeldBack:
