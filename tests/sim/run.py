@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import multiprocessing
 import platform
 import shlex
@@ -141,10 +143,11 @@ def run_seeds(seeds: Iterable[int], focus: Focus | None = None, brain: Brain | N
     return summary
 
 
-def _run_chunk(chunk: tuple[str, int]) -> tuple[str, int, Summary]:
-    kind, first = chunk
+def _run_chunk(chunk: tuple[str, int, float]) -> tuple[str, int, Summary]:
+    kind, first, deadline = chunk
     run = run_engine_seeds if kind == "engines" else run_seeds
-    return kind, first, run(range(first, first + CHUNKS[kind]))
+    seeds = range(first, first + CHUNKS[kind])
+    return kind, first, run(itertools.takewhile(lambda _: time.time() < deadline, seeds))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="runs of the protocol")
     parser.add_argument("--engines", type=int, default=0, help="runs of real engines")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, help="begin no run after so many; the number of runs tells")
     parser.add_argument("--progress", type=Path, help="a file that remembers what is done; a second call goes on")
     parser.add_argument("--quiet", action="store_true", help="print what was bad instead of all results")
     parser.add_argument("--out", type=Path, help="where the results go as JSON, beside standard output")
@@ -160,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = {"protocol": options.count, "engines": options.engines}
     if any(wanted[kind] % CHUNKS[kind] for kind in CHUNKS):
         parser.error(f"runs come in multiples of {CHUNKS}")
+    if options.progress is not None and options.minutes is not None:
+        parser.error("--progress remembers whole sets of runs, and --minutes would cut them: give one of the two")
+    deadline = math.inf if options.minutes is None else time.time() + 60 * options.minutes
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     if options.out is not None and changes:
         parser.error(f"results name the commit they are of, and this is not committed:\n{changes}")
@@ -172,10 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done.add((record["kind"], record["first"]))
             totals[record["kind"]].add(Summary.from_json(record["summary"]))
     chunks = [
-        (kind, first) for kind in CHUNKS for first in range(options.first, options.first + wanted[kind], CHUNKS[kind])
+        (kind, first, deadline)
+        for kind in CHUNKS
+        for first in range(options.first, options.first + wanted[kind], CHUNKS[kind])
+        if (kind, first) not in done
     ]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for kind, first, summary in pool.imap_unordered(_run_chunk, [chunk for chunk in chunks if chunk not in done]):
+        for kind, first, summary in pool.imap_unordered(_run_chunk, chunks):
             totals[kind].add(summary)
             if options.progress is not None:
                 record = {"commit": commit, "kind": kind, "first": first, "summary": summary.as_json()}
