@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from pdinfer.process.compiler import COMPILERS
+from pdinfer.process.compiled import cpu_flags
+from pdinfer.process.compiler import COMPILERS, CompilationError, Compiler
 
 
 @functools.cache
@@ -23,3 +24,13 @@ def why_no_compiler() -> str | None:
         command = [path, "-shared", "-fopenmp", str(source), "-o", f"{folder}/empty.so"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"the OpenMP runtime of {path}" if done.returncode and "omp" in done.stderr else None
+
+
+@functools.cache
+def why_no_code_for_this_cpu() -> str | None:
+    """Return what this machine lacks to run kernels that it compiles, or None."""
+    try:
+        cc = Compiler.here()
+    except CompilationError:
+        return None
+    return "a C compiler that makes code for this CPU" if cc and cc.beyond(cpu_flags()) else why_no_compiler()

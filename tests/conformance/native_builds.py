@@ -15,7 +15,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.process import compiled, compiler
-from tests.compilers import why_no_compiler
+from tests.compilers import why_no_code_for_this_cpu
 
 HEADERS = Path(__file__).parent / "native"
 IN_C = ("-O1", "-march=x86-64-v3", "-include", str(HEADERS / "avx512.h"))
@@ -48,7 +48,7 @@ def why_no_native() -> str | None:
     """Return what this machine lacks to have kernels in C, or None. Where it lacks nothing they must be there."""
     if not compiled.cpu_flags():
         return "an x86-64 CPU"
-    if not (lacking := why_no_compiler()):
+    if not (lacking := why_no_code_for_this_cpu()):
         return None
     try:
         build.library()  # which somebody compiled before
@@ -67,7 +67,7 @@ def built_with(*flags: str) -> Kernels:
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HEADERS.iterdir()))).hexdigest()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *flags, *([f"-DHEADERS_{headers}"] if flags else [])))
-        kernels = Kernels(compiled.find_or_build(build.families(), compiled.cpu_flags()))
+        kernels = Kernels(compiled.find_or_build(build.families(), frozenset()))  # what the CPU lacks is in C
         assert not kernels.reasons
         return kernels
 

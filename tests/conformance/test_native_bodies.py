@@ -24,7 +24,7 @@ from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.native.build import Kernels
 from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
-from tests.compilers import why_no_compiler
+from tests.compilers import why_no_code_for_this_cpu
 from tests.conformance.native_builds import BODIES, BODIES_HERE, Shared, as_native, built_with
 from tests.conformance.op_suite import (
     ATTENTION,
@@ -70,7 +70,7 @@ def two_threads() -> Iterator[None]:
 
 
 def test_every_x86_cpu_with_a_compiler_has_native_ops() -> None:
-    if not compiled.cpu_flags() or why_no_compiler():
+    if not compiled.cpu_flags() or why_no_code_for_this_cpu():
         pytest.skip("needs an x86 CPU and a C compiler")
     found = resolve_ops(OpSpec(device="cpu", dtype=torch.bfloat16)).choices
     chosen = {choice.op for choice in found if choice.provider == "native"}

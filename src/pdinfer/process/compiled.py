@@ -30,7 +30,7 @@ import attrs
 
 from pdinfer.log import log
 from pdinfer.process import compiler
-from pdinfer.process.compiler import INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
+from pdinfer.process.compiler import FOR_THIS_CPU, INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
 from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
 
@@ -73,6 +73,12 @@ def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> di
         cc = Compiler.here()
     except CompilationError as error:
         cc, reason = None, str(error)
+    if cc is not None and cpu and (lacking := cc.beyond(cpu)):
+        reason = (
+            f"is not compiled, because {cc.path} uses instructions that this CPU lacks ({', '.join(lacking)}), with "
+            f"options behind {' '.join(FOR_THIS_CPU)}: the first call would end the process"
+        )
+        cc = None
     found: dict[str, ctypes.CDLL | str] = {library.name: reason for library in libraries}
     if cc is not None:
         found |= _by_compiler(libraries, cc, openmp, folder)

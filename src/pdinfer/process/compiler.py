@@ -62,6 +62,19 @@ INSTRUCTION_SETS = {
 """Macros of a compiler that may use an instruction set, and Linux' names for the sets: those that our sources look at,
 and those that a compiler uses unasked."""
 
+NAMED_LATE = {
+    "avx512_fp16",
+    "avx_vnni",
+    "avx_ifma",
+    "avx_ne_convert",
+    "avx_vnni_int8",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+}
+"""Linux names these since 5.11 to 6.3: an older one may keep silent about what the CPU has. Our sources use AMX of
+them, and ask the kernel first."""
+
 _ERROR = re.compile(r"(^|: )(fatal |internal compiler )?error: ", re.IGNORECASE)
 _OF_LINKER = re.compile(r"^collect2: |: linker command failed")
 """What says no more than that the linker, in a line before, has said something."""
@@ -102,6 +115,10 @@ class Compiler:
         told = [line for line in done.stderr.splitlines() if b" version " in line]
         sets = frozenset(name for macro, name in INSTRUCTION_SETS.items() if macro in macros)
         return cls(path, flags, digest(done.stdout, *told), sets, "__clang__" in macros)
+
+    def beyond(self, cpu: frozenset[str]) -> list[str]:
+        """Return the instruction sets that it may use and that a CPU with these flags lacks."""
+        return sorted(self.sets - cpu - NAMED_LATE)
 
     def precompile(self, header: Path, folder: Path, *, openmp: bool) -> Path | None:
         """Compile a header that many sources include, in `folder`, for `compile`; None where that fails. Reading the

@@ -23,7 +23,7 @@ from pdinfer.kernels.native import ops as native_ops
 from pdinfer.kernels.native.build import SIGNATURES, Kernels
 from pdinfer.process import compiled as process_compiled
 from pdinfer.process import compiler as process_compiler
-from pdinfer.process.compiler import INSTRUCTION_SETS
+from pdinfer.process.compiler import INSTRUCTION_SETS, NAMED_LATE, Compiler
 from pdinfer.testing import random_model, tiny_config
 from tests.compilers import why_no_compiler
 from tests.waiting import check_ends, started
@@ -51,7 +51,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     monkeypatch.setattr(native_build, "FOLDER", folder)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset(INSTRUCTION_SETS.values()))
 
     def anew() -> Kernels:
         native_build.library_or_reason.cache_clear()
@@ -134,6 +134,7 @@ def test_what_is_slower_for_want_of_it_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2"}))
     native_build.library_or_reason.cache_clear()
     native_build._library.cache_clear()
@@ -314,6 +315,8 @@ def test_what_clang_compiles_is_linked_with_the_openmp_of_clang(
     linked = [line for line in log.read_text().splitlines() if "-shared" in line]
     assert len(linked) == 2
     assert all("-fopenmp" in line and "libgomp" not in line for line in linked)
+    for path in kept(tmp_path):
+        path.unlink()
     said = "ld: cannot find -lomp", "clang: error: linker command failed with exit code 1 (use -v to see invocation)"
     fails = f"printf '%s\\n' '{said[0]}' '{said[1]}' >&2; exit 1"
     wrap(f'case "$*" in *-shared*) {fails};; esac', "-D__clang__ -DANOTHER")
@@ -325,7 +328,6 @@ def test_what_clang_compiles_is_linked_with_the_openmp_of_clang(
 def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset(INSTRUCTION_SETS.values()))
     build()
     compiled = kept(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -347,12 +349,25 @@ def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
 
 @can_build
 def test_a_compiler_that_fails_leaves_one_that_another_compiler_made(
-    monkeypatch: pytest.MonkeyPatch, build: Build, request: pytest.FixtureRequest
+    build: Build, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset(INSTRUCTION_SETS.values()))
     build()
     request.getfixturevalue("compiler")
     build()
+
+
+@can_build
+def test_a_compiler_whose_code_this_cpu_cannot_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str], tmp_path: Path
+) -> None:
+    used = Compiler.here().sets
+    lacking = min(used - NAMED_LATE)
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: used - {lacking})
+    with pytest.raises(BackendUnavailable, match=rf"cc uses instructions that this CPU lacks \({lacking}\)"):
+        build()
+    assert not any("-c" in command for command in commands)
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: used - NAMED_LATE)
+    assert not build().reasons
 
 
 @can_build
