@@ -14,10 +14,18 @@ from pathlib import Path
 
 PREFIX = "pdinfer-"
 LOCK = "pdinfer.lock"
+LONGEST = 80
+"""The bytes of a folder's path that leave room for a socket in a scratch folder of it, whose path may have 107."""
+
+
+def temporary_folder() -> Path:
+    """Return the system's temporary folder, or /tmp where sockets in that would have too long a path."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= LONGEST else Path("/tmp")  # noqa: S108 - what is in it has a new name
 
 
 class ScratchFolder:
-    """A new folder below `parent` (the system's temporary folder) that only this user can enter.
+    """A new folder below `parent` (`temporary_folder()`) that only this user can enter.
 
     Its owner holds a lock on a file in it until `close`, which removes the whole folder. In a forked child `close` does
     nothing. Making a folder first removes those beside it that are this user's and whose lock nobody holds, because
@@ -25,7 +33,7 @@ class ScratchFolder:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        parent = temporary_folder() if parent is None else parent
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         nameless = self.path / "lock"

@@ -12,12 +12,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_executable
-from pathlib import Path
 from typing import Any, Self
 
 import attrs
@@ -33,7 +31,7 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import same_host_transport
 from pdinfer.log import log
 from pdinfer.model.load import Device, DType
-from pdinfer.process.scratch import remove_abandoned
+from pdinfer.process.scratch import remove_abandoned, temporary_folder
 from pdinfer.progress import Progress, Tell, telling
 from pdinfer.remote.client import READY_S, DecodeClient, EngineClient, PrefillClient
 from pdinfer.remote.messages import AnyLoad
@@ -236,7 +234,7 @@ class _Child:
         self.process.wait()
         self._stderr.close()
         self.connection.close()
-        remove_abandoned(Path(tempfile.gettempdir()))
+        remove_abandoned(temporary_folder())
 
     def _hear(self, timeout_s: float) -> Said:
         """Return the next message, and keep the last of what the process writes meanwhile."""
@@ -285,7 +283,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
             log.error("process %d did not end within %g s of closing its port; it is killed", process.pid, grace_s)
             process.kill()
             process.wait()
-        remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+        remove_abandoned(temporary_folder())  # the folder of one that was killed
 
     with contextlib.suppress(RuntimeError):  # Python exits already, and the process will notice
         threading.Thread(target=reap, name="pdinfer-reap").start()

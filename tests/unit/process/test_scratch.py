@@ -114,7 +114,7 @@ def test_without_locks_it_is_made_and_removed_all_the_same(tmp_path: Path, monke
 
 @pytest.mark.skipif(not CAN_SHARE, reason="needs Linux")
 def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(scratch, "temporary_folder", lambda: tmp_path)
     listeners: list[object] = []
     in_child(lambda: listeners.append(listen_shm(None)))
     (left,) = tmp_path.iterdir()
@@ -124,6 +124,20 @@ def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkey
     assert folder != left
     listener.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_sockets_have_a_place_where_the_temporary_folder_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(long))
+    listener = listen_shm(None)
+    try:
+        assert not [*long.iterdir()]
+        assert listener.endpoint.startswith("shm:///tmp/pdinfer-")
+    finally:
+        listener.close()
 
 
 def test_many_processes_may_clean_up_at_once(tmp_path: Path) -> None:

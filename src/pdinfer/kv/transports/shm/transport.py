@@ -88,7 +88,7 @@ def listen_shm(path: str | None) -> Listener:
         folder = ScratchFolder()
     except OSError as error:
         raise ConfigError(
-            f"cannot make a folder for a socket: {error}; give a path, or set TMPDIR to a folder that you may write"
+            f"cannot make a folder for a socket: {error}; give a path, or set TMPDIR to a short one that you may write"
         ) from error
     try:
         return listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
