@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import transport
+from pdinfer.process import scratch
 from tests.conformance.shm_ends import MIB, check_no_more_than, num_descriptors, num_maps, opened_ends
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
 from tests.forks import check_ended, fork
@@ -345,7 +345,7 @@ def test_its_folder_is_private_and_removed(open_end: Callable[..., End]) -> None
 def test_a_folder_that_cannot_be_used_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(scratch, "temporary_folder", lambda: long)
     with pytest.raises(ConfigError, match="107 bytes"):
         ShmTransport().register(BytesMemory(8), Recorder())
     assert not list(long.iterdir())
