@@ -22,7 +22,7 @@ COST = Cost(
     flat=(),
     at_bounds=(),
 )
-RATE, PHASE_S = 13.0, 100.0
+RATE, PHASE_S = 13.0, 60.0
 """Requests per second, and the seconds of each of two phases."""
 LONG_PROMPTS, LONG_ANSWERS = (4096, 64), (512, 1024)
 EVEN, FIXED = ("3P3D",), ("5P1D", "4P2D", "3P3D", "2P4D", "1P5D")
