@@ -191,7 +191,7 @@ def test_requests_of_an_engine_that_is_gone_end_elsewhere(engine: str) -> None:
 
 def test_when_nobody_is_left_requests_fail() -> None:
     gone = cluster("1P1D", changes=(Change(engine="D0", at_s=1.0, speed=0.0),))
-    summary = planning.simulate(gone, load())
+    summary = planning.simulate(gone, load(count=150))
     assert summary.completed + summary.failed == summary.num_requests
     assert summary.failed > 100
 
