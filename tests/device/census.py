@@ -4,6 +4,7 @@ again and rewrites census.json; tests compare with it."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ PENALISED = (
     ("frequency_penalty", 0.25),
     ("logit_bias", ((5, 3.0), (6, -3.0))),
 )
-PLAIN = ModelKind(dtype="bfloat16")
-DRAFTS = ModelKind(num_drafts=2, dtype="bfloat16")
+KIND = partial(ModelKind, dtype="bfloat16", num_layers=3)
+PLAIN = KIND()
+DRAFTS = KIND(num_drafts=2)
 
 STEPS = {
     "captured, greedy": Step(PLAIN, captured=True),
@@ -57,10 +59,10 @@ STEPS = {
     "captured, 2 drafts, temperature, top-k, top-p": Step(DRAFTS, FILTERED, captured=True),
     "2 drafts, greedy": Step(DRAFTS),
     "2 drafts, temperature, top-k, top-p": Step(DRAFTS, FILTERED),
-    "v32, greedy": Step(ModelKind("v32", dtype="bfloat16")),
-    "FP8 pages, greedy": Step(ModelKind(sizes=PACKED, kv_format="fp8", dtype="bfloat16")),
-    "FP8 weights, greedy": Step(ModelKind(sizes=WIDE, scheme="fp8", dtype="bfloat16")),
-    "INT8 weights, greedy": Step(ModelKind(sizes=WIDE, scheme="w8a8_dynamic", dtype="bfloat16")),
+    "v32, greedy": Step(KIND("v32")),
+    "FP8 pages, greedy": Step(KIND(sizes=PACKED, kv_format="fp8")),
+    "FP8 weights, greedy": Step(KIND(sizes=WIDE, scheme="fp8")),
+    "INT8 weights, greedy": Step(KIND(sizes=WIDE, scheme="w8a8_dynamic")),
 }
 
 

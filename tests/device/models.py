@@ -40,13 +40,15 @@ class ModelKind:
     scheme: str | None = None
     dtype: str = "float32"
     own_products: bool = False
+    num_layers: int = 2
+    """One with experts and one without."""
 
 
 @functools.cache
 def model_of(kind: ModelKind, device: torch.device) -> pd.Model:
     """One model of each kind for the whole run."""
     mtp = kind.num_drafts > 0
-    sizes = {**dict(kind.sizes), "num_nextn_predict_layers": int(mtp)}
+    sizes = {**dict(kind.sizes), "num_hidden_layers": kind.num_layers, "num_nextn_predict_layers": int(mtp)}
     if kind.scheme is None:
         return random_model(tiny_config(kind.family, **sizes), device=device, dtype=DTYPES[kind.dtype], mtp=mtp)
     with tempfile.TemporaryDirectory() as folder:

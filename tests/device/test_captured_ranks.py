@@ -39,7 +39,7 @@ WORLDS: dict[str, tuple[Sizes, int]] = {
 def checkpoint() -> tuple[tempfile.TemporaryDirectory[str], pd.Model]:
     """Return a folder, and its model as one rank on the CPU has it."""
     folder = tempfile.TemporaryDirectory(prefix="pd")
-    write_checkpoint(folder.name, tiny_config_dict("v3", num_nextn_predict_layers=1), mtp=True)
+    write_checkpoint(folder.name, tiny_config_dict("v3", num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
     return folder, pd.load_model(folder.name, dtype=torch.float32, mtp=True)
 
 

@@ -129,7 +129,7 @@ def test_ranks_meet_by_the_backend_of_their_device(monkeypatch: pytest.MonkeyPat
 
 def test_a_model_runs_on_a_device_called_npu(tmp_path: Path) -> None:
     """With streams, graphs, pinned memory and a transport, in a process of its own: torch knows one such name."""
-    write_checkpoint(tmp_path, tiny_config_dict("v32", num_nextn_predict_layers=1), mtp=True)
+    write_checkpoint(tmp_path, tiny_config_dict("v32", **LAYERS), mtp=True)
     command = [sys.executable, "-m", "tests.device.npu_job", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=FAR_S)
     assert done.returncode == 0, done.stderr
@@ -189,13 +189,14 @@ def requests() -> list[pd.Request]:
     ]
 
 
+LAYERS = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
 PACKED_PAGES = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format="fp8")
 PARTS = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, rope_apart=True, index_format="int8")
 
 
 def served(model: pd.Model, transport: str, cache: pd.CacheConfig = PACKED_PAGES) -> Streams:
     pools = [pd.PagePool(model, cache) for _ in range(2)]
-    engine = pd.EngineConfig(max_running_requests=4, num_draft_tokens=1)
+    engine = pd.EngineConfig(max_running_requests=4, num_draft_tokens=1, graph_batch_sizes=(4,))
     with join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
         setup.decodes[0].warm_up()
         events = by_request(submitted(setup))
@@ -210,7 +211,7 @@ def submitted(setup: Setup) -> list[pd.Event]:
 
 
 def random_model_on(device: torch.device) -> pd.Model:
-    return random_model(tiny_config("v32", num_nextn_predict_layers=1, **dict(PACKED)), device=device, mtp=True)
+    return random_model(tiny_config("v32", **LAYERS, **dict(PACKED)), device=device, mtp=True)
 
 
 @pytest.mark.parametrize("transport", [pytest.param("loopback", marks=pytest.mark.full), "tcp"])
@@ -227,7 +228,7 @@ def test_engines_of_any_thread_launch_on_their_device(transport: str) -> None:
 
 def test_steps_over_pages_in_parts_are_captured(tmp_path: Path) -> None:
     """So joining them waits for nothing."""
-    write_checkpoint(tmp_path, tiny_config_dict("v32", num_nextn_predict_layers=1), mtp=True)
+    write_checkpoint(tmp_path, tiny_config_dict("v32", **LAYERS), mtp=True)
     here, there = (pd.load_model(tmp_path, device=device, mtp=True, cache=PARTS) for device in (CPU, DEVICE))
     check_equal(here, requests(), served(there, "tcp", PARTS), served_on_cpu(here, PARTS))
 

@@ -307,7 +307,7 @@ def transports(name: str) -> list[pd.kv.Transport]:
 def serve(transport: str, device: torch.device | str) -> dict[str, list[int | None]]:
     """Return the tokens of requests that a prefill with its own pool hands to a decode with another, each of which
     steps on a stream of its own."""
-    model = random_model(tiny_config("v32"), device=device)
+    model = random_model(tiny_config("v32", num_hidden_layers=2), device=device)
     cache, config = pd.CacheConfig(page_size=8, num_pages=64), pd.EngineConfig(chunked_prefill_size=20)
     pools = [pd.PagePool(model, cache) for _ in range(2)]
     order.synchronize()

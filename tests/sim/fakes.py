@@ -372,7 +372,7 @@ class CellRunner(ModelRunner):
         return drawn
 
     def _expected_pages(self) -> set[int]:
-        return {page for room in self._channel.snapshot().expected.values() for page in room.pages}
+        return {page for room in self._channel.receiver.rooms().values() for page in room.pages}
 
     def _cells(self, pages: Sequence[int], length: int, layers: range) -> bytes:
         memory = self._memory

@@ -89,7 +89,7 @@ def rank_states(leader: KVChannel, followers: Sequence[KVChannel], seen: Counter
 def writer_states(ends: Iterable[KVChannel], seen: Counter[str]) -> None:
     """Count the states of rooms with several writers, and the hand-offs that were sent."""
     for end in ends:
-        for room in end.snapshot().expected.values():
+        for room in end.receiver.rooms().values():
             if room.num_writers > 1:
                 aborted = HandoffStatus.ABORTED in room.handoffs
                 handoffs = "aborted" if aborted else "landed" if room.handoffs else "silent"
@@ -97,11 +97,11 @@ def writer_states(ends: Iterable[KVChannel], seen: Counter[str]) -> None:
 
 
 def _expected(end: KVChannel) -> dict[bytes, str]:
-    return {room: held.state.value for room, held in end.snapshot().expected.items()}
+    return {room: held.state.value for room, held in end.receiver.rooms().items()}
 
 
 def _accepted(end: KVChannel) -> dict[bytes, str]:
-    return {room: state.value for room, state in end.snapshot().accepted.items()}
+    return {room: state.value for room, state in end.sender.rooms().items()}
 
 
 def _count(what: str, ones: dict[bytes, str], others: dict[bytes, str], seen: Counter[str]) -> None:

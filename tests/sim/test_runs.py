@@ -12,7 +12,7 @@ import pytest
 from tests.sim.run import Summary, run_seeds
 from tests.sim.world import World
 
-RUNS = 32
+RUNS = 16
 FULL_RUNS = 10_000
 """Within this many runs, everything that can happen must happen."""
 PARTS = 8

@@ -190,7 +190,7 @@ class World:
             return engine
         fiber = self.teams[name].fibers[0] if name in self.teams else None
         self.served[name] = Served(
-            self.simulation, name, engine, self._step_s(name), self._check_engine, lost=self._lost, fiber=fiber
+            self.simulation, name, engine, self._step_s(name), self._check_engines, lost=self._lost, fiber=fiber
         )
         return self.served[name].port
 
@@ -277,8 +277,7 @@ class World:
         for event in self.pairing.step():
             self._hear(event)
         if self.plan.ports != "piped":
-            for engine in self.engines.values():
-                self._check_engine(engine)
+            self._check_engines(*self.engines.values())
         if self.pairing.wait(0.0):
             return self.plan.step_s * (0.5 + self.simulation.rng.random())
         return 0.1 if self.pairing.num_unfinished else None
@@ -361,6 +360,19 @@ class World:
 
     # -- the oracle -------------------------------------------------------------------------------------------------
 
+    def _check_engines(self, *engines: Engine) -> None:
+        """Check engines that have stepped, and note the states in which all of them are then."""
+        for engine in engines:
+            self._check_engine(engine)
+        sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
+        reach.request_states(*sides, self.reached)
+        reach.room_states(*sides, self.reached)
+        for name in self.teams:
+            leader = self.engines[name].channel
+            followers = [one.engine.channel for one in self.following[name]]
+            reach.rank_states(leader, followers, self.reached)
+            reach.writer_states([leader, *followers], self.reached)
+
     def _check_engine(self, engine: Engine) -> None:
         pool = engine.channel.pool
         pool.check()
@@ -373,14 +385,6 @@ class World:
             holders = [(prompt.request, prompt.pages) for prompt in engine.snapshot().active]
         else:
             holders = [(sequence.request, sequence.pages) for sequence in engine.snapshot().running]
-        sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
-        reach.request_states(*sides, self.reached)
-        reach.room_states(*sides, self.reached)
-        for name in self.teams:
-            leader = self.engines[name].channel
-            followers = [one.engine.channel for one in self.following[name]]
-            reach.rank_states(leader, followers, self.reached)
-            reach.writer_states([leader, *followers], self.reached)
         salts = self._salts[pool]
         for request, pages in holders:
             for page, generation in zip(pages, pool.generations(pages), strict=True):

@@ -37,6 +37,7 @@ BY_ROWS = frozenset({"index_copy_", "index_add_", "index_fill_", "index_select"}
 SYNCS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim"}
 ) | {"equal", "repeat_interleave"}
+SEVERAL = (list, tuple)
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm"})
 
 
@@ -114,7 +115,7 @@ class Call:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = Op.of(func)
         self.name = self.op.name
-        self.tensors = [*tensors_in((*args, *kwargs.values()))]
+        self.tensors = tensors_in((*args, *kwargs.values()))
         # the tensors by which an op like `x[ids]` indexes
         self.indices = [x for x in args[1] if x is not None] if self.name in INDEXED else []
         # whether the shape or the value of its result comes from data, for which the host waits
@@ -157,24 +158,22 @@ class Call:
         return self.func(*mapped(inner, self.args), **kwargs)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what an op takes or returns: a tensor, a list of values, or something else."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of what an op takes or returns: a tensor, a list of values, or something else."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+        return [value]
+    return [x for each in value for x in tensors_in(each)] if isinstance(value, SEVERAL) else []
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return the same with `function` applied to its tensors."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, SEVERAL):
         return type(value)([mapped(function, each) for each in value])
     return function(value) if isinstance(value, Tensor) else value
 
 
-def inner(value: Tensor) -> Tensor:
-    """Return the host tensor inside a tensor on the device, or a tensor that is on the host."""
+def inner(value: Any) -> Any:
+    """Return the host tensor inside a tensor on the device; anything else as it is."""
     return value.inner if isinstance(value, SimTensor) else value
 
 
@@ -265,7 +264,8 @@ def copied(call: Call) -> Any:
     non_blocking = rest[0] if rest else call.kwargs.get("non_blocking", False)
     into = isinstance(to, SimTensor)
     ours, host = (to, source) if into else (source, to)
-    clock = order.ran("copy_", [Access(ours.inner, ours.memory, writes=into)])
+    order.ran("copy_", [Access(ours.inner, ours.memory, writes=into)])
+    clock = dict(order.current_stream().clock)
     beside = non_blocking and order.is_page_locked(host)
     direction = "to the device" if into else "to the host"
     if beside:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.simulated.watch import LOCK, note, where
+from tests.simulated.watch import LOCK, Place, note, place, told, where
 
 POISON = 0x5A
 """What integers on the host hold before they have arrived; floats hold NaN."""
@@ -197,8 +196,8 @@ def synchronize(device: Device = None) -> None:
 
 # ---- work on memory -------------------------------------------------------------------------------------------------
 
-_LINES: list[str] = [""]
-"""By number: what an op was, and its line."""
+_LINES: list[tuple[str, Place]] = [("", ())]
+"""By number: what an op was, and where."""
 
 
 class Memory:
@@ -266,28 +265,29 @@ class Access:
         )
 
 
-def ran(name: str, accesses: Iterable[Access]) -> Clock:
-    """Let an op come next on the current stream of the current device. Return what is known where it is done."""
+def ran(name: str, accesses: Iterable[Access]) -> None:
+    """Let an op come next on the current stream of the current device."""
     stream, accesses = current_stream(), list(accesses)
-    _merge(stream.clock, _HOST)
     if len(_STREAMS) > len(DEVICES):
         for access in accesses:
             _check(name, access, stream)
     number = len(_LINES)
-    _LINES.append(sys.intern(f"{name} @ {where()}"))
+    _LINES.append((name, place()))
     for access in accesses:
         if access.writes or len(_STREAMS) > len(DEVICES):
             access.memory.mark(access, number * _MAX_STREAMS + stream.id)
     stream.clock[stream.id] = number
-    return dict(stream.clock)
 
 
 def _check(name: str, access: Access, stream: Stream) -> None:
     for stamp in access.memory.last(access):
         number, other = divmod(stamp, _MAX_STREAMS)
-        if other != stream.id and number > stream.clock.get(other, 0):
+        # what the host knows to be done is done before whatever it queues
+        if other != stream.id and number > stream.clock.get(other, 0) and number > _HOST.get(other, 0):
+            before, there = _LINES[number]
             _fail(
-                f"{name} @ {where()} on stream {stream.id} follows no event behind {_LINES[number]} on stream {other}"
+                f"{name} @ {where()} on stream {stream.id} follows no event behind {before} @ {told(there)} "
+                f"on stream {other}"
             )
 
 

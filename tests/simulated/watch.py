@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,9 @@ import attrs
 
 LOCK = threading.RLock()
 """Held by each op and by each change of what is known of it: the device does one thing at a time."""
+
+Place = Sequence[tuple[str, int]]
+"""Files and lines of theirs, the innermost first."""
 
 KINDS = ("launches", "allocations", "syncs", "pageable", "pinned", "destroyed", "elsewhere")
 
@@ -79,12 +83,22 @@ def tell(call: Any, result: Any) -> None:
 
 def where() -> str:
     """Return the innermost two lines of this repository that led here, without those of the simulation."""
-    frame, lines = sys._getframe(1), list[str]()
+    return told(place())
+
+
+def told(lines: Place) -> str:
+    return " < ".join(f"{_short(file)}:{line}" for file, line in lines)
+
+
+def place() -> Place:
+    """Return the files and numbers of these lines. Each op asks for them, and few are ever told."""
+    frame, lines = sys._getframe(1), list[tuple[str, int]]()
     while frame is not None and len(lines) < 2:
-        if name := _short(frame.f_code.co_filename):
-            lines.append(f"{name}:{frame.f_lineno}")
+        file = frame.f_code.co_filename
+        if _short(file):
+            lines.append((file, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(lines)
+    return lines
 
 
 @functools.cache

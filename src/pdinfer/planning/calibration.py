@@ -8,7 +8,7 @@ the rows are held out, and the errors that are told are those on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -164,15 +164,26 @@ def _least(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return factors >= 0 with the least squared error. There are few, so every set that may be above 0 is tried."""
+    """Return factors >= 0 with the least squared error. There are few, so every set that may be above 0 is tried, the
+    largest first: where the error grows without any one factor of a set, no part of the set is better."""
     used = [at for at in range(terms.shape[1]) if terms[:, at].any()]
     best, least = np.zeros(terms.shape[1]), float(wanted @ wanted)
     rounding = 1e-12 * least
-    for some in chain.from_iterable(combinations(used, count) for count in range(1, len(used) + 1)):
+    found, enough = list[tuple[tuple[int, ...], np.ndarray, float]](), list[set[int]]()
+    for some in [some for count in range(1, len(used) + 1) for some in combinations(used, count)][::-1]:
+        if any(whole.issuperset(some) for whole in enough):
+            continue
         of_some = terms[:, some]
-        solved = np.linalg.lstsq(of_some, wanted, rcond=1e-9)[0]
-        error = float(((of_some @ solved - wanted) ** 2).sum())
-        if solved.min() >= 0 and error < least - rounding:
+        solved, _, rank, _ = np.linalg.lstsq(of_some, wanted, rcond=1e-9)
+        if solved.min() < 0:
+            continue
+        found.append((some, solved, float(((of_some @ solved - wanted) ** 2).sum())))
+        if rank == len(some):
+            growth = solved**2 / np.linalg.inv(of_some.T @ of_some).diagonal()  # of the error, without each
+            if growth.min() > rounding:
+                enough.append(set(some))
+    for some, solved, error in reversed(found):
+        if error < least - rounding:
             best, least = np.zeros(terms.shape[1]), error
             best[list(some)] = solved
     return best

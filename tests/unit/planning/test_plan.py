@@ -245,15 +245,27 @@ def test_what_a_rank_holds_decides_and_not_what_the_files_hold() -> None:
         h800("P1D2", V3)  # the study too says that 2 nodes are the least
 
 
+SMALL = tiny_config_dict(
+    "v3", num_hidden_layers=2, num_nextn_predict_layers=1, hidden_size=64, moe_intermediate_size=32
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with SMALL in each format."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoint(folder / "float", SMALL, mtp=True)
+    for stored in STORED:
+        if stored != "float":
+            quantize_checkpoint(folder / "float", folder / stored, scheme=stored)
+    return folder
+
+
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("weights", ["auto", "stored", "float"])
 def test_a_plan_knows_the_bytes_that_a_model_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str, weights: str
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str, weights: str
 ) -> None:
-    config = tiny_config_dict("v3", num_nextn_predict_layers=1, hidden_size=64, moe_intermediate_size=32)
-    write_checkpoint(tmp_path / "float", config, mtp=True)
-    if stored != "float":
-        quantize_checkpoint(tmp_path / "float", tmp_path / stored, scheme=stored)
     made: list[Destinations] = []
 
     def keep(*arguments: Any) -> Destinations:
@@ -262,9 +274,9 @@ def test_a_plan_knows_the_bytes_that_a_model_takes(
 
     monkeypatch.setattr(load_plan, "Destinations", keep)
     with caplog.at_level(logging.INFO, "pdinfer"):
-        model = load_model(tmp_path / stored, weights=weights, mtp=True)
+        model = load_model(checkpoints / stored, weights=weights, mtp=True)
     plan = engine(
-        config=ModelConfig.from_dict(config),
+        config=ModelConfig.from_dict(SMALL),
         topology=Topology(),
         stored=stored,
         weights=weights,

@@ -21,7 +21,7 @@ H800, SLO = planning.hardware("H800"), bench.SLO(ttft_s=2.0, tpot_s=0.1)
 
 
 def load(prompt_tokens: int, output_tokens: int, rate: float = 20.0) -> bench.Load:
-    return bench.open_loop(rate, 20, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    return bench.open_loop(rate, 10, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
 
 @cache

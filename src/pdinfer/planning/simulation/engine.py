@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from itertools import count
 
 import numpy as np
@@ -159,7 +160,7 @@ class Lockstep:
         took = [rank.took_s(num_steps) for rank in running]
         arrays = [each for each in took if isinstance(each, np.ndarray)]
         if len(arrays) == len(took):
-            ends: list[float] = ((np.max(arrays, axis=0) * noise / speed).cumsum() + now_s).tolist()
+            ends: list[float] = ((reduce(np.maximum, arrays) * noise / speed).cumsum() + now_s).tolist()
             return ends
         ends = []
         for factor, seconds in zip(noise.tolist(), map(max, zip(*took, strict=True)), strict=True):

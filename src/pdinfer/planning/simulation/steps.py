@@ -46,7 +46,7 @@ class Burst:
             took = np.asarray(model.step_s(StepRows(num_rows, num_rows, contexts, contexts)), dtype=float)
             if not (took.min() >= 0 and math.isfinite(took.sum())):
                 raise ConfigError(f"decode_s must return seconds, finite and at least 0, got {clip(took)}")
-            return np.broadcast_to(took, contexts.shape)
+            return took if took.shape == contexts.shape else np.broadcast_to(took, contexts.shape)
         if self.drafts:
             return [seconds("decode_s", model.step_s, self._drafted_rows(num_drafts))]
         each = (context + num_rows * step for step in range(num_steps))

@@ -67,7 +67,7 @@ def assert_alike(real: Records, simulated: Records) -> None:
 @pytest.mark.parametrize(
     ("shape", "rate", "num_requests"),
     [
-        pytest.param("2P2D", 28.0, 80),
+        pytest.param("2P2D", 28.0, 60),
         pytest.param("2P2D", 28.0, 500, marks=pytest.mark.full),
         pytest.param("4P4D", 55.0, 500, marks=pytest.mark.full),
     ],
@@ -89,7 +89,7 @@ def test_real_engines_and_simulated_ones_serve_alike(shape: str, rate: float, nu
 
 
 def test_unlike_prompts_and_full_pools_are_alike_too() -> None:
-    load = bench.open_loop(28.0, 150, prompt_tokens=(50, 900), output_tokens=(20, 200))
+    load = bench.open_loop(28.0, 80, prompt_tokens=(50, 900), output_tokens=(20, 200))
     scarce = cluster("2P2D", prefill_pages=2000, decode_pages=450)
     simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
