@@ -350,11 +350,19 @@ def test_a_quantized_checkpoint_is_not_quantized_again(floats: Path, tmp_path: P
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", "int4", "mxfp4"])
+@pytest.fixture(scope="module", params=["fp8", "w8a8_dynamic", "int4", "mxfp4"])
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tensor]:
+    """A scheme, floats, and the logits of the model that it makes of them."""
+    folder = tmp_path_factory.mktemp("asked")
+    write_checkpoint(folder / "floats", tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
+    quantize_checkpoint(folder / "floats", folder / "q", scheme=request.param)
+    return request.param, folder / "floats", load_model(folder / "q", weights="stored").logits(TOKENS)
+
+
 @pytest.mark.parametrize("left", [{"quantize": "w8a8"}, {"quantization_config": PACKED_CONFIGS["int4"]}])
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_what_floats_say_of_another_quantization_stays_behind(
-    tmp_path: Path, scheme: str, left: dict[str, Any], is_inside: bool
+    tmp_path: Path, asked: tuple[str, Path, Tensor], left: dict[str, Any], is_inside: bool
 ) -> None:
     """A checkpoint that was quantized once, in the config of a text model as in its own."""
 
@@ -365,13 +373,11 @@ def test_what_floats_say_of_another_quantization_stays_behind(
             config.clear()
             config |= {"model_type": "kimi_k25", "text_config": text}
 
-    write_checkpoint(tmp_path / "floats", tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
-    left_behind = changed(tmp_path / "floats", tmp_path / "left", prefixed if is_inside else len, leave)
+    scheme, floats, expected = asked
+    left_behind = changed(floats, tmp_path / "left", prefixed if is_inside else len, leave)
     (left_behind / "quant_model_description_old.json").write_text('{"model.norm.weight": "W8A8"}')
-    for name in ("floats", "left"):
-        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-{scheme}", scheme=scheme)
-    model, other = (load_model(tmp_path / f"{name}-{scheme}", weights="stored") for name in ("floats", "left"))
-    assert torch.equal(model.logits(TOKENS), other.logits(TOKENS))
+    quantize_checkpoint(left_behind, tmp_path / "q", scheme=scheme)
+    assert torch.equal(load_model(tmp_path / "q", weights="stored").logits(TOKENS), expected)
 
 
 @pytest.mark.parametrize(("room", "file"), [(15_000, r"model-.*\.safetensors"), (150_000, r"tokenizer\.json")])
