@@ -514,7 +514,7 @@ FLOODS = {
     "H02-config-digits": b'{"a":' + b"9" * 1_000_000 + b"}",
     "H49-header-quotes": _file(b'{"' + b'""' * (1 << 20) + b"}"),
     "H49-header-lists": _file(b'{"a":' + b"[]," * (1 << 20) + b"}}"),
-    "H49-header-metadata": _file(b'{"__metadata__":{' + b'"a":"b",' * (1 << 19) + b'"a":"b"}}'),
+    "H49-header-metadata": _file(b'{"__metadata__":{' + b'"a":"b",' * (1 << 18) + b'"a":"b"}}'),
     "H48-header-length": _file(b"{}", length=2**40),
     "H51-shape": _file({"a": _entry(0, 2**62, [2**60])}, bytes(64)),
 }

@@ -281,7 +281,7 @@ def test_filters_do_not_leave_their_row(param: SamplingParams) -> None:
     """A row without filters draws, beside a row with them, what it draws alone."""
     plain = SamplingParams(seed=9)
     batch = LOGITS.expand(2, -1)
-    for position in range(50):
+    for position in range(15):
         both = tokens_of(batch, [plain, param], [position, position])
         assert both == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
 
