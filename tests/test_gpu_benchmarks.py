@@ -286,7 +286,8 @@ def test_pushes_of_a_small_slice_arrive_and_are_measured() -> None:
         assert line["landed_ms"] > 0 < line["value"]
 
 
-@pytest.mark.parametrize("drafts", [pytest.param("0", marks=pytest.mark.full), "2"])
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", ["0", "2"])
 def test_steps_of_small_engines_are_measured(drafts: str) -> None:
     output = output_of(engine_steps, "--tiny", "--transport", "tcp", "--kv-format", "fp8", "--drafts", drafts)
     lines = [line for line in lines_of(output) if "steps" in line]

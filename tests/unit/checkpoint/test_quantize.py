@@ -373,8 +373,15 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder / "floats", load_model(folder / "q", weights="stored").logits(TOKENS)
 
 
-@pytest.mark.parametrize("left", [{"quantize": "w8a8"}, {"quantization_config": PACKED_CONFIGS["int4"]}])
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize(
+    ("left", "is_inside"),
+    [
+        ({"quantize": "w8a8"}, False),
+        ({"quantization_config": PACKED_CONFIGS["int4"]}, True),
+        pytest.param({"quantize": "w8a8"}, True, marks=pytest.mark.full),
+        pytest.param({"quantization_config": PACKED_CONFIGS["int4"]}, False, marks=pytest.mark.full),
+    ],
+)
 def test_what_floats_say_of_another_quantization_stays_behind(
     tmp_path: Path, asked: tuple[str, Path, Tensor], left: dict[str, Any], is_inside: bool
 ) -> None:
