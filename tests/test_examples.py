@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import runpy
 import subprocess
@@ -58,13 +59,14 @@ def _run(*command: str, environment: Environment | None = None, timeout_s: float
     return done.stdout
 
 
-def _printed(path: Path, environment: Environment, tmp_path: Path) -> str:
-    """Return what a program prints: in a copy of this process, which has imported torch. With an `environment` it is a
-    new one, so that all that it uses has to be imported by itself."""
-    if environment:
+def _printed(path: Path, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """Return what a program prints. In `make test` it runs in a copy of this process, which has imported torch; what is
+    `full` has a new process, and so has to import all that it uses."""
+    if request.node.get_closest_marker("full"):
         return _run(str(path), environment=environment)
 
     def run() -> None:
+        os.chdir(ROOT)
         sys.path.insert(0, str(path.parent))
         sys.argv = [str(path)]
         with (tmp_path / "printed").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
@@ -77,7 +79,7 @@ def _printed(path: Path, environment: Environment, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name: str, environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(name: str, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     expected = {
         "01_one_process.py": "get abc=48213;",
         "02_two_processes.py": "get zoe=314159;",
@@ -86,8 +88,7 @@ def test_example_runs(name: str, environment: Environment, tmp_path: Path, monke
         "05_asyncio_host.py": "calc 8+8=16;",
         "06_ranks.py": "done: experts were placed anew while requests ran",
     }
-    monkeypatch.chdir(ROOT)
-    plain = re.sub(r"\033\[\d+m", "", _printed(ROOT / "examples" / name, environment, tmp_path))
+    plain = re.sub(r"\033\[\d+m", "", _printed(ROOT / "examples" / name, environment, tmp_path, request))
     assert expected[name] in plain
     if name == "02_two_processes.py":
         in_c, none = r"in C: .*linear.*mla_decode", "none in C, .*says how to mend it: "
@@ -100,7 +101,7 @@ def test_there_are_snippets() -> None:
 
 @pytest.mark.parametrize(("text", "shown"), SNIPPETS)
 def test_snippet_runs(
-    text: str, shown: str, environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, shown: str, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if "MooncakeTransport(" in text:
         need_mooncake()
@@ -108,8 +109,7 @@ def test_snippet_runs(
         pytest.importorskip("matplotlib")
     snippet = tmp_path / "snippet.py"  # a file, so that the snippet may start processes of its own
     snippet.write_text(text)
-    monkeypatch.chdir(ROOT)
-    printed = _printed(snippet, environment, tmp_path)
+    printed = _printed(snippet, environment, tmp_path, request)
     assert printed == (shown or printed) != ""
 
 
