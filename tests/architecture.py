@@ -607,7 +607,7 @@ def manners(modules: Sequence[Module]) -> list[str]:
                     _dotted(node, aliases) in ENVIRONMENT and module.name not in ENVIRONMENT_READERS
                 ):
                     complaints.append(f"{module.at(node)} touches {_dotted(node, aliases)}; take an argument instead")
-            if isinstance(node, ast.FunctionDef) and (unread := _unread(node)):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__" and (unread := _unread(node)):
                 complaints.append(f"{module.at(node)} does not read {unread}: whoever gives it gets nothing for it")
         if words := _words(Path(module.path).stem) & EMPTY_WORDS:
             complaints.append(f"{module.path}: {', '.join(words)} says nothing; name what it holds")
@@ -620,7 +620,7 @@ def _unread(function: ast.FunctionDef) -> str:
     names = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
     given = [*function.args.posonlyargs, *function.args.args[1:], *function.args.kwonlyargs]
     unread = [each.arg for each in given if each.arg not in names and not each.arg.startswith("_")]
-    return ", ".join(unread) if function.name == "__init__" else ""
+    return ", ".join(unread)
 
 
 def _words(name: str) -> set[str]:

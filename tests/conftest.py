@@ -171,26 +171,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def host(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--host`, let what is ours run as in a program that has set torch so."""
-    if (setting := host_of(request.config)) is None:
-        yield
-        return
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """With `--host`, let what is ours run as in a program that has set torch so. A fixture would be made for each of
+    thousands of tests."""
+    if (setting := host_of(session.config)) is None:
+        return (yield)
     from tests.conformance import op_suite
     from tests.hosts import LEFT_BY_STEPS, around_ours
 
     with around_ours(setting), pytest.MonkeyPatch.context() as patch:
         if setting not in LEFT_BY_STEPS:
             patch.setattr(op_suite, "HOST", setting)
-        yield
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -216,6 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     where there is none."""
     import torch
 
+    torch.set_num_threads(1)
     if is_whole(config) and "timed" not in config.option.markexpr:
         timed = [item for item in items if item.get_closest_marker("timed")]
         config.hook.pytest_deselected(items=timed)

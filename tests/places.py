@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.planted.mutant import Mutant
 
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
+DEFINED = re.compile(r"^((?:@.*\n(?:[ )\]].*\n)*)*)(?:async )?(?:def|class) (\w+)|^(\w+) = ", re.MULTILINE)
 TEXTS = {".py", ".c", ".h", ".json", ".md", ".jinja", ".toml"}
 
 
@@ -38,14 +39,10 @@ def place(root: Path, mutant: Mutant) -> str:
 
 
 @functools.cache
-def defined_in(root: Path, path: str) -> Mapping[str, ast.stmt]:
-    """Return what the test file defines, by name: functions, classes, and the state machines of hypothesis, which are
-    assigned: `TestPool = Pool.TestCase`."""
-    found: dict[str, ast.stmt] = {}
-    for node in ast.parse(texts(root)[path]).body:
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", None)
-        found |= {name: node} if name else {}
-    return found
+def defined_in(root: Path, path: str) -> Mapping[str, str]:
+    """Return the names that the test file defines, with their decorators: functions, classes, and the state machines of
+    hypothesis, which are assigned: `TestPool = Pool.TestCase`."""
+    return {found[2] or found[3]: found[1] or "" for found in DEFINED.finditer(texts(root)[path])}
 
 
 def file_of(root: Path, named: str) -> str:

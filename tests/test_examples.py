@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.backends import ROOT, child_environment, need_mooncake
+from tests.forks import check_ended, fork
 
-QUICK = ("README.md", "02_two_processes.py")
-"""The examples that run for a person too; each of the others is a process of seconds."""
+QUICK = ("README.md-0", "02_two_processes.py")
+"""The examples that run for a person too: one in this process and one in two. Each of the others takes seconds."""
 
 
-def _case(name: str, *values: object, id: str) -> Any:  # noqa: A002 - as pytest calls it
-    return pytest.param(*values, id=id, marks=[] if name in QUICK else pytest.mark.full)
+def _case(*values: object, id: str) -> Any:  # noqa: A002 - as pytest calls it
+    return pytest.param(*values, id=id, marks=[] if id in QUICK else pytest.mark.full)
 
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\nIt prints:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
-EXAMPLES = [_case(path.name, path.name, id=path.name) for path in sorted((ROOT / "examples").glob("0*.py"))]
+EXAMPLES = [_case(path.name, id=path.name) for path in sorted((ROOT / "examples").glob("0*.py"))]
 SNIPPETS = [
-    _case(page.name, text, shown, id=f"{page.relative_to(ROOT)}-{number}")
+    _case(text, shown, id=f"{page.relative_to(ROOT)}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for number, (text, shown) in enumerate(SNIPPET.findall(page.read_text()))
 ]
@@ -54,8 +59,27 @@ def _run(*command: str, environment: Environment | None = None, timeout_s: float
     return done.stdout
 
 
+def _printed(path: Path, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """Return what a program prints. In `make test` it runs in a copy of this process, which has imported torch; what is
+    `full` has a new process, and so has to import all that it uses."""
+    if request.node.get_closest_marker("full"):
+        return _run(str(path), environment=environment)
+
+    def run() -> None:
+        os.chdir(ROOT)
+        sys.path.insert(0, str(path.parent))
+        sys.argv = [str(path)]
+        with (tmp_path / "printed").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            runpy.run_path(str(path), run_name="__main__")
+        for thread in {*threading.enumerate()} - {threading.current_thread()}:  # as Python waits for them at its end
+            thread.join()
+
+    check_ended(fork(run))
+    return (tmp_path / "printed").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name: str, environment: Environment) -> None:
+def test_example_runs(name: str, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     expected = {
         "01_one_process.py": "get abc=48213;",
         "02_two_processes.py": "get zoe=314159;",
@@ -64,7 +88,7 @@ def test_example_runs(name: str, environment: Environment) -> None:
         "05_asyncio_host.py": "calc 8+8=16;",
         "06_ranks.py": "done: experts were placed anew while requests ran",
     }
-    plain = re.sub(r"\033\[\d+m", "", _run(f"examples/{name}", environment=environment))
+    plain = re.sub(r"\033\[\d+m", "", _printed(ROOT / "examples" / name, environment, tmp_path, request))
     assert expected[name] in plain
     if name == "02_two_processes.py":
         in_c, none = r"in C: .*linear.*mla_decode", "none in C, .*says how to mend it: "
@@ -76,14 +100,16 @@ def test_there_are_snippets() -> None:
 
 
 @pytest.mark.parametrize(("text", "shown"), SNIPPETS)
-def test_snippet_runs(text: str, shown: str, environment: Environment, tmp_path: Path) -> None:
+def test_snippet_runs(
+    text: str, shown: str, environment: Environment, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if "MooncakeTransport(" in text:
         need_mooncake()
     if ".draw(" in text:
         pytest.importorskip("matplotlib")
     snippet = tmp_path / "snippet.py"  # a file, so that the snippet may start processes of its own
     snippet.write_text(text)
-    printed = _run(str(snippet), environment=environment)
+    printed = _printed(snippet, environment, tmp_path, request)
     assert printed == (shown or printed) != ""
 
 

@@ -286,6 +286,7 @@ def test_pushes_of_a_small_slice_arrive_and_are_measured() -> None:
         assert line["landed_ms"] > 0 < line["value"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", ["0", "2"])
 def test_steps_of_small_engines_are_measured(drafts: str) -> None:
     output = output_of(engine_steps, "--tiny", "--transport", "tcp", "--kv-format", "fp8", "--drafts", drafts)
@@ -345,7 +346,7 @@ def test_a_kernel_that_fails_on_the_card_fails_the_run(monkeypatch: pytest.Monke
     (line,) = bench().lines(run.CASES[0].tiny())
     assert line["wrong"] == "RuntimeError: an illegal memory access was encountered"
     monkeypatch.setattr(run.Bench, "check", lambda *_: None)
-    monkeypatch.setattr(run, "race", lambda given, _: dict.fromkeys(given, timing.Missing("OutOfMemoryError: x")))
+    monkeypatch.setattr(run, "race", lambda given, _, **__: dict.fromkeys(given, timing.Missing("OutOfMemoryError: x")))
     (line,) = bench().lines(run.CASES[0].tiny())
     assert line["wrong"] == "OutOfMemoryError: x"
 

@@ -149,6 +149,7 @@ def test_constants_are_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(choices.asked) == [("of_cut", "((3,), [])"), ("of_cut", "((4,), [])")]
 
 
+@pytest.mark.full
 def test_configs_that_spill_are_dropped_before_they_run() -> None:
     """One warp cannot hold a row of 7168."""
     case = row_cases.Norm(tokens=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,12 @@ def engines() -> tuple[pd.PrefillEngine, pd.DecodeEngine]:
 def pairing(**more: Any) -> pd.Pairing:
     prefill, decode = engines()
     return pd.Pairing(**{"prefill": prefill, "decode": decode, **more})
+
+
+@functools.cache
+def one(make: Callable[[], Any]) -> Any:
+    """Return the one that all calls share: they are refused, and leave it as it is."""
+    return make()
 
 
 def plan_of(**more: Any) -> planning.EnginePlan:
@@ -252,17 +259,17 @@ CALLED = [
     ),
     row("KVChannel.loopback", pd.KVChannel.loopback),
     *(
-        row(f"KVChannel.{name}", lambda value, name=name: getattr(ends(), name)(value))
+        row(f"KVChannel.{name}", lambda value, name=name: getattr(one(ends), name)(value))
         for name in ("connect", "connected", "drop_peer", "expect", "accept", "is_full")
     ),
-    row("KVChannel.wait", lambda value: ends().wait(value), "int float"),
-    row("KVChannel.finish", lambda value: ends().finish(value, value)),
-    row("KVChannel.abort", lambda value: ends().abort(value, pd.TransferError("x"))),
-    row("KVChannel.push", lambda value: ends().push(value, layers=range(1), tokens=range(1), pages=(0,))),
+    row("KVChannel.wait", lambda value: one(ends).wait(value), "int float"),
+    row("KVChannel.finish", lambda value: one(ends).finish(value, value)),
+    row("KVChannel.abort", lambda value: one(ends).abort(value, pd.TransferError("x"))),
+    row("KVChannel.push", lambda value: one(ends).push(value, layers=range(1), tokens=range(1), pages=(0,))),
     *(
         row(
             f"{side}.{name}",
-            lambda value, side=side, name=name: getattr(engines()[side == "decode"], name)(value),
+            lambda value, side=side, name=name: getattr(one(engines)[side == "decode"], name)(value),
             right,
         )
         for side in ("prefill", "decode")
@@ -276,24 +283,24 @@ CALLED = [
             "stage_placement": "",
         }.items()
     ),
-    row("PrefillEngine.submit", lambda value: engines()[0].submit(value, value)),
-    row("DecodeEngine.submit", lambda value: engines()[1].submit(value, writers=())),
-    row("DecodeEngine.submit(writers)", lambda value: engines()[1].submit(request(), writers=value)),
-    row("DecodeEngine.change_writers", lambda value: engines()[1].change_writers("a", writers=value)),
-    row("Pairing.submit", lambda value: pairing().submit(value)),
-    row("Pairing.cancel", lambda value: pairing().cancel(value), "text"),
-    row("Pairing.generate", lambda value: pairing().generate(value), "mapping tensor"),
-    row("Pairing.add", lambda value: pairing().add(value)),
-    row("Pairing.remove", lambda value: pairing().remove(value, drain_s=0.0)),
-    row("Pairing.joining", lambda value: pairing().joining(value)),
-    row("Pairing.removal", lambda value: pairing().removal(value, drain_s=0.0)),
-    row("Pairing.switching", lambda value: pairing().switching(value, "decode", drain_s=0.0)),
+    row("PrefillEngine.submit", lambda value: one(engines)[0].submit(value, value)),
+    row("DecodeEngine.submit", lambda value: one(engines)[1].submit(value, writers=())),
+    row("DecodeEngine.submit(writers)", lambda value: one(engines)[1].submit(request(), writers=value)),
+    row("DecodeEngine.change_writers", lambda value: one(engines)[1].change_writers("a", writers=value)),
+    row("Pairing.submit", lambda value: one(pairing).submit(value)),
+    row("Pairing.cancel", lambda value: one(pairing).cancel(value), "text"),
+    row("Pairing.generate", lambda value: one(pairing).generate(value), "mapping tensor"),
+    row("Pairing.add", lambda value: one(pairing).add(value)),
+    row("Pairing.remove", lambda value: one(pairing).remove(value, drain_s=0.0)),
+    row("Pairing.joining", lambda value: one(pairing).joining(value)),
+    row("Pairing.removal", lambda value: one(pairing).removal(value, drain_s=0.0)),
+    row("Pairing.switching", lambda value: one(pairing).switching(value, "decode", drain_s=0.0)),
     *(
         row(f"Pairing.{name}(drain_s)", lambda value, name=name: remaining(name, value), "int float")
         for name in ("remove", "removal", "switching")
     ),
-    row("Pairing.wait", lambda value: pairing().wait(value), "int float"),
-    row("Pairing.drain", lambda value: pairing().drain(value), "int float"),
+    row("Pairing.wait", lambda value: one(pairing).wait(value), "int float"),
+    row("Pairing.drain", lambda value: one(pairing).drain(value), "int float"),
     *each(
         bench.burst,
         {"num_requests": 1, "prompt_tokens": 1, "output_tokens": 1},
@@ -302,7 +309,7 @@ CALLED = [
         output_tokens="int function class",
     ),
     row("bench.run(pairing)", lambda value: bench.run(value, bench.burst(1, prompt_tokens=1, output_tokens=1))),
-    row("bench.run(load)", lambda value: bench.run(pairing(), value)),
+    row("bench.run(load)", lambda value: bench.run(one(pairing), value)),
     *(
         row(f"bench.{call.__name__}", call)
         for call in (bench.check, bench.merge, bench.from_vllm, bench.replay, bench.read_trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -134,7 +135,7 @@ def _choose(
         if name not in wanted:
             continue
         rivals.discard(name)
-        module = importlib.import_module(provider.module)
+        module = sys.modules.get(provider.module) or importlib.import_module(provider.module)
         offered = _offers(module, op)
         reason = why_not(module)
         if reason is None:

@@ -148,10 +148,11 @@ def _control_group(folder: Path, limit: str, usage: str, droppable: str) -> tupl
     """Return (limit, in use) of one control group, or None when it has no limit or cannot be seen from inside a
     container."""
     try:
+        most = int((folder / limit).read_text("ascii"))  # first: where it is "max", the rest need not be read
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
         used = int((folder / usage).read_text("ascii")) - int(stat.get(droppable, 0))
-        return int((folder / limit).read_text("ascii")), max(0, used)
-    except (OSError, ValueError):  # "max" is not a number
+        return most, max(0, used)
+    except (OSError, ValueError):
         return None
 
 

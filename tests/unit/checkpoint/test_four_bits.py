@@ -67,8 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "V2 without a query latent": tiny_config_dict("v2-lite", hidden_size=64, moe_intermediate_size=32),
     "a group wide": kimi(hidden_size=32, moe_intermediate_size=32, intermediate_size=32),
     "five groups and three": kimi(hidden_size=160, moe_intermediate_size=96, intermediate_size=224),
-    "one expert": kimi(n_routed_experts=1, num_experts_per_tok=1),
     "many experts": kimi(n_routed_experts=130, hidden_size=32, moe_intermediate_size=32),
+    "one expert": kimi(n_routed_experts=1, num_experts_per_tok=1),
 }
 
 

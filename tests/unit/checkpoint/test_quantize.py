@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ SIZES = {"hidden_size": 150, "intermediate_size": 170, "moe_intermediate_size": 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 SCHEMES: list[dict[str, Any]] = [{"scheme": "fp8"}, {"scheme": "fp8", "scale_fmt": "ue8m0"}, {"scheme": "w8a8_dynamic"}]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: "-".join(scheme.values()))
+Quantize = Callable[..., Path]
 LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -46,6 +49,19 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("floats")
     write_checkpoint(folder, tiny_config_dict(torch_dtype="bfloat16", **SIZES))
     return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Quantize:
+    """Quantize the floats, once in each way, for tests that change no file."""
+
+    @functools.cache
+    def quantize(**options: Any) -> Path:
+        folder = tmp_path_factory.mktemp("quantized")
+        quantize_checkpoint(floats, folder, **options)
+        return folder
+
+    return quantize
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -68,10 +84,10 @@ def worth(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 @every_scheme
 def test_linear_maps_are_quantized_and_everything_else_is_copied(
-    scheme: dict[str, Any], floats: Path, tmp_path: Path
+    scheme: dict[str, Any], floats: Path, quantized: Quantize
 ) -> None:
-    quantize_checkpoint(floats, tmp_path / "q", **scheme)
-    before, after = tensors_in(floats), tensors_in(tmp_path / "q")
+    folder = quantized(**scheme)
+    before, after = tensors_in(floats), tensors_in(folder)
     int8 = scheme["scheme"] == "w8a8_dynamic"
     chosen = {name for name in before if name.split(".")[-2] in LINEARS and not (int8 and "kv_b_proj" in name)}
     companions = ("_scale", "_offset") if int8 else ("_scale_inv",)
@@ -93,11 +109,11 @@ def test_linear_maps_are_quantized_and_everything_else_is_copied(
 
 
 @every_scheme
-def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
+def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: Path, quantized: Quantize) -> None:
     """`stored` differs from `float` only by the rounding of activations, which these bounds allow."""
-    quantize_checkpoint(floats, tmp_path / "q", **scheme)
-    tensors = tensors_in(tmp_path / "q")
-    held = load_model(tmp_path / "q", dtype=torch.float32, weights="float")
+    folder = quantized(**scheme)
+    tensors = tensors_in(folder)
+    held = load_model(folder, dtype=torch.float32, weights="float")
     for layer, name in ((0, "model.layers.0.self_attn.o_proj.weight"), (2, "model.layers.2.self_attn.q_b_proj.weight")):
         attention = held.blocks[layer].attention
         matrix = (attention.o if "o_proj" in name else attention.q_b).weight
@@ -107,7 +123,7 @@ def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: 
     up = worth(tensors, "model.layers.1.mlp.experts.7.up_proj.weight").float()
     assert torch.equal(experts.gate_up[7], torch.cat((gate, up)))  # type: ignore[index]
 
-    stored = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    stored = load_model(folder, dtype=torch.float32, weights="stored")
     original = load_model(floats, dtype=torch.float32)
     drift = 0.1 if scheme["scheme"] == "fp8" else 0.03
     assert distance(held, original) < drift
@@ -143,10 +159,10 @@ def distance(one: Model, other: Model) -> float:
 
 
 @every_scheme
-def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], quantized: Quantize) -> None:
+    folder = quantized(**scheme)
     fast, plain = (
-        load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers=provider)
+        load_model(folder, dtype=torch.float32, weights="stored", providers=provider)
         for provider in ("torch", "reference")
     )
     # An activation on the border of two numbers may fall to either side.
@@ -154,10 +170,10 @@ def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], floats
     assert fast.logits(TOKENS).isfinite().all()
 
 
-def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp_path: Path) -> None:
+def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(quantized: Quantize) -> None:
     """This keeps expanded and absorbed attention one function."""
-    quantize_checkpoint(floats, tmp_path / "q")
-    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    folder = quantized()
+    model = load_model(folder, dtype=torch.float32, weights="stored")
     attention = model.blocks[0].attention
     latent, _ = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))
     assert torch.equal(model.resolved.ops.round_fp8(latent, ue8m0=False), latent)
@@ -165,10 +181,10 @@ def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp
 
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 def test_products_behind_a_norm_share_one_rounding(
-    scale_fmt: str | None, floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scale_fmt: str | None, quantized: Quantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only o_proj, whose input nobody else reads, rounds it by itself."""
-    quantize_checkpoint(floats, tmp_path / "q", scale_fmt=scale_fmt)
+    folder = quantized(scale_fmt=scale_fmt)
     calls: list[tuple[str, str]] = []
 
     def noted(name: str) -> Any:
@@ -183,7 +199,7 @@ def test_products_behind_a_norm_share_one_rounding(
 
     watched = SimpleNamespace(quantize_fp8=noted("quantize_fp8"), linear_fp8=noted("linear[fp8]"))
     monkeypatch.setattr(torch_provider, "MODULES", (watched, *torch_provider.MODULES))
-    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers="torch")
+    model = load_model(folder, dtype=torch.float32, weights="stored", providers="torch")
     model.logits(TOKENS)
     rounding, product = ("quantize_fp8", "Tensor"), ("linear[fp8]", "FP8Rows")
     attention = [rounding, product, rounding, product, product, ("linear[fp8]", "Tensor")]
@@ -194,8 +210,8 @@ def test_products_behind_a_norm_share_one_rounding(
 
 
 @every_scheme
-def test_experts_in_fp8_are_sent_rounded_rows(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+def test_experts_in_fp8_are_sent_rounded_rows(scheme: dict[str, Any], quantized: Quantize) -> None:
+    folder = quantized(**scheme)
     sent: list[type] = []
 
     @attrs.frozen
@@ -204,7 +220,7 @@ def test_experts_in_fp8_are_sent_rounded_rows(scheme: dict[str, Any], floats: Pa
             sent.append(type(x_TD))
             return super().dispatch_begin(x_TD, ids_TK, weights_TK)
 
-    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    model = load_model(folder, dtype=torch.float32, weights="stored")
     ops, x = model.resolved.ops, torch.randn(4, 150, generator=torch.Generator().manual_seed(0))
     layer = attrs.evolve(model.moe_layers()[0], dispatcher=Noted(model.config.n_routed_experts, ops))
     both = Rounded(x, ops.quantize_fp8(x, ue8m0=model.config.scale_fmt == "ue8m0"))
@@ -213,11 +229,11 @@ def test_experts_in_fp8_are_sent_rounded_rows(scheme: dict[str, Any], floats: Pa
 
 
 @every_scheme
-def test_stored_weights_take_the_bytes_of_the_files(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(floats, tmp_path / "q", **scheme)
-    model = load_model(tmp_path / "q", weights="stored")
+def test_stored_weights_take_the_bytes_of_the_files(scheme: dict[str, Any], quantized: Quantize) -> None:
+    folder = quantized(**scheme)
+    model = load_model(folder, weights="stored")
     held = sum(tensor.nbytes for tensor in tensors_of_model(model))
-    with Checkpoint.open(tmp_path / "q") as files:
+    with Checkpoint.open(folder) as files:
         assert held <= 1.1 * files.total_bytes
 
 
@@ -241,7 +257,7 @@ def tensors_of_model(value: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "w8a8_dynamic"])
 def test_ops_are_chosen_for_the_formats_in_the_files(
-    monkeypatch: pytest.MonkeyPatch, floats: Path, tmp_path: Path, scheme: str | None
+    monkeypatch: pytest.MonkeyPatch, floats: Path, quantized: Quantize, scheme: str | None
 ) -> None:
     specs: list[OpSpec] = []
 
@@ -250,9 +266,7 @@ def test_ops_are_chosen_for_the_formats_in_the_files(
         return resolve_ops(spec, **more)
 
     monkeypatch.setattr(loading, "resolve_ops", resolve)
-    if scheme is not None:
-        quantize_checkpoint(floats, tmp_path / "q", scheme=scheme)
-    config = load_model(floats if scheme is None else tmp_path / "q", dtype="float32").config
+    config = load_model(floats if scheme is None else quantized(scheme=scheme), dtype="float32").config
     (spec,) = specs
     assert spec.weight_formats == ({scheme} if scheme else set())
     assert (spec.device, spec.dtype, spec.num_heads) == (DeviceSpec("cpu"), torch.float32, config.num_attention_heads)
@@ -260,10 +274,10 @@ def test_ops_are_chosen_for_the_formats_in_the_files(
     assert spec.page_size is spec.kv_format is None
 
 
-def test_auto_says_what_it_made_of_the_weights(floats: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(floats, tmp_path / "q")
-    told = {word: explain_backends(load_model(tmp_path / "q", weights=word)) for word in ("auto", "stored", "float")}
-    count = sum(name.endswith("_scale_inv") for name in tensors_in(tmp_path / "q"))
+def test_auto_says_what_it_made_of_the_weights(floats: Path, quantized: Quantize) -> None:
+    folder = quantized()
+    told = {word: explain_backends(load_model(folder, weights=word)) for word in ("auto", "stored", "float")}
+    count = sum(name.endswith("_scale_inv") for name in tensors_in(folder))
     said = rf'{count} FP8 weights became bfloat16 \(weights="auto"\): linear\[fp8\] of '
     said += "(torch makes floats|native takes longer)"
     library = build.library_or_reason()
@@ -343,18 +357,33 @@ def test_a_folder_with_anything_in_it_is_left_alone(floats: Path, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_quantized_checkpoint_is_not_quantized_again(floats: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(floats, tmp_path / "q")
+def test_a_quantized_checkpoint_is_not_quantized_again(quantized: Quantize, tmp_path: Path) -> None:
+    folder = quantized()
     with pytest.raises(CheckpointError, match=r"is torch\.float8_e4m3fn in model-.* is quantized already"):
-        quantize_checkpoint(tmp_path / "q", tmp_path / "again")
+        quantize_checkpoint(folder, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic", "int4", "mxfp4"])
-@pytest.mark.parametrize("left", [{"quantize": "w8a8"}, {"quantization_config": PACKED_CONFIGS["int4"]}])
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.fixture(scope="module", params=["fp8", "w8a8_dynamic", "int4", "mxfp4"])
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tensor]:
+    """A scheme, floats, and the logits of the model that it makes of them."""
+    folder = tmp_path_factory.mktemp("asked")
+    write_checkpoint(folder / "floats", tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
+    quantize_checkpoint(folder / "floats", folder / "q", scheme=request.param)
+    return request.param, folder / "floats", load_model(folder / "q", weights="stored").logits(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("left", "is_inside"),
+    [
+        ({"quantize": "w8a8"}, False),
+        ({"quantization_config": PACKED_CONFIGS["int4"]}, True),
+        pytest.param({"quantize": "w8a8"}, True, marks=pytest.mark.full),
+        pytest.param({"quantization_config": PACKED_CONFIGS["int4"]}, False, marks=pytest.mark.full),
+    ],
+)
 def test_what_floats_say_of_another_quantization_stays_behind(
-    tmp_path: Path, scheme: str, left: dict[str, Any], is_inside: bool
+    tmp_path: Path, asked: tuple[str, Path, Tensor], left: dict[str, Any], is_inside: bool
 ) -> None:
     """A checkpoint that was quantized once, in the config of a text model as in its own."""
 
@@ -365,13 +394,11 @@ def test_what_floats_say_of_another_quantization_stays_behind(
             config.clear()
             config |= {"model_type": "kimi_k25", "text_config": text}
 
-    write_checkpoint(tmp_path / "floats", tiny_config_dict(hidden_size=64, moe_intermediate_size=32))
-    left_behind = changed(tmp_path / "floats", tmp_path / "left", prefixed if is_inside else len, leave)
+    scheme, floats, expected = asked
+    left_behind = changed(floats, tmp_path / "left", prefixed if is_inside else len, leave)
     (left_behind / "quant_model_description_old.json").write_text('{"model.norm.weight": "W8A8"}')
-    for name in ("floats", "left"):
-        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-{scheme}", scheme=scheme)
-    model, other = (load_model(tmp_path / f"{name}-{scheme}", weights="stored") for name in ("floats", "left"))
-    assert torch.equal(model.logits(TOKENS), other.logits(TOKENS))
+    quantize_checkpoint(left_behind, tmp_path / "q", scheme=scheme)
+    assert torch.equal(load_model(tmp_path / "q", weights="stored").logits(TOKENS), expected)
 
 
 @pytest.mark.parametrize(("room", "file"), [(15_000, r"model-.*\.safetensors"), (150_000, r"tokenizer\.json")])

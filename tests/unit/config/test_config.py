@@ -3,6 +3,7 @@ ranges."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -43,6 +44,11 @@ def _kind(raw: dict[str, Any]) -> Any:
     }[raw["model_type"]]
 
 
+@functools.cache
+def _saved(name: str) -> dict[str, Any]:
+    return _new_spelling(FAMILIES[name])
+
+
 def _new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
     """Return `raw` as transformers 5 saves it."""
     kind = _kind(raw)
@@ -55,8 +61,7 @@ def _new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_give_one_config(name: str) -> None:
-    old = FAMILIES[name]
-    new = _new_spelling(old)
+    old, new = FAMILIES[name], _saved(name)
     assert "rope_parameters" in new
     assert "rope_theta" not in new
     expected = ModelConfig.from_dict(old)
@@ -70,7 +75,7 @@ def test_both_spellings_give_one_config(name: str) -> None:
 def test_num_parameters_is_that_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    new = _new_spelling(FAMILIES[name])
+    new = _saved(name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(_kind(new)(**new))
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]

@@ -98,10 +98,11 @@ def _of_transformers(name: str) -> Any:
 def _case(name: str, folder: Path) -> Case:
     model = _of_transformers(name)
     model.save_pretrained(folder)
-    tokens = list(PROMPT)
+    tokens, logits = list(PROMPT), []
     for _ in range(NUM_TOKENS):
-        tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    return Case(folder, model(input_ids=torch.tensor([PROMPT])).logits[0], tokens[len(PROMPT) :])
+        logits.append(model(input_ids=torch.tensor([tokens])).logits[0])
+        tokens.append(int(logits[-1][-1].argmax()))
+    return Case(folder, logits[0], tokens[len(PROMPT) :])
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from pdinfer.kernels.draws import gumbel_noise
 from pdinfer.types import SamplingParams
 from pdinfer.values import changed_fields
 from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
+from tests.slices import examples
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -280,7 +281,7 @@ def test_filters_do_not_leave_their_row(param: SamplingParams) -> None:
     """A row without filters draws, beside a row with them, what it draws alone."""
     plain = SamplingParams(seed=9)
     batch = LOGITS.expand(2, -1)
-    for position in range(50):
+    for position in range(15):
         both = tokens_of(batch, [plain, param], [position, position])
         assert both == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
 
@@ -353,7 +354,7 @@ draws_of_12 = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(draws_of_12, st.lists(steps, min_size=12, max_size=12)), min_size=1, max_size=6))
 def test_a_batch_of_any_requests_is_what_plain_loops_draw(rows: list[tuple[Draw, list[float]]]) -> None:
     logits = torch.tensor([row for _, row in rows])

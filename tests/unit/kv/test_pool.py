@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -14,6 +13,7 @@ from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import Held, PagePool, PageState
 from pdinfer.testing import random_model
+from tests.slices import examples
 
 NUM_PAGES = 7
 
@@ -165,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=80, stateful_step_count=40)
+TestPool.settings = examples(80, stateful_step_count=40)
 
 
 def test_check_notices_a_page_that_is_counted_twice() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -17,6 +17,7 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import KeyScheme, PrefixIndex, digest, domain_of
 from pdinfer.types import PeerAddress
+from tests.slices import examples
 
 SIZE = 2
 """Tokens of a page."""
@@ -461,7 +462,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixes = PrefixMachine.TestCase
-TestPrefixes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixes.settings = examples(150, stateful_step_count=40)
 
 
 # -- the check itself can fail ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, PeerMemfd
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.testing import random_model
+from tests.slices import examples
 
 CPU = torch.device("cpu")
 NUM_PAGES = 5
@@ -148,7 +149,7 @@ def test_host_memory_is_read_and_written_in_place() -> None:
 
 @pytest.mark.parametrize("source_on_host", [True, False])
 @pytest.mark.parametrize("on_host", [True, False])
-@settings(max_examples=60)
+@examples(60)
 @given(cuts=two_cuts())
 def test_copying_keeps_the_order_of_bytes_however_they_are_cut(
     on_host: bool, source_on_host: bool, cuts: tuple[Spans, Spans]
@@ -190,7 +191,6 @@ def test_a_memfd_is_freed_with_its_memory() -> None:
     memory = memory_of()
     assert len(os.listdir(descriptors)) > before
     del memory
-    gc.collect()
     assert len(os.listdir(descriptors)) == before
 
 

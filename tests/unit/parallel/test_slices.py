@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdinfer.config import CacheConfig
@@ -16,6 +16,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.parallel.slices import Slices, context_parallel_slices, even_slices
 from pdinfer.types import HandoffStatus
+from tests.slices import examples
 from tests.unit.kv.channel.channels import LAYERS, SmallModel, granted, handoff
 
 spans = st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: range(pair[0], sum(pair)))
@@ -80,7 +81,7 @@ def pool_of(page_size: int) -> PagePool:
     return PagePool(SmallModel(), CacheConfig(page_size=page_size, num_pages=-(-160 // page_size) + 4))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     page_sizes=st.tuples(st.sampled_from([1, 16, 64]), st.sampled_from([1, 16, 64])),
     num_tokens=st.integers(1, 150),

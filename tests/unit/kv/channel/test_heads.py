@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, LayoutMismatch
@@ -17,6 +17,7 @@ from pdinfer.kv.shapes import AxisOrder
 from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.types import PageGrant
+from tests.slices import examples
 from tests.unit.kv.channel import channels
 from tests.unit.kv.channel.channels import ABORTED, LANDED, Case, handoff, say, settled
 from tests.unit.kv.channel.heads import LAYERS, NUM_HEADS, check_landed, compute, grant_to, pool_of
@@ -84,7 +85,7 @@ def test_every_byte_lands_between_ranks_with_other_heads(kind: str, key: bytes |
         case.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     ranks=st.sampled_from(RANKS),
     ours=st.sampled_from(AxisOrder),

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.errors import PDInferError
@@ -20,13 +20,14 @@ from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.transports.base import TICK_S
 from pdinfer.process.silence import LINKS
 from pdinfer.types import HandoffStatus, peer_key
+from tests.slices import examples
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import are_linked, linked
 from tests.unit.kv.channel.channels import Case, handoff, links, record
 from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 def test_of_two_crossing_links_exactly_one_stays(data: st.DataObject) -> None:
     """This holds for every order in which the messages of both can be delivered, also while an end is dialling."""

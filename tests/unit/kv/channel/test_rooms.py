@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +18,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import rooms
 from pdinfer.kv.channel.rooms import MAX_PIECES, Coverage, ReceiverRooms, SenderRooms, StaleFrame, first_error
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
+from tests.slices import examples
 
 LAYERS = range(2, 5)
 TOKENS = range(4, 10)
@@ -361,9 +362,9 @@ class SenderMachine(RuleBasedStateMachine):
 TestCoverage = CoverageMachine.TestCase
 TestReceiverRooms = ReceiverMachine.TestCase
 TestSenderRooms = SenderMachine.TestCase
-TestCoverage.settings = settings(max_examples=60, stateful_step_count=25)
-TestReceiverRooms.settings = settings(max_examples=120, stateful_step_count=40)
-TestSenderRooms.settings = settings(max_examples=60, stateful_step_count=30)
+TestCoverage.settings = examples(60, stateful_step_count=25)
+TestReceiverRooms.settings = examples(120, stateful_step_count=40)
+TestSenderRooms.settings = examples(60, stateful_step_count=30)
 
 
 @given(st.permutations(range(TOKENS.start, TOKENS.stop)))
@@ -377,8 +378,8 @@ def test_tokens_may_arrive_in_any_order(order: list[int]) -> None:
 
 
 def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a hundred thousand announcements looks at about log2 of the ranges there are."""
-    count = 100_000
+    """Each of twenty thousand announcements looks at about log2 of the ranges there are."""
+    count = 20_000
     looked_at = Counter[str]()
 
     def counting_bisect(ranges: list[range], start: int, key: Callable[[range], int]) -> int:

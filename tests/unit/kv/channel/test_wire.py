@@ -32,6 +32,7 @@ from pdinfer.types import (
     TokenEvent,
     Usage,
 )
+from tests.slices import examples
 
 texts = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=12)
 blobs = st.binary(min_size=1, max_size=16)
@@ -239,7 +240,7 @@ def plain(value: object) -> object:
     return value
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(wire_messages)
 def test_wire_messages_survive_the_trip(message: wire.Message) -> None:
     assert plain(wire.decode(wire.encode(message))) == plain(message)
@@ -392,14 +393,14 @@ def test_hostile_values_inside_a_message(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("which", DECODERS)
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.binary(max_size=80))
 def test_random_bytes(which: str, data: bytes) -> None:
     check_answer(data, which)
 
 
 @pytest.mark.parametrize("which", DECODERS)
-@settings(max_examples=120)
+@examples(120)
 @given(data=st.data())
 def test_mutated_messages(which: str, data: st.DataObject) -> None:
     _, encode, strategy = DECODERS[which]
@@ -421,7 +422,7 @@ builtins = st.recursive(
 
 
 @pytest.mark.parametrize("which", DECODERS)
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data())
 def test_fields_of_the_wrong_type(which: str, data: st.DataObject) -> None:
     _, encode, strategy = DECODERS[which]
