@@ -2,7 +2,8 @@
 
 A kind is a list of flags that every compiler knows from OLDEST on, as `-march=native` gives them on such a CPU: to one
 newer than itself a compiler gives the name of an earlier one, and flags for what it has besides. `make test` compiles
-for some with the compiler of this machine; not optimised, which finds an instruction that is not allowed as well.
+for two that few machines are, with the compiler of this one, and test_native_shapes.py for what this CPU can run; not
+optimised, which finds an instruction that is not allowed as well.
 `.ci/compilers` compiles for all of them, optimised, with every compiler that Debian has: for the quick ones, which
 read every body, as users do.
 """
@@ -27,6 +28,7 @@ from tests.backends import ROOT
 from tests.compilers import why_no_compiler
 from tests.conformance.native_builds import as_native
 from tests.conformance.test_native_shapes import CASES, assert_cases_give
+from tests.each_time import others_in_full
 
 ZEN_4 = (
     *("-march=znver3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mavx512ifma"),
@@ -40,7 +42,9 @@ QUICK = {
     "Cooper Lake with AMX": ("-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "this CPU": ("-march=native",),
 }
-"""What `make test` compiles for."""
+"""Kinds of which each reads other bodies, or has others to link."""
+EACH_TIME = ("Skylake", "Cooper Lake with AMX")
+"""What `make test` compiles for: 16 lanes with the fewest instructions, and with the most."""
 OTHERS = {
     "x86-64-v2": ("-march=x86-64-v2",),
     "x86-64-v4": ("-march=x86-64-v4",),
@@ -127,7 +131,7 @@ x86 = pytest.mark.skipif(not compiled.cpu_flags(), reason="compiles for x86-64 C
 
 
 @x86
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", others_in_full(QUICK, EACH_TIME))
 def test_every_source_compiles_and_every_library_links_for(name: str, tmp_path: Path) -> None:
     if lacking := why_no_compiler():
         pytest.skip(f"needs {lacking}")
