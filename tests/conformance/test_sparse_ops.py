@@ -29,7 +29,7 @@ from tests.conformance.op_suite import (
     op_of,
     query_lens_of,
 )
-from tests.joined import for_each
+from tests.joined import for_each, pairs_each_time
 from tests.rounding import assert_within, error_of_attention, error_of_norm
 
 every_page_format = for_each("packed", [False, True])
@@ -48,6 +48,7 @@ def test_layer_norm(provider: str, device: str, dtype: torch.dtype, rows: int, w
 
 
 @for_every_provider("rotate")
+@pairs_each_time
 @for_each(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
 def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
     """Pairs (i, i + R/2) turn like neighbours that were brought together and apart again."""
@@ -102,6 +103,7 @@ class PackedAttention(Attention):
 
 
 @for_every_op("name", ATTENTION)
+@pairs_each_time
 @for_each(("page_size", "count"), [*product((3, 16), (0, 5))])
 @for_each("dims", [(256, 6, 7, 9), (512, 8, 7, 9)])
 def test_attention_over_packed_pages(
@@ -247,6 +249,7 @@ class Choice:
 
 
 @for_every_provider("index_topk")
+@pairs_each_time
 @every_page_format
 @for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
 def test_index_topk(
@@ -260,6 +263,7 @@ def test_index_topk(
 
 
 @for_every_provider("index_topk_decode")
+@pairs_each_time
 @every_page_format
 @for_each("num_queries", [1, 2, 3, 4])
 @for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
@@ -461,6 +465,7 @@ class Sparse:
 
 
 @for_every_provider("mla_sparse")
+@pairs_each_time
 @every_page_format
 @for_each("page_size", [1, 16])
 @for_each("block_bytes", [1, 1 << 20])

@@ -96,7 +96,7 @@ class FakeVLLM:
             while not self.stopped.is_set():
                 with self.lock:
                     self.engine.step()
-                time.sleep(0.0002)
+                time.sleep(0.002)
         finally:  # a check of the fake that fails must not leave its callers waiting
             self.stopped.set()
 
@@ -116,7 +116,7 @@ class FakeVLLM:
         while not request.is_over:
             if stopped.is_set():
                 raise OSError("the connection was reset")
-            time.sleep(0.0002)
+            time.sleep(0.001)
         return request
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
