@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,12 @@ def product(rows: int, dtype: torch.dtype = torch.bfloat16, **constants: int) ->
     )
 
 
+@functools.cache
+def measured(call: Callable[[], None]) -> aot.Measured:
+    (one,) = aot.measure(aot.Specimen("made", call))
+    return one
+
+
 def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None]:
     """Return a call that starts the kernel, as an op would."""
 
@@ -119,12 +126,15 @@ def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None
     return call
 
 
+PLAIN, OF_FEW_ROWS = product(64, num_stages=3), product(16, num_stages=3)
+
+
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (product(64, num_stages=3), ""),
-        pytest.param(product(16, num_stages=3), "", marks=pytest.mark.full),
+        (PLAIN, ""),
+        pytest.param(OF_FEW_ROWS, "", marks=pytest.mark.full),
         (product(64, num_stages=1), "waits for its loads, without TMA or cp.async"),
         pytest.param(
             product(64, torch.float32, num_stages=3), "a product of 64 rows without wgmma", marks=pytest.mark.full
@@ -138,17 +148,15 @@ def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None
     ],
 )
 def test_each_gate_is_missed_by_a_kernel_that_is_made_to(call: Callable[[], None], told: str) -> None:
-    (one,) = aot.measure(aot.Specimen("made", call))
+    one = measured(call)
     assert told in "; ".join(one.missed)
     assert bool(told) == bool(one.missed)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_what_a_kernel_loads_and_multiplies_is_counted() -> None:
-    (one,) = aot.measure(aot.Specimen("made", product(64, num_stages=3)))
-    assert one.wgmma > 0 < one.cp_async
-    (one,) = aot.measure(aot.Specimen("made", product(16, num_stages=3)))
-    assert one.mma > 0 == one.wgmma
+    assert measured(PLAIN).wgmma > 0 < measured(PLAIN).cp_async
+    assert measured(OF_FEW_ROWS).mma > 0 == measured(OF_FEW_ROWS).wgmma
 
 
 def narrow_decode(dtype: torch.dtype, latent: int, *, packed: bool = False) -> None:
