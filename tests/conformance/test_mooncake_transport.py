@@ -294,6 +294,7 @@ def test_a_forked_child_is_refused_and_can_end(engines: tuple[MooncakeEngine, Mo
         end.transport.close()
 
 
+@pytest.mark.full
 def test_a_host_that_never_closes_ends_all_the_same(engines: object) -> None:
     program = """
 import sys
