@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,28 @@ def spread(cases: Sequence[T], number: int, shift: int = 0) -> list[T]:
     another `shift`."""
     number = min(number, len(cases))
     return [cases[-1 - (at * len(cases) // number + shift) % len(cases)] for at in range(number)]
+
+
+def in_pairs(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return so many of the cases that any two values that meet in one of them meet."""
+    pairs = [set(itertools.combinations(((name, repr(value)) for name, value in case.items()), 2)) for case in cases]
+    left, chosen = set().union(*pairs), []
+    while left:
+        at = max(range(len(cases)), key=lambda at: len(pairs[at] & left))
+        left -= pairs[at]
+        chosen.append(cases[at])
+    return chosen
+
+
+def pairs_each_time(test: Callable[..., None]) -> Callable[..., None]:
+    """Above a `for_each` of three axes or more: `make test` runs its cases in pairs, all others run them all."""
+    test.in_pairs = in_pairs(test.joined[1])  # type: ignore[attr-defined]
+    return test
+
+
+def is_quick(config: pytest.Config) -> bool:
+    """Return whether pytest runs what `make test` does."""
+    return config.option.markexpr == "not full" and config.getoption("--hypothesis-profile", None) != "whole"
 
 
 def for_each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -38,7 +61,8 @@ def for_each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Cal
             if "request" in wanted:
                 given["request"] = request
             few = request.node.stash.get(FEW, None)
-            for case in cases if few is None else spread(cases, *few):
+            all_ = getattr(run, "in_pairs", cases) if is_quick(request.config) else cases
+            for case in all_ if few is None else spread(all_, *few):
                 try:
                     with pytest.MonkeyPatch.context() as patch:  # so that no case has what another one patched
                         if "monkeypatch" in wanted:

@@ -5,8 +5,9 @@ nothing else does.
                        the tests that docs/protocol.md, tests/claims.toml or a planted bug names
     everything else    all tests
 
-A test has the marker `full` as well where its path cannot say it: cases that take long among others that do not.
-`make test-all` and `.ci/run` run the rest. Whoever names files or tests to pytest gets all of them but those.
+A test has the marker `full` as well where its path cannot say it: cases that take long among others that do not. Of
+some joined cases `make test` runs enough that any two values meet: see `joined.pairs_each_time`. `make test-all` and
+`.ci/run` run the rest. Whoever names files or tests to pytest gets all of them but those.
 """
 
 from __future__ import annotations

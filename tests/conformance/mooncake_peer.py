@@ -1,10 +1,9 @@
-"""A process with one Mooncake end, for tests that kill and freeze it. It prints its endpoints, and answers "sum" with
-the xxh3_64 of its memory. A write's frame is the offset where it goes."""
+"""A process with one Mooncake end, for tests that kill and freeze it. It answers "sum" with the xxh3_64 of its memory.
+A write's frame is the offset where it goes."""
 
 from __future__ import annotations
 
-import os
-import sys
+from multiprocessing.connection import Connection
 
 import xxhash
 
@@ -44,9 +43,8 @@ class Peer:
         pass
 
 
-if __name__ == "__main__":
-    peer = Peer(*map(int, sys.argv[1:]))
-    sys.stdout.write(peer.endpoints[0] + "\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-    os._exit(0)  # the engine takes a second to go
+def serve(connection: Connection, num_bytes: int, slot_bytes: int) -> None:
+    """Tell the endpoint of a peer, which then serves until it is killed."""
+    peer = Peer(num_bytes, slot_bytes)
+    connection.send(peer.endpoints[0])
+    connection.recv()

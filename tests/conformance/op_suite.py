@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import attrs
@@ -166,6 +166,12 @@ def _chosen(provider: str, name: str | None, device: str, dtype: torch.dtype, na
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
+    return _drawn(shape, seed).clone()
+
+
+@lru_cache(maxsize=64)
+def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    # the cases of a test draw the same, which takes as long as many an op
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
 
 

@@ -22,7 +22,7 @@ from tests.conformance.op_suite import (
     op_of,
     query_lens_of,
 )
-from tests.joined import for_each
+from tests.joined import for_each, pairs_each_time
 from tests.rounding import (
     assert_within,
 )
@@ -47,6 +47,7 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
 
 
 @for_every_op("name", ATTENTION)
+@pairs_each_time
 @for_each(("page_size", "count", "heads"), [*product((1, 3, 16, 64), (0, 1, 5), (1, 3, 4))])
 def test_attention(
     provider: str, device: str, dtype: torch.dtype, name: str, page_size: int, count: int, heads: int
@@ -68,6 +69,7 @@ def test_long_contexts_are_decoded_in_parts(
 
 
 @for_every_provider("mla_decode")
+@pairs_each_time
 @for_each("num_queries", [1, 2, 3, 4])
 @for_each(("page_size", "heads"), [*product((1, 3, 16), (1, 3, 8))])
 def test_several_queries_of_a_sequence_see_each_other_in_order(

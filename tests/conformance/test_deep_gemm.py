@@ -66,8 +66,10 @@ def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> No
     gate_up, down = experts(len(counts), device)
     expected = reference.grouped_mlp(x_SD, torch.tensor(counts), gate_up, down)
 
+    op = op_of(device)
+
     def run(x: Tensor, counts_E: Tensor) -> Tensor:
-        return op_of(device)(x, counts_E, gate_up, down)
+        return op(x, counts_E, gate_up, down)
 
     def run_rounded(x: Tensor, counts_E: Tensor) -> Tensor:
         return run(reference.quantize_fp8(x, ue8m0=False), counts_E)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ SEEDS = 6
 
 @pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ONE_RANK)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10000))
 def test_on_one_rank(name: str, check, seed: int) -> None:
     check(KINDS[name], Group("ep"), seed)

@@ -27,10 +27,11 @@ from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.one_sided import writer
 from pdinfer.testing.simulation import VirtualClock
 from tests.backends import ROOT, child_environment, need_mooncake
+from tests.conformance.mooncake_peer import serve
 from tests.conformance.ring_network import writers
 from tests.conformance.transport_ends import BytesMemory, End, anywhere, closing, finished
 from tests.conformance.transport_suite import TransportSuite
-from tests.forks import check_ended, fork
+from tests.forks import check_ended, context, fork
 from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -104,22 +105,21 @@ class Process:
     """`mooncake_peer` in a process of its own."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.conformance.mooncake_peer", str(MEMORY_BYTES), str(SLOT_BYTES)]
-        self._popen = subprocess.Popen(
-            command, cwd=ROOT, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._told, theirs = context().Pipe()
+        self._process = context().Process(target=serve, args=(theirs, MEMORY_BYTES, SLOT_BYTES), daemon=True)
+        self._process.start()
+        theirs.close()
 
     @cached_property
     def endpoint(self) -> str:
-        assert self._popen.stdout is not None
-        return self._popen.stdout.readline().strip()
+        return self._told.recv()
 
     def signal(self, number: int) -> None:
-        os.kill(self._popen.pid, number)
+        os.kill(self._process.pid, number)
 
     def end(self) -> None:
-        self._popen.kill()
-        self._popen.communicate()
+        self._process.kill()
+        self._process.join()
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +294,7 @@ def test_a_forked_child_is_refused_and_can_end(engines: tuple[MooncakeEngine, Mo
         end.transport.close()
 
 
+@pytest.mark.full
 def test_a_host_that_never_closes_ends_all_the_same(engines: object) -> None:
     program = """
 import sys

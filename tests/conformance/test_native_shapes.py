@@ -100,7 +100,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def some(*choices: Sequence[int]) -> list[tuple[int, ...]]:
     """Return some of all choices, the same each time."""
     all_ = [*product(*choices)]
-    return random.Random(0).sample(all_, min(60, len(all_)))
+    return random.Random(0).sample(all_, min(40, len(all_)))
 
 
 def test_linear(body: Kernels, threads: None) -> None:
@@ -328,12 +328,12 @@ def test_experts(body: Kernels, counts: tuple[int, ...], sizes: tuple[int, int],
     x, gate_up = whole(sum(counts), width).abs() + 1, whole(len(counts), 2 * inner, width, seed=1)
     gate_up[:, :inner] = 0
     gate_up[:, :inner, 0] = 64
-    down, expert = (
-        whole(len(counts), width, inner, seed=2),
-        torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
-    )
-    gate, up = (gate_up[expert].double() @ x[..., None].double())[..., 0].bfloat16().chunk(2, -1)
-    expected = (down[expert].double() @ (gate * up)[..., None].double())[..., 0].bfloat16()
+    down, expected = whole(len(counts), width, inner, seed=2), torch.empty_like(x)
+    for rows, one, back, result in zip(
+        x.split(counts), gate_up.double(), down.double(), expected.split(counts), strict=True
+    ):
+        gate, up = (rows.double() @ one.mT).bfloat16().chunk(2, -1)
+        result.copy_((gate * up).double() @ back.mT)
     assert torch.equal(native.products.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
     if fit(Shape(1, 2, inner, width)):
         strips = in_strips(gate_up, 2), in_strips(down)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from tests.conformance.op_suite import (
     op_of,
     static_weight,
 )
-from tests.joined import for_each
+from tests.joined import for_each, pairs_each_time
 from tests.rounding import (
     assert_within,
     error_of_products,
@@ -53,6 +52,7 @@ MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
 
 
 @for_every_provider("linear[fp8]")
+@pairs_each_time
 @for_each("ue8m0", [False, True])
 @for_each("rows", [0, 1, 5])
 @for_each(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
@@ -139,26 +139,25 @@ def test_what_is_rounded_is_equal_on_every_device(provider: str, device: str, dt
 
 
 def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
-    """Return the values of activations and weights, element by element of the scales, in float64."""
+    """Return the values of activations and weights in float64."""
     rows, columns = weight.numbers.shape
-    worth = weight.numbers.double()
     of_part = math.ceil(rows // weight.parts / 128)
-    for row, column in product(range(rows), range(0, columns, 128)):
-        part, within = divmod(row, rows // weight.parts)
-        worth[row, column : column + 128] *= weight.scale[part * of_part + within // 128, column // 128].double()
+    parts = (divmod(row, rows // weight.parts) for row in range(rows))
+    scale = weight.scale[[part * of_part + within // 128 for part, within in parts]].double()
+    worth = weight.numbers.double() * scale.repeat_interleave(128, 1)[:, :columns]
     return rounded_by_hand(x, weight.ue8m0), worth
 
 
 def rounded_by_hand(x: Tensor, ue8m0: bool) -> Tensor:
     """Return the value of x rounded to FP8, block by block, in float64."""
-    numbers = x.double().clone()
-    for token, column in product(range(len(x)), range(0, x.shape[1], 128)):
-        block = numbers[token, column : column + 128]
-        scale = max(float(block.abs().max()), 1e-4) / 448
+    rounded = []
+    for block in x.double().split(128, -1):
+        scale = block.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
         if ue8m0:
-            scale = 2.0 ** math.ceil(math.log2(scale))
-        numbers[token, column : column + 128] = (block / scale).to(torch.float8_e4m3fn).double() * scale
-    return numbers
+            fraction, exponent = scale.frexp()  # from 1/2 on; a power of two stays one
+            scale = torch.ones_like(scale).ldexp(exponent - (fraction == 0.5).int())
+        rounded.append((block / scale).to(torch.float8_e4m3fn).double() * scale)
+    return torch.cat(rounded, -1)
 
 
 @for_every_provider("linear[w8a8_dynamic]")
@@ -215,6 +214,7 @@ def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
 
 
 @for_every_op("kind", EXPERTS)
+@pairs_each_time
 @for_each("form", ROWS)
 @for_each("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)])
 @for_each("sizes", [(1, 1), (24, 16), (130, 168)])

@@ -9,12 +9,12 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +30,17 @@ from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import transport
 from pdinfer.process import scratch
-from tests.conformance.shm_ends import MIB, check_no_more_than, num_descriptors, num_maps, opened_ends
+from tests.conformance.shm_ends import (
+    MIB,
+    check_no_more_than,
+    num_descriptors,
+    num_maps,
+    opened_ends,
+    receive,
+    send_without_end,
+)
 from tests.conformance.transport_ends import BytesMemory, End, MemfdMemory, Recorder, finished
-from tests.forks import check_ended, fork
+from tests.forks import apart, check_ended, context, fork
 from tests.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
@@ -201,51 +209,19 @@ def test_a_ring_carries_every_byte(open_end: Callable[..., End]) -> None:
 
 # -- processes ---
 
-RECEIVE = """
-import sys
-from pdinfer.kv.transports.shm.transport import ShmTransport
-from tests.conformance.transport_ends import Recorder, MemfdMemory
-size = int(sys.argv[1])
-memory, receiver = MemfdMemory(size), Recorder()
-receiver.hooks["place"] = lambda _, __, n: [(0, n)]
-
-def placed(link, frame, error):
-    if error or set(memory.data[::4096]) != {1}:
-        print("placed", error, set(memory.data[::4096]), flush=True)
-
-def received(link, frame):
-    print(frame.decode(), "after", len(receiver.of("placed", link)), "writes", flush=True)
-
-receiver.hooks["placed"] = placed
-receiver.hooks["received"] = received
-receiver.hooks["closed"] = lambda _, error: print("closed", flush=True)
-transport = ShmTransport(digest=False)
-print(transport.register(memory, receiver)[0], flush=True)
-sys.stdin.read()
-transport.close()
-"""
-
 
 @contextlib.contextmanager
-def receiving(num_bytes: int) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that receives, places at the start of its memory, and prints what it is told."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", RECEIVE, str(num_bytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+def receiving(num_bytes: int) -> Iterator[tuple[Any, Connection]]:
+    """Start a process that receives, and return what it tells as well."""
+    told, theirs = context().Pipe()
+    child = context().Process(target=receive, args=(theirs, num_bytes), daemon=True)
+    child.start()
+    theirs.close()
     try:
-        yield child
+        yield child, told
     finally:
         child.kill()
-        child.communicate()
-
-
-def line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
+        child.join()
 
 
 def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) -> None:
@@ -253,8 +229,8 @@ def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) 
     at once, and lets the other go on. What the other had copied to the last byte, without this end knowing, it may
     use."""
     sender = open_end(num_bytes=MIB, digest=False)
-    with receiving(MIB) as child:
-        endpoint = line(child)
+    with receiving(MIB) as (child, told_by_child):
+        endpoint = told_by_child.recv()
         cut_short, ends = 0, time.monotonic() + TIMEOUT_S
         for delay in itertools.cycle((0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.012, 0.014, 0.016, 0.02)):
             sender.memory.data[:] = b"\x01" * MIB
@@ -263,14 +239,14 @@ def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) 
             transfers = [sender.transport.write(link, b"w", [(0, MIB)]) for _ in range(400)]
             sender.transport.send(link, b"finish")
             time.sleep(delay)
-            child.send_signal(signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGSTOP)
             time.sleep(0.02)
             sender.transport.fence(link)
             assert all(transfer.done for transfer in transfers)
             sender.memory.data[:] = b"\x02" * MIB
-            child.send_signal(signal.SIGCONT)
+            os.kill(child.pid, signal.SIGCONT)
             told = []
-            while (said := line(child)) != "closed":
+            while (said := told_by_child.recv()) != "closed":
                 told.append(said)
             failed = any(transfer.error for transfer in transfers)
             assert told == ["finish after 400 writes"] or (failed and not told)
@@ -284,10 +260,10 @@ def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) 
 def test_a_killed_receiver_ends_the_transfers(open_end: Callable[..., End]) -> None:
     size = 32 * MIB
     sender = open_end(num_bytes=size, digest=False)
-    with receiving(size) as child:
-        link = sender.transport.connect([line(child)], timeout_s=TIMEOUT_S)
+    with receiving(size) as (child, told):
+        link = sender.transport.connect([told.recv()], timeout_s=TIMEOUT_S)
         link.trusted = True
-        child.send_signal(signal.SIGSTOP)
+        os.kill(child.pid, signal.SIGSTOP)
         transfers = [sender.transport.write(link, b"w", [(0, size)]) for _ in range(3)]
         time.sleep(0.05)
         assert not any(transfer.done for transfer in transfers)
@@ -298,21 +274,17 @@ def test_a_killed_receiver_ends_the_transfers(open_end: Callable[..., End]) -> N
 
 def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable[..., End]) -> None:
     end = open_end(num_bytes=MIB)
-    code = (
-        "import sys, time; from pdinfer.kv.transports.shm.transport import ShmTransport; "
-        "from tests.conformance.transport_ends import TIMEOUT_S, Recorder, MemfdMemory; "
-        "t = ShmTransport(); t.register(MemfdMemory(1 << 20), Recorder()); "
-        "link = t.connect([sys.argv[1]], timeout_s=TIMEOUT_S); link.trusted = True\n"
-        "while True: t.write(link, b'w', [(0, 1 << 20)]); time.sleep(0.001)"
-    )
+    apart(int)  # what processes are forked off has descriptors, and stays
     before, maps = num_descriptors(), num_maps()
-    child = subprocess.Popen([sys.executable, "-c", code, end.endpoints[0]], cwd=Path(__file__).parents[2])
+    child = context().Process(target=send_without_end, args=(end.endpoints[0],), daemon=True)
+    child.start()
     try:
         end.receiver.wait("placed", 5)
         assert num_maps() == maps + 2  # the sender's two
     finally:
         child.kill()
-        child.wait()
+        child.join()
+        child.close()
     assert isinstance(end.receiver.wait("closed")[0].error, TransferError)
     check_no_more_than(before, maps)
 

@@ -9,8 +9,6 @@ import random
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -29,8 +27,17 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import PATIENT, BytesMemory, End, Recorder, anywhere, closing, finished
-from tests.forks import check_ended, fork
+from tests.conformance.transport_ends import (
+    PATIENT,
+    BytesMemory,
+    End,
+    Recorder,
+    anywhere,
+    closing,
+    finished,
+    say_alive,
+)
+from tests.forks import check_ended, context, fork
 from tests.waiting import TIMEOUT_S, check_returns, wait_until
 
 STRANGERS = {
@@ -313,20 +320,15 @@ def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monk
 
 def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: Path) -> None:
     end = open_end(SocketTransport(path=tmp_path / "end.sock"))
-    code = (
-        "import sys, time; from pdinfer.kv.transports.socket import SocketTransport; "
-        "sys.path.insert(0, sys.argv[2]); from transport_ends import BytesMemory, Recorder; "
-        "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
-        "t.send(t.connect([sys.argv[1]], timeout_s=60), b'alive'); time.sleep(600)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, end.endpoints[0], str(Path(__file__).parent)])
+    child = context().Process(target=say_alive, args=(end.endpoints[0],), daemon=True)
+    child.start()
     try:
         end.receiver.wait("received")
-        child.send_signal(signal.SIGSTOP)  # otherwise it may take all before it dies
+        os.kill(child.pid, signal.SIGSTOP)  # otherwise it may take all before it dies
         pending = end.transport.write(end.receiver.of("opened")[0].link, b"w", [(0, 1 << 16)] * 1000)
     finally:
         child.kill()
-        child.wait()
+        child.join()
     (call,) = end.receiver.wait("closed")
     assert isinstance(call.error, TransferError)
     assert pending.error is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache, cached_property
 from itertools import product
 
 import attrs
@@ -29,7 +30,7 @@ from tests.conformance.op_suite import (
     op_of,
     query_lens_of,
 )
-from tests.joined import for_each
+from tests.joined import for_each, pairs_each_time
 from tests.rounding import assert_within, error_of_attention, error_of_norm
 
 every_page_format = for_each("packed", [False, True])
@@ -48,6 +49,7 @@ def test_layer_norm(provider: str, device: str, dtype: torch.dtype, rows: int, w
 
 
 @for_every_provider("rotate")
+@pairs_each_time
 @for_each(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
 def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
     """Pairs (i, i + R/2) turn like neighbours that were brought together and apart again."""
@@ -102,6 +104,7 @@ class PackedAttention(Attention):
 
 
 @for_every_op("name", ATTENTION)
+@pairs_each_time
 @for_each(("page_size", "count"), [*product((3, 16), (0, 5))])
 @for_each("dims", [(256, 6, 7, 9), (512, 8, 7, 9)])
 def test_attention_over_packed_pages(
@@ -182,7 +185,7 @@ class Choice:
             -1, 2, count, self.heads, seed=51
         )
 
-    @property
+    @cached_property
     def attention(self) -> Attention:
         """Who owns which page."""
         return Attention(
@@ -247,6 +250,7 @@ class Choice:
 
 
 @for_every_provider("index_topk")
+@pairs_each_time
 @every_page_format
 @for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
 def test_index_topk(
@@ -260,6 +264,7 @@ def test_index_topk(
 
 
 @for_every_provider("index_topk_decode")
+@pairs_each_time
 @every_page_format
 @for_each("num_queries", [1, 2, 3, 4])
 @for_each(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
@@ -393,7 +398,7 @@ class Sparse:
     num_large: int = 0
     """How many of the first elements of each row are 64 times as large, so that packed parts have other scales."""
 
-    @property
+    @cached_property
     def selected(self) -> Tensor:
         rows = torch.full((6, self.room), -1)
         for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
@@ -407,7 +412,7 @@ class Sparse:
         q_latent, q_rope = (draw(*shape, seed=9).to(self.dtype) for shape in shapes)
         return q_latent, q_rope
 
-    @property
+    @cached_property
     def cached(self) -> list[Tensor]:
         """The cached rows of each sequence [context, width], with NaN where nobody reads."""
         read: list[set[int]] = [set() for _ in self.contexts]
@@ -461,6 +466,7 @@ class Sparse:
 
 
 @for_every_provider("mla_sparse")
+@pairs_each_time
 @every_page_format
 @for_each("page_size", [1, 16])
 @for_each("block_bytes", [1, 1 << 20])
@@ -477,8 +483,14 @@ def test_mla_sparse(
     check_sparse(Sparse(dtype, page_size, packed), provider, device)
 
 
+@cache
+def _expected(case: Sparse) -> tuple[Tensor, Tensor]:
+    # once for all providers
+    return case.expected()
+
+
 def check_sparse(case: Sparse, provider: str, device: str) -> None:
-    got, (exact, error) = case.run(provider, device), case.expected()
+    got, (exact, error) = case.run(provider, device), _expected(case)
     some = [token for token, count in enumerate(case.counts) if count]
     assert_within(got[some], exact[some], error[some], case.dtype)
 

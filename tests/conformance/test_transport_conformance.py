@@ -93,6 +93,7 @@ class TestShm(StreamSuite):
         return MemfdMemory(num_bytes, staged=staged)
 
 
+@pytest.mark.full
 class TestShmWithoutDigest(TestShm):
     digest = False
 
@@ -112,6 +113,15 @@ class TestShmThroughARing(TestShm):
         return BytesMemory(num_bytes, staged=staged)
 
 
+@pytest.mark.full
 class TestTcpWithoutDigest(StreamSuite):
     def make_pair(self) -> tuple[Transport, Transport]:
         return SocketTransport(digest=False), SocketTransport(digest=False)
+
+
+@pytest.mark.parametrize("suite", [TestShmWithoutDigest, TestTcpWithoutDigest])
+def test_payloads_arrive_without_a_digest(suite: type[TransportSuite]) -> None:
+    """Nothing else of a link knows whether there is one."""
+    for staged in (False, True):
+        suite().test_writes_are_placed_byte_for_byte(staged)
+    suite().test_thousands_of_spans()

@@ -15,6 +15,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
+from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -206,3 +207,11 @@ def anywhere(_: Link, __: bytes, num_bytes: int) -> Spans:
 def finished(transfer: Transfer) -> Transfer:
     wait_until(lambda: transfer.done)
     return transfer
+
+
+def say_alive(endpoint: str) -> None:
+    """Connect to an end from a process of its own, which then does nothing until it is killed."""
+    transport = SocketTransport()
+    transport.register(BytesMemory(8), Recorder())
+    transport.send(transport.connect([endpoint], timeout_s=TIMEOUT_S), b"alive")
+    threading.Event().wait()

@@ -21,6 +21,6 @@ def pair() -> Iterator[Pairs]:
             engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model() -> pd.Model:
     return pd.load_model("examples/tiny", device="cpu", dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,23 @@ from tests.unit.adapters.fake_vllm import LAYERS, FakeEngine, FakeRequest, Statu
 Tokens = tuple[int, ...]
 
 
+@functools.cache
+def latents_of(model: pd.Model, prompt: Tokens) -> torch.Tensor:
+    """Return what a prompt leaves in the cache [layers, tokens, width]: the same for every test, as is the probe."""
+    layout = model.kv_layout(pd.CacheConfig(page_size=16))
+    memory = model.allocate_pages(layout, layout.num_pages(len(prompt)))
+    row = Row(prompt, 0, range(memory.num_pages))
+    batch = Batch.build([row], page_size=16, device=model.device, decode=False, cp=model.groups.cp)
+    for _ in model.stream_layers(batch, KVView.of(memory)):
+        pass
+    return torch.stack([memory.pages("latent", layer).flatten(0, 1)[: len(prompt)] for layer in range(LAYERS)])
+
+
+@functools.cache
+def next_of(model: pd.Model, prompt: Tokens) -> int:
+    return int(model.logits(prompt)[-1].argmax())
+
+
 @attrs.define(eq=False)
 class Network:
     """The tiny model as a vLLM sees it: the bytes that a prompt leaves, and the token behind it. `spoil` changes what
@@ -28,26 +46,16 @@ class Network:
     model: pd.Model
     spoil: Callable[[torch.Tensor], object] = lambda _: None
     known: dict[Tokens, torch.Tensor] = attrs.field(factory=dict)
-    drawn: dict[Tokens, int] = attrs.field(factory=dict)
 
     def compute(self, prompt: Tokens) -> torch.Tensor:
         if prompt not in self.known:
-            layout = self.model.kv_layout(pd.CacheConfig(page_size=16))
-            memory = self.model.allocate_pages(layout, layout.num_pages(len(prompt)))
-            row = Row(prompt, 0, range(memory.num_pages))
-            batch = Batch.build([row], page_size=16, device=self.model.device, decode=False, cp=self.model.groups.cp)
-            for _ in self.model.stream_layers(batch, KVView.of(memory)):
-                pass
-            rows = [memory.pages("latent", layer).flatten(0, 1)[: len(prompt)] for layer in range(LAYERS)]
-            latents = torch.stack(rows).clone()
+            latents = latents_of(self.model, prompt).clone()
             self.spoil(latents)
             self.known[prompt] = latents.view(torch.uint8)
         return self.known[prompt]
 
     def draw(self, prompt: Tokens) -> int:
-        if prompt not in self.drawn:
-            self.drawn[prompt] = int(self.model.logits(prompt)[-1].argmax())
-        return self.drawn[prompt]
+        return next_of(self.model, prompt)
 
     def alone(self, prompt: Tokens, count: int = 4) -> list[int]:
         """Return what the model says, one token after another."""
@@ -88,7 +96,7 @@ class FakeVLLM:
             while not self.stopped.is_set():
                 with self.lock:
                     self.engine.step()
-                time.sleep(0.0002)
+                time.sleep(0.002)
         finally:  # a check of the fake that fails must not leave its callers waiting
             self.stopped.set()
 
@@ -108,7 +116,7 @@ class FakeVLLM:
         while not request.is_over:
             if stopped.is_set():
                 raise OSError("the connection was reset")
-            time.sleep(0.0002)
+            time.sleep(0.001)
         return request
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:

@@ -48,6 +48,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     (folder / "shared.c").write_text("")
     monkeypatch.setattr(native_build, "FAMILIES", {name: (f"{name}.c", "shared.c") for name in ("attention", "rows")})
     monkeypatch.setattr(native_build, "FIND_TILES", ())
+    monkeypatch.setattr(process_compiler, "FLAGS", ("-O0", *process_compiler.FLAGS[1:]))  # nothing to optimise
     monkeypatch.setattr(native_build, "FOLDER", folder)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -181,7 +182,7 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
     build()
     compiled, other = kept(tmp_path)
     content = compiled.read_bytes()
-    for broken in (b"", content[:4096], content[:-1], content + b"\0", bytes(len(content)), b"nonsense"):
+    for broken in (b"", content[:-1], bytes(len(content))):
         compiled.unlink()  # it is mapped: cutting it short would be felt
         compiled.write_bytes(broken)
         compiled.chmod(0o700)
@@ -201,27 +202,24 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
 
 
 @can_build
-@pytest.mark.parametrize(
-    ("name", "families"),
-    [
+def test_a_source_that_changes_makes_other_libraries_of_what_it_is_part_of(
+    build: Build, commands: list[str], tmp_path: Path
+) -> None:
+    build()
+    for name, families in (
         ("rows.c", {"rows"}),
         ("attention.h", {"attention"}),
         ("sets.h", {"attention", "rows"}),
         ("shared.c", {"attention", "rows"}),
-    ],
-)
-def test_a_source_that_changes_makes_other_libraries_of_what_it_is_part_of(
-    build: Build, commands: list[str], tmp_path: Path, name: str, families: set[str]
-) -> None:
-    build()
-    before = kept(tmp_path)
-    with (native_build.FOLDER / name).open("a") as source:
-        source.write("/* another */\n")
-    commands.clear()
-    build()
-    assert {path.name.partition("-")[0] for path in kept(tmp_path) if path not in before} == families
-    assert commands.count("-shared") == len(families)
-    assert commands.count("-c") == len(families) + 1
+    ):
+        before = kept(tmp_path)
+        with (native_build.FOLDER / name).open("a") as source:
+            source.write("/* another */\n")
+        commands.clear()
+        build()
+        assert {path.name.partition("-")[0] for path in kept(tmp_path) if path not in before} == families, name
+        assert commands.count("-shared") == len(families)
+        assert commands.count("-c") == len(families) + 1
 
 
 def breaks(name: str) -> None:
@@ -271,20 +269,18 @@ def test_what_does_not_compile_is_not_compiled_in_vain(build: Build, commands: l
 
 
 @can_build
-@pytest.mark.parametrize(
-    "script",
-    [
+def test_a_failure_that_may_pass_is_not_remembered(build: Build, wrap: Callable[..., None]) -> None:
+    for script in (
         "echo 'rows.c:1:1: error: no' >&2; kill -9 $$",
         "echo 'rows.c:1:10: fatal error: stdlib.h: No such file or directory' >&2; exit 1",
         "echo 'rows.c:9:1: fatal error: error writing to rows.s: No space left on device' >&2; exit 1",
         "echo 'gcc: fatal error: Killed signal terminated program cc1' >&2; exit 1",
         "echo 'rows.c:3:2: internal compiler error: Segmentation fault' >&2; exit 4",
-    ],
-    ids=["a signal", "no header", "a full disk", "no memory", "a bug"],
-)
-def test_a_failure_that_may_pass_is_not_remembered(build: Build, wrap: Callable[..., None], script: str) -> None:
-    wrap(f'case "$*" in *rows.c*) {script};; esac')
-    assert set(build().reasons) == {"rows"}
+    ):
+        wrap(f'case "$*" in *rows.c*) {script};; esac')
+        reasons = build().reasons
+        assert set(reasons) == {"rows"}
+        assert "found earlier" not in reasons["rows"], script
     wrap(":")
     assert not build().reasons
 
@@ -376,7 +372,7 @@ def test_a_folder_that_others_can_write_is_not_used(
 ) -> None:
     folder = tmp_path / ".cache" / "pdinfer"
     folder.mkdir(parents=True)
-    for mode in (0o777, 0o770, 0o702):
+    for mode in (0o770, 0o702):
         folder.chmod(mode)
         commands.clear()
         caplog.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ VALUES = e4m3_values()
 
 def e4m3(value: float) -> int:
     """Return the nearest code, of two the even one, with the sign in the highest bit."""
-    code = min(range(0x7F), key=lambda code: (abs(VALUES[code] - abs(value)), code % 2))
+    above = bisect_left(VALUES, abs(value))
+    near = range(max(above - 1, 0), min(above + 1, 0x7F))
+    code = min(near, key=lambda code: (abs(VALUES[code] - abs(value)), code % 2))
     return code | (0x80 if math.copysign(1, value) < 0 else 0)
 
 
