@@ -82,8 +82,8 @@ def served(pairing: pd.Pairing) -> dict[str, list[Any]]:
     requests = [
         pd.Request(
             request_id=f"{index}",
-            prompt=prompt_of(5 + 9 * index, seed=index),
-            sampling=pd.SamplingParams(max_new_tokens=6, seed=index, ignore_eos=True, **way),
+            prompt=prompt_of(5 + 6 * index, seed=index),
+            sampling=pd.SamplingParams(max_new_tokens=5, seed=index, ignore_eos=True, **way),
         )
         for index, way in enumerate(WAYS)
     ]

@@ -181,7 +181,7 @@ def test_drafts_over_an_indexer(family: str) -> None:
 @pytest.mark.parametrize("transport", ["shared", "loopback"])
 def test_known_pages_hold_what_their_tokens_give(transport: str) -> None:
     """In every layer, the drafting one too, whose entry of a page's last token depends on the token behind the page."""
-    model = random_model(tiny_config("v3", num_nextn_predict_layers=1), mtp=True)
+    model = random_model(tiny_config("v3", num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
     beginning = prompt_of(8)
     asked = [
         pd.Request(
