@@ -23,7 +23,7 @@ from tests.hosts import SETTINGS, around_ours, precision
 from tests.slices import one_in
 
 TINY = ROOT / "examples" / "tiny"
-SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_hidden_layers": 2}
+SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 MODELS: dict[str, tuple[str, torch.dtype, str | None]] = {
     "bfloat16": ("v3", torch.bfloat16, None),
     "bfloat16-by-torch": ("v3", torch.bfloat16, "torch"),
@@ -82,8 +82,8 @@ def served(pairing: pd.Pairing) -> dict[str, list[Any]]:
     requests = [
         pd.Request(
             request_id=f"{index}",
-            prompt=prompt_of(5 + 6 * index, seed=index),
-            sampling=pd.SamplingParams(max_new_tokens=5, seed=index, ignore_eos=True, **way),
+            prompt=prompt_of(5 + 9 * index, seed=index),
+            sampling=pd.SamplingParams(max_new_tokens=9, seed=index, ignore_eos=True, **way),
         )
         for index, way in enumerate(WAYS)
     ]

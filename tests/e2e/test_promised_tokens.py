@@ -19,9 +19,9 @@ from tests.e2e.setups import NEAR_TIE, tokens_of
 from tests.e2e.test_speculation import CHECKPOINT, Split, ask, drafted, requests, serve
 
 READ_IN_C = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
-DENSE = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1, "vocab_size": 264}
+DENSE = {"num_hidden_layers": 3, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "vocab_size": 264}
 WHOLE = Split(page_size=4)
-SCARCE = Split("loopback", page_size=4, num_pages=32, chunk=16, max_attempts=9)
+SCARCE = Split("loopback", page_size=4, num_pages=32, chunk=7, max_attempts=9)
 WAYS = {
     "a batch": (WHOLE, 0),
     "chunks": (attrs.evolve(WHOLE, chunk=7), 0),
