@@ -31,9 +31,10 @@ NEAR_TIE = 1e-4
 
 
 @functools.cache
-def model_of(family: str = "v3") -> pd.Model:
-    """One model per family for the whole run; nothing changes a model."""
-    return random_model(tiny_config(family))
+def model_of(family: str = "v3", seed: int = 0) -> pd.Model:
+    """One model per family for the whole run; nothing changes a model. The one that most tests serve has no more layers
+    than kinds of them: a dense one, and one of experts."""
+    return random_model(tiny_config(family, **({"num_hidden_layers": 2} if family == "v3" else {})), seed=seed)
 
 
 def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256, **more: Any) -> pd.PagePool:

@@ -29,7 +29,7 @@ def make_request(number: int, rng: random.Random) -> pd.Request:
     return pd.Request(request_id=str(number), prompt=prompt, sampling=sampling, priority=rng.choice([0, 0, 1]))
 
 
-@pytest.fixture(scope="module", params=[32, pytest.param(300, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[24, pytest.param(300, marks=pytest.mark.full)])
 def requests(request: pytest.FixtureRequest) -> list[pd.Request]:
     rng = random.Random(7)
     return [make_request(number, rng) for number in range(request.param)]
@@ -51,7 +51,7 @@ def serve(setup: Setup, requests: list[pd.Request], rng: random.Random) -> list[
         assert time.monotonic() < end, f"{setup.pairing.num_unfinished} requests did not end"
         for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3]))):
             setup.pairing.submit(waiting.pop())
-        if rng.random() < 0.05:
+        if rng.random() < 0.1:
             setup.pairing.cancel(str(rng.randrange(len(requests))))
         events += setup.pairing.step()
         setup.check_pools()

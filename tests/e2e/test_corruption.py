@@ -24,7 +24,7 @@ from tests.waiting import TIMEOUT_S
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 NUM_TOKENS = 10
-SLICE = 500
+SLICE = 150
 ATTEMPTS = 5
 """On a busy machine a link may be given up before its transfer begins, or in it: silence is short here."""
 WHOLE = 34_000

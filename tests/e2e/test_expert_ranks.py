@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def whole(folder: Path, weights: str, mtp: bool) -> pd.Model:
+    """The model on one rank."""
+    return pd.load_model(folder, dtype=torch.float32, weights=weights, mtp=mtp)
+
+
 @pytest.mark.parametrize("case", one_in(2, CASES))
 def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], case: str) -> None:
     world_size, stored, topology, options = CASES[case]
@@ -141,7 +148,7 @@ def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], ca
     got = ranks.run("tests.e2e.expert_jobs:expert_logits", world_size, str(folder), topology, PROMPTS, **options)
     weights, next_token = options.get("weights", "float"), options.get("next_token")
     twin = folders.get(f"{stored}-twin", folder)
-    model = pd.load_model(twin, dtype=torch.float32, weights=weights, mtp=next_token is not None)
+    model = whole(twin, weights, next_token is not None)
     for rank, of_rank in enumerate(got):
         prompts = PROMPTS[rank // (topology.get("tp_size", 1) * topology.get("cp_size", 1))]
         expected = [model.logits(prompt) for prompt in prompts]

@@ -17,7 +17,19 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.remote.directory import Directory, Door, Folder
-from tests.e2e.setups import collect, hang, local, model_of, pool_of, prompt_of, recover, reference, request, tokens_of
+from tests.e2e.setups import (
+    by_request,
+    collect,
+    hang,
+    judged,
+    local,
+    model_of,
+    pool_of,
+    prompt_of,
+    recover,
+    request,
+    tokens_of,
+)
 from tests.waiting import TIMEOUT_S, check_ends, started, wait_until
 
 KEY = os.urandom(32)
@@ -65,20 +77,24 @@ def break_off(connection: Connection) -> None:
         broken.shutdown(socket.SHUT_RDWR)
 
 
-def asks(front: pd.Pairing, seed: int, names: Sequence[str], count: int = 8) -> dict[str, list[int]]:
-    """Submit a request by each of these names, and return what they are answered."""
-    answers = {}
-    for number, name in enumerate(names):
-        prompt = prompt_of(9 + number, seed=seed)
-        front.submit(request(name, count, prompt=prompt))
-        answers[name] = list(reference("v3", prompt, count).tokens)
-    return answers
+def asks(front: pd.Pairing, seed: int, names: Sequence[str], count: int = 8) -> list[pd.Request]:
+    """Submit a request by each of these names."""
+    asked = [request(name, count, prompt=prompt_of(9 + number, seed=seed)) for number, name in enumerate(names)]
+    for one in asked:
+        front.submit(one)
+    return asked
 
 
-def answers(events: Sequence[pd.TokenEvent]) -> dict[str, list[int]]:
-    """The tokens of each request, all of which have ended well."""
-    assert {event.finish_reason for event in events} <= {None, pd.FinishReason.LENGTH}
-    return {name: tokens_of([e for e in events if e.request_id == name]) for name in {e.request_id for e in events}}
+def check_answers(asked: Sequence[pd.Request], events: Sequence[pd.TokenEvent]) -> None:
+    """These requests and no others have ended well, with the tokens of the model in one piece."""
+    streams = by_request(events)
+    assert streams.keys() == {one.request_id for one in asked}
+    for one in asked:
+        stream = streams[str(one.request_id)]
+        tokens = tokens_of(stream)
+        assert stream[-1].finish_reason is pd.FinishReason.LENGTH
+        assert len(tokens) == one.sampling.max_new_tokens
+        assert tuple(tokens) == judged("v3", one.prompt, tokens).tokens
 
 
 def step_both(*fronts: pd.Pairing) -> list[list[pd.TokenEvent]]:
@@ -104,7 +120,8 @@ def test_front_ends_have_requests_of_equal_names_at_once() -> None:
         wait_until(lambda: len(decode.engine.request_ids) == 6)
         assert {"a", "b", "c"} < set(decode.engine.request_ids)
         recover(decode.engine)
-        assert list(map(answers, step_both(one, other))) == wanted
+        for asked, events in zip(wanted, step_both(one, other), strict=True):
+            check_answers(asked, events)
 
 
 def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
@@ -112,8 +129,8 @@ def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
     with pair() as (prefill, decode), front(prefill, decode) as stays:
         connections: list[Connection] = []
         dies = front(prefill, decode, connections)
-        asks(dies, 1, "abcd", 60)
-        wanted = asks(stays, 2, "abcd", 60)
+        asks(dies, 1, "abcd", 40)
+        wanted = asks(stays, 2, "abcd", 40)
         heard: dict[str, list[pd.TokenEvent]] = {"dies": [], "stays": []}
 
         def both_stream() -> bool:
@@ -125,14 +142,12 @@ def test_the_end_of_one_front_end_is_the_end_of_its_requests_alone() -> None:
         wait_until(both_stream)
         for connection in connections:
             break_off(connection)
-        assert answers(heard["stays"] + step_both(stays)[0]) == wanted
+        check_answers(wanted, heard["stays"] + step_both(stays)[0])
         wait_until(lambda: not decode.engine.request_ids and not prefill.engine.request_ids)
         with front(prefill, decode) as new:
-            wanted = asks(new, 3, "abcd")
-            assert answers(collect(new)) == wanted
+            check_answers(asks(new, 3, "abcd"), collect(new))
         dies.close()
-        wanted = asks(stays, 4, "abcd")
-        assert answers(collect(stays)) == wanted
+        check_answers(asks(stays, 4, "abcd"), collect(stays))
 
 
 @pytest.mark.parametrize("is_forwarded", [True, False])
@@ -153,8 +168,7 @@ def test_front_ends_that_all_die_between_grant_and_hand_off_leave_no_page_behind
         wait_until(lambda: not decode.engine.request_ids)
         recover(prefill.engine)
         with front(prefill, decode) as third:
-            wanted = asks(third, 3, "abc")
-            assert answers(collect(third)) == wanted
+            check_answers(asks(third, 3, "abc"), collect(third))
             assert decode.engine.channel.pool.num_granted == 0
         for each in fronts:
             each.close()
@@ -163,8 +177,7 @@ def test_front_ends_that_all_die_between_grant_and_hand_off_leave_no_page_behind
 def test_who_closes_an_engine_that_others_have_leaves_it() -> None:
     with pair() as (prefill, decode), front(prefill, decode) as last:
         front(prefill, decode).close()
-        wanted = asks(last, 1, "ab")
-        assert answers(collect(last)) == wanted
+        check_answers(asks(last, 1, "ab"), collect(last))
         assert not decode.engine.closed
 
 
@@ -175,7 +188,7 @@ def test_a_link_that_one_front_end_distrusts_is_there_again_for_the_other() -> N
         heard: list[pd.TokenEvent] = []
         wait_until(lambda: (one.wait(0.01), heard.extend(one.step()), heard)[-1])
         distrusts.disconnect(prefill.engine.address)
-        assert answers(heard + step_both(one)[0]) == wanted
+        check_answers(wanted, heard + step_both(one)[0])
 
 
 def test_a_change_of_role_is_a_loss_for_the_others() -> None:
@@ -222,7 +235,8 @@ def test_front_ends_find_the_same_engines_in_one_directory(tmp_path: Any) -> Non
             threads.append(started(pd.remote.serve, engine, door, directory=directory, drain=drain))
         fronts = [stack.enter_context(pd.Pairing(directory=directory)) for _ in range(2)]
         wanted = [asks(each, seed, "ab") for seed, each in enumerate(fronts)]
-        assert list(map(answers, step_both(*fronts))) == wanted
+        for asked, events in zip(wanted, step_both(*fronts), strict=True):
+            check_answers(asked, events)
         assert {port.address for port in fronts[0].ports} == {port.address for port in fronts[1].ports}
         drain.set()
         wait_until(lambda: [one.step() for one in fronts] and not any(one.ports for one in fronts))

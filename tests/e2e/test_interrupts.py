@@ -86,7 +86,7 @@ def at_random_lines(kind: str, error: str, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "error"), [("shared", "KeyboardInterrupt"), ("tcp", "SystemExit")])
 def test_a_slice_of_random_lines(kind: str, error: str) -> None:
-    at_random_lines(kind, error, 10, 0)
+    at_random_lines(kind, error, 6, 0)
 
 
 @pytest.mark.full
@@ -130,7 +130,7 @@ def alarms_at_random_lines(kind: str, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "loopback"])
 def test_what_a_handler_raises_at_any_line_costs_nothing(kind: str) -> None:
-    alarms_at_random_lines(kind, 15, 0)
+    alarms_at_random_lines(kind, 8, 0)
 
 
 @pytest.mark.full
@@ -560,7 +560,7 @@ def depth() -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [("loopback", 4), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in KINDS)]
+    ("kind", "every"), [("loopback", 6), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in KINDS)]
 )
 def test_a_host_that_calls_from_too_deep_loses_no_engine(kind: str, every: int) -> None:
     """Wherever its stack ends, and again where what recovers from that needs more of it."""

@@ -36,8 +36,12 @@ from tests.e2e.setups import (
 NUM_NEW = 6
 COMMON = prompt_of(37, seed=1)
 CHUNK = pd.EngineConfig(chunked_prefill_size=16)
-SETUPS = (("shared", 4, 4), ("loopback", 4, 4), ("loopback", 16, 5), ("loopback", 3, 16), ("tcp", 5, 16), ("tcp", 8, 8))
+SETUPS = (("shared", 4, 4), ("loopback", 4, 4), ("loopback", 16, 5), ("tcp", 5, 16))
+MORE_SETUPS = (("loopback", 3, 16), ("tcp", 8, 8))
 """Transport, page size of prefill, page size of decode."""
+in_setups = pytest.mark.parametrize(
+    ("transport", "ours", "theirs"), [*SETUPS, *(pytest.param(*setup, marks=pytest.mark.full) for setup in MORE_SETUPS)]
+)
 
 
 def split(
@@ -119,7 +123,7 @@ def check_tokens(tally: Tally, seen: Cost, prompt: tuple[int, ...], count: int =
 # -- what is sent and what is computed ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "ours", "theirs"), SETUPS)
+@in_setups
 def test_only_what_decode_lacks_is_sent_and_only_what_prefill_lacks_is_computed(
     tally: Tally, transport: str, ours: int, theirs: int
 ) -> None:
@@ -133,14 +137,14 @@ def test_only_what_decode_lacks_is_sent_and_only_what_prefill_lacks_is_computed(
             assert seen.num_cached == whole_pages(known, ours)
 
 
-@pytest.mark.parametrize(("transport", "ours", "theirs"), SETUPS)
+@in_setups
 def test_the_next_turn_of_a_conversation_sends_what_is_new(
     tally: Tally, transport: str, ours: int, theirs: int
 ) -> None:
     """Decode has the pages that it filled itself; prefill, with a pool of its own, only those of the prompts."""
     with split(transport, ours, theirs) as setup:
         prompt, sent, computed = prompt_of(21), 0, 0
-        for turn in range(4):
+        for turn in range(3):
             seen = cost(setup, prompt, 19)
             check_tokens(tally, seen, prompt, 19)
             assert seen.num_sent == len(prompt) - whole_pages(sent, theirs)
@@ -150,18 +154,18 @@ def test_the_next_turn_of_a_conversation_sends_what_is_new(
             prompt = (*prompt, *tokens_of(seen.events), *prompt_of(5, seed=turn))
 
 
-@pytest.mark.parametrize(("transport", "ours", "theirs"), SETUPS)
-@pytest.mark.parametrize("length", [1, 16, 40, 41])
+@in_setups
 def test_a_prompt_known_to_its_end_has_its_last_page_run_and_sent_again(
-    tally: Tally, transport: str, ours: int, theirs: int, length: int
+    tally: Tally, transport: str, ours: int, theirs: int
 ) -> None:
     with split(transport, ours, theirs) as setup:
-        prompt = prompt_of(length)
-        cost(setup, prompt)
-        seen = cost(setup, prompt)
-        check_tokens(tally, seen, prompt)
-        assert seen.num_sent == length - whole_pages(length - 1, theirs)
-        assert seen.num_computed == length - whole_pages(length - 1, ours)
+        for length in (1, 16, 40, 41):
+            prompt = prompt_of(length)
+            cost(setup, prompt, 1)
+            seen = cost(setup, prompt)
+            check_tokens(tally, seen, prompt)
+            assert seen.num_sent == length - whole_pages(length - 1, theirs)
+            assert seen.num_computed == length - whole_pages(length - 1, ours)
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 16, 3)])

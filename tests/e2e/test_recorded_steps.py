@@ -54,7 +54,7 @@ def requests(seed: int) -> list[pd.Request]:
                 max_new_tokens=chance.randrange(3, 40), seed=index, ignore_eos=True, **chance.choice(WAYS)
             ),
         )
-        for index in range(14)
+        for index in range(10)
     ]
 
 

@@ -90,7 +90,10 @@ def check(requests: dict[str, pd.Request], events: list[pd.TokenEvent]) -> None:
         assert stopped or len(tokens) == sampling.max_new_tokens
 
 
-@pytest.mark.parametrize(("setup", "chunk_size"), [("shared", 4), ("loopback", 7), ("loopback", -1), ("sockets", 16)])
+@pytest.mark.parametrize(
+    ("setup", "chunk_size"),
+    [("shared", 4), pytest.param("loopback", 7, marks=pytest.mark.full), ("loopback", -1), ("sockets", 16)],
+)
 def test_tokens_are_what_plain_loops_draw_from_the_model_in_one_piece(setup: str, chunk_size: int) -> None:
     requests = requests_of(16)
     pools = [pool_of(model_of(), page_size=size) for size in ((4,) if setup == "shared" else (4, 8))]

@@ -37,7 +37,7 @@ def model() -> pd.Model:
     return pd.load_model(CHECKPOINT, dtype=torch.float32, mtp=True)
 
 
-def requests(count: int = 12, *, seed: int = 5, only: int | None = None) -> list[pd.Request]:
+def requests(count: int = 8, *, seed: int = 5, only: int | None = None) -> list[pd.Request]:
     """Prompts of every kind in turn, and every way of sampling in turn."""
     rng = np.random.default_rng(seed)
     kinds = (copy_prompt, lambda rng: recall_prompt(rng, 60), calc_prompt, text_prompt)
@@ -97,7 +97,7 @@ def plain(model: pd.Model) -> Streams:
     [
         (1, Split()),
         pytest.param(2, Split("loopback", page_size=4), marks=pytest.mark.full),
-        (3, Split("unix", page_size=1, num_pages=4000, chunk=7)),
+        (3, Split("unix", page_size=1, num_pages=4000, chunk=20)),
         pytest.param(3, Split("shared", page_size=64), marks=pytest.mark.full),
     ],
     ids=["1", "2-two-pools", "3-socket", "3-large-pages"],
@@ -181,7 +181,7 @@ def test_drafts_over_an_indexer(family: str) -> None:
 @pytest.mark.parametrize("transport", ["shared", "loopback"])
 def test_known_pages_hold_what_their_tokens_give(transport: str) -> None:
     """In every layer, the drafting one too, whose entry of a page's last token depends on the token behind the page."""
-    model = random_model(tiny_config("v3", num_nextn_predict_layers=1), mtp=True)
+    model = random_model(tiny_config("v3", num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
     beginning = prompt_of(8)
     asked = [
         pd.Request(

@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_model_in_one_piece_everywhere(
     check_split(tally, family, chunk_size, transport, page_size, page_size)
 
 
-@pytest.mark.parametrize(("prefill_page_size", "decode_page_size", "transport"), one_in(3, OTHER_PAGES))
+@pytest.mark.parametrize(("prefill_page_size", "decode_page_size", "transport"), one_in(4, OTHER_PAGES))
 def test_the_two_sides_may_have_pages_of_different_sizes(
     tally: Tally, prefill_page_size: int, decode_page_size: int, transport: str
 ) -> None:

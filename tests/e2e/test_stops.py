@@ -297,7 +297,7 @@ def tokenizer() -> pd.text.Tokenizer:
     return pd.text.Tokenizer.load(CHECKPOINT)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["plain", "drafts"])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.full), 2], ids=["plain", "drafts"])
 def tiny(request: pytest.FixtureRequest) -> Iterator[pd.Pairing]:
     model = pd.load_model(CHECKPOINT, dtype=torch.float32, mtp=True)
     engine = pd.EngineConfig(num_draft_tokens=request.param)

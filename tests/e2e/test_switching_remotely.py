@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import Pipe
 from typing import Any
@@ -134,11 +133,11 @@ def step_on(pairing: pd.Pairing, switching: Iterator[float], events: list[pd.Tok
 
 
 def test_a_spawned_process_changes_its_role_and_may_be_killed_in_between() -> None:
-    cache = pd.CacheConfig(page_size=4, num_pages=256)
-    with ThreadPoolExecutor() as pool:
-        kinds = pd.remote.spawn_prefill, pd.remote.spawn_prefill, pd.remote.spawn_decode
-        more: Any = {"cache": cache, "progress": False, "other_engine": pd.EngineConfig(max_running_requests=3)}
-        first, second, decode = pool.map(lambda spawn: spawn(TINY, **more), kinds)
+    cache, other = pd.CacheConfig(page_size=4, num_pages=256, memory="shared"), pd.EngineConfig(max_running_requests=3)
+    first = pd.remote.spawn_prefill(TINY, cache=cache, progress=False, other_engine=other)
+    model = pd.load_model(TINY)
+    ends = [pd.KVChannel(pd.PagePool(model, cache), pd.kv.ShmTransport()) for _ in range(2)]
+    second, decode = pd.PrefillEngine(model, ends[0]), pd.DecodeEngine(model, ends[1])
     requests = [
         pd.Request(request_id=f"r{number}", prompt=(256, *b"calc 47+38="), sampling=greedy(3)) for number in range(4)
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from tests.each_time import others_in_full
 from tests.ranks import Ranks
 
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
-MTP = "model.layers.3.eh_proj.weight"
+MTP = "model.layers.2.eh_proj.weight"
 CACHE = pd.CacheConfig(page_size=16, num_pages=8)
 
 
@@ -32,15 +35,29 @@ def flip(folder: Path, name: str, *, at_start: bool = False) -> Path:
     return folder
 
 
-def made(folder: Path, flipped: str = "", scheme: str = "", *, mtp: bool = True) -> Path:
-    """Write a checkpoint, with one other bit in the tensor `flipped`."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    config = tiny_config_dict(torch_dtype="bfloat16", num_nextn_predict_layers=int(mtp), **sizes)
-    write_checkpoint(folder, config, mtp=mtp)
-    if scheme:
-        quantize_checkpoint(folder, folder / scheme, scheme=scheme)
-        folder /= scheme
-    return flip(folder, flipped) if flipped else folder
+Made = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Writes a checkpoint, with one other bit in the tensor `flipped`."""
+
+    @functools.cache
+    def written(scheme: str, mtp: bool) -> Path:
+        folder = tmp_path_factory.mktemp("written")
+        if scheme:
+            quantize_checkpoint(written("", mtp), folder, scheme=scheme)
+            return folder
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+        config = tiny_config_dict(torch_dtype="bfloat16", num_nextn_predict_layers=int(mtp), **sizes)
+        write_checkpoint(folder, config, mtp=mtp)
+        return folder
+
+    def made(folder: Path, flipped: str = "", scheme: str = "", *, mtp: bool = True) -> Path:
+        shutil.copytree(written(scheme, mtp), folder, dirs_exist_ok=True)
+        return flip(folder, flipped) if flipped else folder
+
+    return made
 
 
 def pair(prefill: Path, decode: Path, *, tcp: bool = False, **options: object) -> list[pd.TokenEvent]:
@@ -66,7 +83,7 @@ def refused(prefill: Path, decode: Path, *, tcp: bool = False, **options: object
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["loopback", "tcp"])
 @pytest.mark.parametrize("name", [EXPERT, "model.layers.0.self_attn.kv_b_proj.weight", "lm_head.weight"])
-def test_one_bit_of_one_tensor_is_found(tmp_path: Path, name: str, tcp: bool) -> None:
+def test_one_bit_of_one_tensor_is_found(made: Made, tmp_path: Path, name: str, tcp: bool) -> None:
     folders = made(tmp_path / "one"), made(tmp_path / "other", name)
     assert refused(*folders, tcp=tcp) == ["weights_id", f"weights.{name}"]
 
@@ -83,26 +100,28 @@ def test_one_bit_of_one_tensor_is_found(tmp_path: Path, name: str, tcp: bool) ->
     ],
 )
 @pytest.mark.parametrize("weights", others_in_full(["stored", "float"], ["stored"]))
-def test_one_bit_of_a_quantized_weight_is_found(tmp_path: Path, scheme: str, suffix: str, weights: str) -> None:
+def test_one_bit_of_a_quantized_weight_is_found(
+    made: Made, tmp_path: Path, scheme: str, suffix: str, weights: str
+) -> None:
     name = f"{EXPERT}{suffix}"
     folders = made(tmp_path / "one", scheme=scheme), made(tmp_path / "other", name, scheme)
     assert refused(*folders, weights=weights) == ["weights_id", f"weights.{name}"]
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
-def test_weights_as_stored_and_as_floats_are_one_model(tmp_path: Path, scheme: str) -> None:
+def test_weights_as_stored_and_as_floats_are_one_model(made: Made, tmp_path: Path, scheme: str) -> None:
     folder = made(tmp_path, scheme=scheme)
     ids = {pd.load_model(folder, weights=weights).weights_id for weights in ("stored", "float")}
     assert len(ids) == 1
 
 
-def test_an_mtp_layer_that_neither_reads_is_not_compared(tmp_path: Path) -> None:
+def test_an_mtp_layer_that_neither_reads_is_not_compared(made: Made, tmp_path: Path) -> None:
     one, other = made(tmp_path / "one"), flip(made(tmp_path / "other"), MTP, at_start=True)
     assert pair(one, other)[-1].finish_reason is pd.FinishReason.LENGTH
     assert refused(one, other, mtp=True) == ["mtp_weights_id", f"weights.{MTP}"]
 
 
-def test_an_mtp_layer_that_one_end_reads_is_no_difference_of_weights(tmp_path: Path) -> None:
+def test_an_mtp_layer_that_one_end_reads_is_no_difference_of_weights(made: Made, tmp_path: Path) -> None:
     folder = made(tmp_path)
     layouts = [pd.load_model(folder, mtp=mtp).kv_layout(CACHE) for mtp in (False, True)]
     with pytest.raises(pd.LayoutMismatch) as caught:
@@ -112,7 +131,7 @@ def test_an_mtp_layer_that_one_end_reads_is_no_difference_of_weights(tmp_path: P
     assert not [name for name in names if "weights" in name]
 
 
-def test_a_prefill_that_drafts_nothing_pairs_with_a_decode_that_does(tmp_path: Path) -> None:
+def test_a_prefill_that_drafts_nothing_pairs_with_a_decode_that_does(made: Made, tmp_path: Path) -> None:
     one, other = pd.load_model(made(tmp_path), mtp=True), pd.load_model(tmp_path, mtp=True)
     ends = pd.KVChannel.loopback(pd.PagePool(one, CACHE), pd.PagePool(other, CACHE))
     with (
@@ -125,7 +144,7 @@ def test_a_prefill_that_drafts_nothing_pairs_with_a_decode_that_does(tmp_path: P
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"ep_size": 2}], ids=str)
-def test_ranks_that_read_parts_find_the_bit(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_ranks_that_read_parts_find_the_bit(ranks: Ranks, made: Made, tmp_path: Path, sizes: dict[str, int]) -> None:
     """They read rows of the one tensor, and half of the experts."""
     names = ("model.layers.1.self_attn.q_b_proj.weight", EXPERT)
     folders = [made(tmp_path / "none"), *(made(tmp_path / str(place), name) for place, name in enumerate(names))]
@@ -135,7 +154,7 @@ def test_ranks_that_read_parts_find_the_bit(ranks: Ranks, tmp_path: Path, sizes:
     assert len(set(alone)) == 3
 
 
-def test_the_samples_are_equal(tmp_path: Path) -> None:
+def test_the_samples_are_equal(made: Made, tmp_path: Path) -> None:
     """So that all of this tests what samples do not show."""
     for name in (EXPERT, "lm_head.weight"):
         folders = made(tmp_path / f"one {name}"), made(tmp_path / f"other {name}", name)

@@ -23,7 +23,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.execution.sampling import LogitsProcessor
-from pdinfer.testing import random_model, tiny_config
+from tests.e2e.setups import model_of
 from tests.forks import FAR_S, context
 
 KEY = b"the host's"
@@ -138,7 +138,6 @@ def cut_links(*_: object) -> None:
 def work(control: Connection) -> None:
     """Runs in the process: each message is what to build and the connection to serve it on, None is the end."""
     torch.set_num_threads(1)
-    model_of = functools.cache(lambda family, seed: random_model(tiny_config(family), seed=seed))
     control.send("ready")
     while (order := control.recv()) is not None:
         wanted, connection = order

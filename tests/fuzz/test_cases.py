@@ -13,8 +13,8 @@ from tests.slices import one_in
 
 
 @pytest.mark.parametrize(("setting", "kind"), one_in(17, itertools.product(HOSTS, KINDS)))
-def test_random_cases(setting: str, kind: str) -> None:
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_random_cases(setting: str, kind: str, number: int) -> None:
     if kind == "ops" and (lacking := why_no_native()):
         pytest.skip(f"needs {lacking}")
-    for number in range(2):
-        run_case(kind, number, HOSTS[setting])
+    run_case(kind, number, HOSTS[setting])

@@ -11,8 +11,8 @@ from pdinfer.kv.memfd import CAN_SHARE
 from tests.fuzz.run import NAMES
 from tests.fuzz.targets import survives, targets
 
-NUM_INPUTS = 1500
-NUM_MEASURED = 200
+NUM_INPUTS = 400
+NUM_MEASURED = 60
 HERE = tuple(name for name in NAMES if CAN_SHARE or name != "mapped")
 
 

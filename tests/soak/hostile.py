@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 import pdinfer as pd
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.stream.framing import Header, MessageKind
-from pdinfer.testing import random_model, tiny_config
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
+from tests.e2e.setups import model_of
 from tests.e2e.strangers import Identity, framed, opening
 
 NUM_SILENT = 150
@@ -25,7 +25,7 @@ GARBAGE = 64
 def work(control: Connection, family: str, seed: int, cache: pd.CacheConfig) -> None:
     """Run in the process: each message is (kind of attack, endpoint, seconds), and is answered when the attack is
     over."""
-    layout = random_model(tiny_config(family), seed=seed).kv_layout(cache)
+    layout = model_of(family, seed).kv_layout(cache)
     rng = random.Random(seed)
     control.send("ready")
     while True:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pdinfer as pd
-from pdinfer.testing import random_model, tiny_config
+from tests.e2e.setups import model_of
 from tests.soak.book import Book
 from tests.soak.fleet import Broken, Fleet
 from tests.soak.measure import Usage, growth, leaks, usage
@@ -127,7 +127,7 @@ class Run:
 def soak_transport(run: Run, part: str, end: float) -> None:
     """Run rounds until `end`; replace a fleet that breaks a promise with a new one."""
     family = run.models[part] = family_of(run.seed, part)
-    book = Book(random_model(tiny_config(family), seed=run.seed))
+    book = Book(model_of(family, run.seed))
     rounds, cases = itertools.count(), (case(run.seed, part, number) for number in itertools.count())
     faults: Counter[str] = Counter()
     while time.monotonic() < end:

@@ -299,7 +299,7 @@ def test_a_solver_that_fails_changes_nothing_and_is_asked_again(error: Exception
 
 
 def engine() -> pd.DecodeEngine:
-    model = attrs.evolve(model_of(), experts=attrs.evolve(model_of().experts))
+    model = random_model()  # no other test's: placements change it
     pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=4))
     (channel,) = pd.KVChannel.loopback(pool)
     return pd.DecodeEngine(model, channel)
