@@ -136,7 +136,7 @@ def test_a_transport_that_the_system_refuses_leaves_nothing(monkeypatch: pytest.
     for owner, name, told in (
         (selectors, "DefaultSelector", "cannot serve shm://.*Too many open files"),
         (socket, "socket", "cannot make a socket: .*Too many open files"),
-        (tempfile, "mkdtemp", "cannot make a folder for a socket: .*set TMPDIR to a folder that you may write"),
+        (tempfile, "mkdtemp", "cannot make a folder for a socket: .*set TMPDIR to a short one that you may write"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -135,7 +134,7 @@ def _choose(
         if name not in wanted:
             continue
         rivals.discard(name)
-        module = sys.modules.get(provider.module) or importlib.import_module(provider.module)
+        module = importlib.import_module(provider.module)
         offered = _offers(module, op)
         reason = why_not(module)
         if reason is None:
