@@ -560,7 +560,7 @@ def depth() -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [("loopback", 6), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in KINDS)]
+    ("kind", "every"), [("loopback", 4), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in KINDS)]
 )
 def test_a_host_that_calls_from_too_deep_loses_no_engine(kind: str, every: int) -> None:
     """Wherever its stack ends, and again where what recovers from that needs more of it."""
@@ -581,7 +581,7 @@ def test_a_host_that_calls_from_too_deep_loses_no_engine(kind: str, every: int) 
                 sys.setrecursionlimit(limit)
             check_goes_on(setup, f"{room}", events)
         assert setup.pairing.stats.num_ports_lost == 0
-    assert min(ends["raised"], ends["served"]) > 2
+    assert ends["raised"] > 1 < ends["served"]  # how many depends on the version of Python
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])

@@ -466,7 +466,7 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
         assert f"no engine answers at {at}: EOFError" in dialled(at)
     assert "ConnectionRefusedError" in dialled(at)
     assert "an endpoint is a host and a port" in dialled("nowhere")
-    assert "no engine answers at a..b:7000: UnicodeError" in dialled("a..b:7000")
+    assert "no engine answers at a..b:7000: Unicode" in dialled("a..b:7000")
 
     def speak(listener: Listener, said: bytes) -> None:
         try:
