@@ -198,10 +198,14 @@ def test_a_failed_step_says_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the prefill step failed: TypeError: unsupported operand type(s) for @" in str(last.error)
 
 
+def backends() -> tuple[str, ...]:
+    """What torch tells of each backend's products of float32."""
+    return tuple(place.matmul.fp32_precision for place in (torch.backends.mkldnn, torch.backends.cuda))
+
+
 def told() -> tuple[str, ...]:
     """What torch tells of its products of float32."""
-    backends = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    return (torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in backends))
+    return (torch.get_float32_matmul_precision(), *backends())
 
 
 @pytest.mark.parametrize("value", ["high", "medium", "allow_tf32"])
@@ -217,6 +221,15 @@ def test_products_find_settings_that_agree(value: str) -> None:
             assert told() == ("highest", "ieee", "ieee")
             assert torch.backends.cuda.matmul.allow_tf32 is False
         assert told() == before
+
+
+def test_backends_that_a_host_has_set_apart_are_exact_within_a_step() -> None:
+    """Not every CPU and version of torch rounds where it is told to, so that no token need tell."""
+    with precision("each"):
+        assert backends() == ("bf16", "tf32")
+        with own_modes():
+            assert backends() == ("ieee", "ieee")
+        assert backends() == ("bf16", "tf32")
 
 
 def test_the_host_finds_its_settings_as_they_were() -> None:
