@@ -1,5 +1,5 @@
 # make quickstart   one request through a prefill and a decode process, in a venv of its own
-# make test         lint, types, and tests for a person: 4 minutes on 2 quiet cores
+# make test         lint, types, and tests for a person: 3 to 5 minutes on 2 quiet cores
 # make test-all     lint, types, and every test that needs no special hardware
 # make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
 #                   RUNS=200 adds that many seeded fault runs, PROMPTS=500 gives all prompts where some are given
