@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from pdinfer.engine.decode import DecodeEngine
-from pdinfer.engine.page_tables import PageTables, PromptTables
+from pdinfer.engine.page_tables import GrantedRooms, PageTables, PromptTables
 from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import ChannelArrivals, KVChannel
 from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms, Tombstones
@@ -182,15 +182,15 @@ def the_last_write_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
 def rooms_have_the_name_of_their_request(patch: pytest.MonkeyPatch) -> None:
     """Every attempt of a request has the same room, so messages of the last attempt count for this one
     (sglang#40125)."""
-    open_room = DecodeEngine._open_room
+    open_room = GrantedRooms.open
 
-    def reopen(self: DecodeEngine, sequence: Any) -> None:
+    def reopen(self: GrantedRooms, sequence: Any, clock: Callable[[], float]) -> None:
         name = sequence.request_id.encode().ljust(16, b"\0")
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self.channel, "random_bytes", lambda count: name)
-            open_room(self, sequence)
+            inner.setattr(self, "_random_bytes", lambda count: name)
+            open_room(self, sequence, clock)
 
-    patch.setattr(DecodeEngine, "_open_room", reopen)
+    patch.setattr(GrantedRooms, "open", reopen)
 
 
 @bug(rare=True, ports=("piped", "local"), cancel_share=0.5)
