@@ -190,7 +190,7 @@ def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: 
     for weights, dtype, tolerance, whole in (
         ("float", "float32", 1e-5, compared),
         ("stored", "float32", 1e-5 if scheme in SCHEMES else 0.03, compared),
-        ("auto", "bfloat16", 0.2, folder),  # in strips where kernels read them
+        ("auto", "bfloat16", 0.4, folder),  # in strips where kernels read them; other numbers are 1 and more away
     ):
         (expected,) = rank_jobs.logits([whole], {}, PROMPTS[-1:], weights=weights, dtype=dtype)
         for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights, dtype=dtype):
