@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -184,6 +187,12 @@ def test_a_switch_that_would_do_harm_is_refused_and_changes_nothing() -> None:
         ):
             with pytest.raises(pd.ConfigError, match=why):
                 setup.pairing.switch(port, role, drain_s=0.0)
+        for drain_s in (-1.0, math.inf, 10**400):
+            for change in (partial(setup.pairing.switch, role="decode"), setup.pairing.remove):
+                with pytest.raises(pd.ConfigError, match="drain_s must be "):
+                    change(prefill, drain_s=drain_s)
+            with pytest.raises(pd.ConfigError, match="drain_s must be "):
+                setup.pairing.follow(SimpleNamespace(watch=list, dial=print), drain_s=drain_s)
         assert setup.pairing.ports == (decode, *setup.prefills)
         check_tokens(prompts(0), list(setup.pairing.generate(prompts(0))))
 

@@ -4,18 +4,20 @@ replays."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
 
-from pdinfer.bench.traces import MAX_SEED, Arrival, Trace, rng_of
-from pdinfer.checks import clip, int_in, is_int, is_number, typed
+from pdinfer.bench.traces import BLOCK_TOKENS, MAX_LENGTH, MAX_SEED, Arrival, Trace, rng_of
+from pdinfer.checks import check_int, clip, int_field, int_in, is_int, is_number, one_of, typed
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
 Lengths = int | tuple[int, int] | Trace
 """The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
 MAX_REQUESTS = 10_000_000
+MODES = ("burst", "closed_loop", "open_loop", "replay")
 
 
 @attrs.frozen(kw_only=True)
@@ -24,19 +26,29 @@ class Load(Value):
 
     In the mode "closed_loop" `at_s` is when a client starts, for the first `max_concurrency` requests; each of the
     others is due when one before it ends. In other modes times do not depend on what is served, and
-    `max_concurrency` only holds requests back: they still count as due.
+    `max_concurrency` only holds requests back: they still count as due. Raises ConfigError for another mode than those
+    of MODES, for what are no arrivals in order, and for a closed loop without `max_concurrency`.
     """
 
-    mode: str
+    mode: str = attrs.field(validator=one_of(*MODES))
     arrivals: tuple[Arrival, ...]
-    max_concurrency: int | None = None
+    max_concurrency: int | None = int_field(1, MAX_REQUESTS, default=None)
     request_rate: float | None = None
     speed: float | None = None
     seed: int = attrs.field(default=0, validator=int_in(0, MAX_SEED))
     name: str = ""
-    block_tokens: int = 512
+    block_tokens: int = attrs.field(default=BLOCK_TOKENS, validator=int_in(1, MAX_LENGTH))
     environment: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.arrivals, tuple) or not all(isinstance(one, Arrival) for one in self.arrivals):
+            raise ConfigError(f"a load has a tuple of arrivals, got {clip(self.arrivals)}")
+        for before, after in pairwise(self.arrivals):
+            if after.at_s < before.at_s:
+                raise ConfigError(f"arrivals go back from {before.at_s:g} s to {after.at_s:g} s; sort them by at_s")
+        if self.mode == "closed_loop":
+            check_int("max_concurrency of a closed loop", self.max_concurrency, 1)
 
 
 @typed
@@ -107,7 +119,7 @@ def replay(trace: Trace, *, speed: float = 1.0, num_requests: int | None = None,
     """Send the requests of a trace at its times, divided by `speed`. `num_requests` takes the first ones only."""
     _finite("speed", speed)
     chosen = trace.arrivals if num_requests is None else trace.arrivals[: _count(num_requests)]
-    first_s = chosen[0].at_s if chosen else 0.0
+    first_s = chosen[0].at_s
     return Load(
         mode="replay",
         arrivals=tuple(attrs.evolve(arrival, at_s=(arrival.at_s - first_s) / speed) for arrival in chosen),

@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdinfer.checks import clip, typed
+from pdinfer.checks import as_float, clip, float_field, float_in, int_field, int_in, typed
+from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import ConfigError
 from pdinfer.files import BOM, AnyPath, unambiguous
 from pdinfer.values import Value
@@ -49,19 +50,20 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(\+00:00|Z)?",
 @attrs.frozen(kw_only=True)
 class Arrival(Value):
     """One request: when it is due in seconds, its tokens, the hashes of its blocks, equal for equal prefixes, and its
-    priority and deadline as in `Request`."""
+    priority and deadline as in `Request`. Raises ConfigError for a time that is negative or beyond MAX_AT_S, for
+    lengths that are not from 1 to MAX_LENGTH, and for what no `Request` may have."""
 
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
+    at_s: float = attrs.field(validator=float_in(0.0, MAX_AT_S, low_included=True), converter=as_float)
+    prompt_tokens: int = attrs.field(validator=int_in(1, MAX_LENGTH))
+    output_tokens: int = attrs.field(validator=int_in(1, MAX_LENGTH))
     hash_ids: tuple[int, ...] = ()
-    priority: int = 0
-    deadline_s: float | None = None
+    priority: int = int_field(1 - 2**31, 2**31 - 1, default=0)
+    deadline_s: float | None = float_field(0.0, MAX_DEADLINE_S, default=None, low_included=True)
 
 
 @attrs.frozen(kw_only=True)
 class Trace(Value):
-    """Requests in order of arrival, and where they come from. `sha256` is that of the file."""
+    """Requests in order of arrival, at least one, and where they come from. `sha256` is that of the file."""
 
     name: str
     format: str
@@ -69,6 +71,10 @@ class Trace(Value):
     arrivals: tuple[Arrival, ...]
     block_tokens: int = BLOCK_TOKENS
     notes: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if not self.arrivals:
+            raise ConfigError(f"the trace {clip(self.name)} has no request; a trace has at least one")
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -118,8 +124,6 @@ def read_trace(
         arrivals = _in_order(_table(path, text, COLUMNS[format]))
     else:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {clip(format)}")
-    if not arrivals:
-        raise ConfigError(f"{path} has no request; a trace has at least one")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Trace(name=path.name, format=format, sha256=digest, arrivals=tuple(arrivals), notes=notes)

@@ -77,6 +77,12 @@ REQUESTS = Metric(
     "Requests held by an engine, by state: queued at prefill; waiting, granted or running at decode.",
 )
 QUEUED_TOKENS = Metric("pdinfer_engine_queued_tokens", GAUGE, ENGINE, "Tokens waiting to be processed by an engine.")
+RUNNING_TOKENS = Metric(
+    "pdinfer_engine_running_tokens",
+    GAUGE,
+    ENGINE,
+    "Tokens of context that a decode holds for requests that run or were granted.",
+)
 PAGES = Metric(
     "pdinfer_pages", GAUGE, (*ENGINE, "state"), "Pages of an engine's KV pool, by state: free, cached or used."
 )

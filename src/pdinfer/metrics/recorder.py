@@ -149,6 +149,7 @@ def _of_engine(role: str, load: EngineLoad) -> Samples:
         yield names.REQUESTS, (*engine, "granted"), load.num_granted_requests
         yield names.REQUESTS, (*engine, "running"), load.num_running_requests
         yield names.QUEUED_TOKENS, engine, load.num_waiting_tokens
+        yield names.RUNNING_TOKENS, engine, load.num_running_tokens
         yield names.DRAFTED, engine, load.num_draft_tokens
         yield names.ACCEPTED, engine, load.num_accepted_tokens
     if load.step_age_s is not None:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable
 from functools import partial
 
 from pdinfer.bounds import cause
+from pdinfer.checks import clip, is_number
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.roles import become, check_role
@@ -23,6 +24,7 @@ from pdinfer.pairing.request import TrackedRequest
 
 SWITCH_POLL_S = 0.02
 """How often an engine in another process is asked whether it has changed its role."""
+MAX_DRAIN_S = 1e9
 
 
 class Leaving:
@@ -44,6 +46,7 @@ class Leaving:
 
     def removal(self, port: Port, *, drain_s: float) -> Generator[float, None, None]:
         """Let a port go, see `Pairing.removal`."""
+        check_drain(drain_s)
         address, end = port.address, time.monotonic() + drain_s
         self._broker.lost_ports.away.pop(address, None)
         self._joining.give_up(address)
@@ -94,6 +97,14 @@ class Leaving:
             return changed
         finally:
             self._switching.discard(port)
+
+
+def check_drain(drain_s: float) -> None:
+    """Raise ConfigError for what is no time that requests may take to end."""
+    if not is_number(drain_s) or not 0 <= drain_s <= MAX_DRAIN_S:
+        raise ConfigError(
+            f"drain_s must be seconds from 0, which moves requests at once, to {MAX_DRAIN_S:g}, got {clip(drain_s)}"
+        )
 
 
 def check_switch(ports: Ports, port: Port, role: str, requests: Iterable[TrackedRequest], *, leaves_none: bool) -> None:

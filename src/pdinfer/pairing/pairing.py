@@ -30,7 +30,7 @@ from pdinfer.pairing.generating import generated
 from pdinfer.pairing.health import Health, HealthState, health_of
 from pdinfer.pairing.intake import Intake, Outbox, Stepping
 from pdinfer.pairing.joining import Joining
-from pdinfer.pairing.leaving import Leaving
+from pdinfer.pairing.leaving import Leaving, check_drain
 from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.port import DecodePort, PrefillPort
 from pdinfer.pairing.ports import Ports
@@ -269,7 +269,8 @@ class Pairing(OfOneProcess):
     @interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Stop choosing a port, step until its requests have ended or `drain_s` is over, and let it go, still open.
-        Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`."""
+        Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`.
+        Raises ConfigError, before anything changes, for a `drain_s` that is negative or no number of seconds."""
         self._stepping.carry_out(self.removal(port, drain_s=drain_s))
 
     @typed
@@ -287,10 +288,11 @@ class Pairing(OfOneProcess):
         in `remove`, becomes an engine of that role over the same model and cached pages, with its `other_config`, and
         joins as in `add`. Events stay for the next `step`.
 
-        Raises ConfigError, before anything changes, for a port that is not here, has that role or cannot take it; for
-        the last one of its role, and one that holds a request which no other port can hold, unless `leaves_none`:
-        then what needs the old role waits for `PairingConfig.port_wait_s`. Raises TransferError when the port is lost
-        meanwhile, and what `add` raises when it cannot join; it is then out of the pairing, and the host's to close.
+        Raises ConfigError, before anything changes, for a `drain_s` as in `remove`, for a port that is not here, has
+        that role or cannot take it; for the last one of its role, and one that holds a request which no other port can
+        hold, unless `leaves_none`: then what needs the old role waits for `PairingConfig.port_wait_s`. Raises
+        TransferError when the port is lost meanwhile, and what `add` raises when it cannot join; it is then out of the
+        pairing, and the host's to close.
         """
         switching = self.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
         return self._stepping.carry_out(switching)
@@ -313,8 +315,9 @@ class Pairing(OfOneProcess):
         A port leaves when its engine is lost, as any does, or has asked to be let go of: then as by `remove`, within
         the steps of the host. That an entry is gone removes nothing. A request waits for ports of a role of which there
         is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute). Raises TransferError
-        when the pairing is closed.
+        when the pairing is closed, and ConfigError for a `drain_s` as in `remove`.
         """
+        check_drain(drain_s)
         followed = Followed(self.add, self.removal, self._leaving.has, self._intake.inbox.wake)
         following = Following(directory, followed, drain_s, self._clock, in_a_thread)
         with self._intake.lock:

@@ -26,6 +26,9 @@ FACTORS = ("prefill.fixed_s", "prefill.scale", "decode.fixed_s", "decode.scale")
 LEAST_ROWS = 4
 TOLERANCE = 0.25
 """How far halves may be apart, and held-out rows from what was predicted, in the median."""
+LEAST_TIMES, MOST_TIMES = 0.01, 500.0
+"""Rows that take fewer or more times what their prior says are in another unit: a second is a thousand milliseconds.
+Where a step has little to do its fixed cost alone may be a hundred times the prior."""
 FLAT_LOSS = 0.01
 """A factor that may be halved or doubled for less is not known."""
 ROUNDS = 80
@@ -85,9 +88,9 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
     without drafts, which tell a decode step by TPOT and concurrency, and with one request at a time a prefill; and the
     stats of one Pairing after each of its steps, which tell the steps of its engines. Of each kind `holdout` of the
     rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some or
-    none of them would be held out, where a prior gives no seconds, where the fits of both parts disagree by more than a
-    quarter, and where held-out rows are further from what is predicted: then rows are of different settings, or the
-    prior has the wrong shape.
+    none of them would be held out, where a prior gives no seconds, where rows took less than LEAST_TIMES or more than
+    MOST_TIMES what it says, where the fits of both parts disagree by more than a quarter, and where held-out rows are
+    further from what is predicted: then rows are of different settings, or the prior has the wrong shape.
     """
     if not is_number(holdout) or not 0.1 <= holdout <= 0.9:
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
@@ -103,6 +106,7 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
             raise ConfigError(f"calibrate needs at least {LEAST_ROWS} rows of the kind {kind}, got {len(of_kind)}")
         if len(of_kind) * holdout < 1:
             raise ConfigError(f"holdout={holdout:g} keeps none of {len(of_kind)} {kind} rows for the error; raise it")
+        _check_units(kind, of_kind)
         for at, row in enumerate(of_kind):
             (held if int((at + 1) * holdout) > int(at * holdout) else kept).append(row)
     ours, theirs = _fitted(kept), _fitted(held)
@@ -122,6 +126,16 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
         flat=tuple(flat),
         at_bounds=tuple(name for at, name in enumerate(FACTORS) if known[at] and not ours[at]),
     )
+
+
+def _check_units(kind: str, rows: Sequence[_Row]) -> None:
+    """Raise ConfigError where rows took so many times what their prior says that one of both is not in seconds."""
+    said = float(np.median([row.terms[1::2].sum() / row.seconds for row in rows]))
+    if said and not LEAST_TIMES <= 1 / said <= MOST_TIMES:  # a prior may also say 0, and leave all to the fixed cost
+        raise ConfigError(
+            f"{kind} rows took {1 / said:.2g} times as long as their prior says, in the median; both are seconds: is "
+            "one in milliseconds, or the prior that of another part?"
+        )
 
 
 def _row(of: Seen, prior: tuple[StepSeconds, StepSeconds]) -> _Row:

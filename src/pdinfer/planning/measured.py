@@ -156,7 +156,9 @@ def of_closed_loop(loop: ClosedLoop) -> Seen:
     context = running * (prompt + output / 2)
     steps = (
         Steps(
-            0, -(-first // loop.chunk_tokens) + waves - 1, StepRows(chunk / prompt, chunk, chunk, chunk * prompt / 2)
+            0,
+            -(-first // loop.chunk_tokens) + waves - 1,
+            StepRows(chunk / prompt, chunk, chunk, chunk * (prompt + 1) / 2),
         ),
         Steps(1, waves * (output - 1), StepRows(running, running, context, context)),
     )

@@ -30,7 +30,6 @@ from pdinfer.values import Value
 _BYTES = {"fp8": 1.0, "w8a8_dynamic": 1.0, "int4": 4.5 / 8, "mxfp4": 4.25 / 8}
 """Of a quantized weight. In four bits 32 weights share a scale; in eight so many do that scales do not count."""
 _EIGHT_BITS = frozenset({"fp8", "w8a8_dynamic"})
-ALL_TO_ALL = "all-to-all"
 MOST_IMBALANCE = 1e6
 """More than the ranks that experts are spread over, which it is at most."""
 
@@ -82,8 +81,8 @@ class Roofline(Value):
     fp8_attention: bool
 
     def __call__(self, rows: StepRows) -> Any:
-        """Return the seconds of a step."""
-        compute, traffic = sum(self._compute_s(rows).values()), self._traffic_s(rows)
+        """Return the seconds of a step. Raises ConfigError for rows that no step has, as the other methods do."""
+        compute, traffic = (sum(seconds.values()) for seconds in (self._compute_s(rows), self._traffic_s(rows)))
         if not self.plan.experts.two_batch_overlap:
             return compute + traffic
         factors = self.hardware.factors
@@ -92,12 +91,12 @@ class Roofline(Value):
 
     @typed
     def bound(self, rows: StepRows) -> str:
-        """Return what takes the longest: "all-to-all", "experts' FLOPs", "KV bytes", "launches" or alike."""
+        """Return what takes the longest: "all-to-all", "all-reduce", "experts' FLOPs", "KV bytes" or alike."""
         compute, traffic = self._compute_s(rows), self._traffic_s(rows)
-        hides = self.plan.experts.two_batch_overlap
-        longest = max(compute, key=lambda name: float(np.max(compute[name])))
-        rival = sum(compute.values()) if hides else compute[longest]
-        return ALL_TO_ALL if np.max(traffic) > np.max(rival) else longest
+        rivals = compute | traffic
+        if self.plan.experts.two_batch_overlap:  # one hides the other
+            rivals = max(compute, traffic, key=lambda seconds: float(np.max(sum(seconds.values()))))
+        return max(rivals, key=lambda name: float(np.max(rivals[name])))
 
     @typed
     def floor_s(self, rows: StepRows) -> Any:
@@ -112,12 +111,15 @@ class Roofline(Value):
     @typed
     def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> float:
         """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with
-        the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them."""
-        num_tokens = float(rows.num_tokens)
+        the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them. Raises ConfigError for a
+        chance that is not from 0 to 1."""
+        if not 0.0 <= accept_rate <= 1.0:
+            raise ConfigError(f"accept_rate must be from 0 to 1, the share of drafts that are right, got {accept_rate}")
+        took_s, num_tokens = float(self(rows)), float(rows.num_tokens)
         if self._is_decode(rows):
             num_drafts = int(rows.num_tokens // rows.num_rows) - 1
             num_tokens = rows.num_rows * sum(accept_rate**right for right in range(num_drafts + 1))
-        return num_tokens / float(self(rows)) / self._group_size
+        return num_tokens / took_s / self._group_size
 
     # -- what a step does --------------------------------------------------------------------------------------------
 
@@ -130,8 +132,8 @@ class Roofline(Value):
     def _traffic(self) -> Traffic:
         return Traffic(self.plan, self.hardware)
 
-    def _traffic_s(self, rows: StepRows) -> Any:
-        """Return the seconds of all ways to experts and back, which end when the fullest rank has its rows."""
+    def _traffic_s(self, rows: StepRows) -> dict[str, Any]:
+        """Return the seconds of what ranks send, by name. The all-to-all ends when the fullest rank has its rows."""
         return self._traffic.seconds(rows.num_tokens, imbalance=self.imbalance)
 
     def _is_decode(self, rows: StepRows) -> bool:
@@ -170,6 +172,7 @@ class Roofline(Value):
         yield from [draft] * (int(rows.num_tokens // rows.num_rows) - 1)
 
     def _works(self, rows: StepRows) -> Iterator[Work]:
+        _check_rows(rows)
         for run in self._passes(rows):
             yield from self._projections(run)
             yield self._attention(run)
@@ -294,6 +297,20 @@ class Roofline(Value):
         )
 
 
+def _check_rows(rows: StepRows) -> None:
+    """Raise ConfigError for what are no sizes of a step."""
+    if isinstance(rows, StepRows):
+        sizes = [np.asarray(size) for size in attrs.astuple(rows, recurse=False)]
+        if all(size.size and size.dtype.kind in "iuf" for size in sizes):
+            num_rows, num_tokens, *others = (size.min() for size in sizes)
+            if 0 < num_rows <= num_tokens <= min(others) and all(size.max() < np.inf for size in sizes):
+                return
+    raise ConfigError(
+        "rows must be StepRows of finite numbers, with num_rows above 0, as many num_tokens or more, and as many "
+        f"num_context_tokens and num_pairs as tokens or more, got {clip(rows)}"
+    )
+
+
 def roofline(
     plan: EnginePlan,
     hardware: Hardware,
@@ -312,11 +329,11 @@ def roofline(
         if not isinstance(value, kind):
             raise ConfigError(f"roofline: {name} must be a {kind.__name__}, got {clip(value)}")
     told: Any = hardware.factors.imbalance if imbalance is None else imbalance
-    if np.ndim(told):
-        try:
-            counts = np.asarray(told, dtype=float)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"imbalance must be a number or counts of experts, got {clip(imbalance)}") from None
+    try:
+        counts = np.asarray(told, dtype=float)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"imbalance must be a number or counts of experts, got {clip(imbalance)}") from None
+    if counts.ndim:
         told = _imbalance(counts, plan.placement)
     if not is_number(told) or not 1.0 <= told <= MOST_IMBALANCE:
         raise ConfigError(f"imbalance must be at least 1, the fullest rank's rows over the mean, got {clip(told)}")
@@ -325,9 +342,14 @@ def roofline(
 
 def _imbalance(counts: np.ndarray, placement: ExpertPlacement | None) -> float:
     """Return the mean over layers of the fullest rank's rows over the mean, with replicas that share alike."""
-    if placement is None or counts.ndim != 2 or counts.shape[1] != placement.num_logical_experts:
-        experts = 0 if placement is None else placement.num_logical_experts
-        raise ConfigError(f"counts of experts must have the shape [layers, {experts}], got {list(counts.shape)}")
+    num_layers, experts = (0, 0) if placement is None else placement.logical_replica_counts.shape
+    if placement is None or counts.shape[1:] != (experts,) or not 1 <= len(counts) <= num_layers:
+        raise ConfigError(
+            f"counts of experts must have the shape [layers, {experts}], got {list(counts.shape)}; there are "
+            f"{num_layers} layers with experts"
+        )
+    if not (np.isfinite(counts).all() and counts.min() >= 0 and counts.any(axis=1).all()):
+        raise ConfigError("counts of experts must be finite, not negative, and not all 0 in a layer")
     layers = placement.physical_to_logical_map[-len(counts) :]
     replicas = placement.logical_replica_counts[-len(counts) :]
     slots = np.take_along_axis(counts / replicas, layers, axis=1)

@@ -16,9 +16,10 @@ from pdinfer.bench.traces import Trace
 from pdinfer.checks import check_int, typed
 from pdinfer.config import SLO, CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.errors import ConfigError
+from pdinfer.execution.warm_up import captured_sizes
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.calibration import Cost, StepCost
-from pdinfer.planning.cluster_plan import ClusterPlan, capturing
+from pdinfer.planning.cluster_plan import ClusterPlan
 from pdinfer.planning.parts import Hardware
 from pdinfer.planning.plan import EnginePlan
 from pdinfer.planning.roofline import Roofline, roofline
@@ -94,8 +95,8 @@ def search(
     a port, and a step of an engine lasts as long as that of its fullest rank. `stored` is how the checkpoint is,
     unless the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of
     the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is
-    called with simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did
-    not, of the role of which none does.
+    called with the nodes of prefill that were tried, and then with simulated runs. Raises ConfigError where no division
+    fits, with the reason of the last size that did not, of the role of which none does.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
@@ -104,18 +105,20 @@ def search(
     if not wanted.arrivals:
         raise ConfigError("search: the load has no request")
     sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, cost)
-    ranked = sorted(_plans(sides, nodes), key=lambda found: -found[0].capacity)
+    with telling(progress, "planning", "divisions") as tell:
+        ranked = sorted(_plans(sides, nodes, tell), key=lambda found: -found[0].capacity)
     if not ranked:
         raise ConfigError(f"no prefill and decode share {nodes} nodes of {hardware.name}: {sides.refusal}")
     with telling(progress, "searching", "runs") as tell:
-        simulated = _simulated(ranked[:keep], wanted, slo, tell)
+        made = [(plan, _cluster(plan.name, prefill, decode, hardware)) for plan, prefill, decode in ranked[:keep]]
+        simulated = _simulated(made, wanted, slo, tell)
     best, least = simulated[0], ranked[min(keep, len(ranked)) - 1][0].capacity
     allowed = (
         f"closed forms allow {least:.3g} req/s or more those that were simulated, and {best.capacity:.3g} the best"
     )
     rest = [
         attrs.evolve(plan, why_not=f"{allowed}; this one {plan.capacity:.3g} ({plan.binding})")
-        for plan, _ in ranked[keep:]
+        for plan, *_ in ranked[keep:]
     ]
     return (*simulated, *rest)
 
@@ -140,7 +143,7 @@ class _Sides:
         if key not in self._made:
             try:
                 plan = self._plan(role, num_nodes)
-                self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(capturing(plan))
+                self._made[key] = self._prefill(plan) if role == "prefill" else self._decode(plan)
             except ConfigError as error:
                 self._made[key], self._refusals[role] = None, str(error)
         return self._made[key]
@@ -155,7 +158,13 @@ class _Sides:
     def _plan(self, role: str, num_nodes: int) -> EnginePlan:
         """Return an engine with attention data parallel and experts spread over all ranks, as in the published
         deployments."""
-        ranks, experts, is_prefill = num_nodes * self.ranks_per_node, self.config.n_routed_experts, role == "prefill"
+        ranks, is_prefill = num_nodes * self.ranks_per_node, role == "prefill"
+        experts = self.config.n_routed_experts if ranks > 1 else 0  # what is spread
+        engine = EngineConfig(
+            chunked_prefill_size=PREFILL_TOKENS, max_prefill_tokens=PREFILL_TOKENS, max_running_requests=SLOTS
+        )
+        if not is_prefill:  # captured from the start, as weights are counted anew for another engine
+            engine = attrs.evolve(engine, graph_batch_sizes=tuple(captured_sizes(engine)))
         redundant = (-(-(experts + REDUNDANT) // ranks) * ranks - experts) if experts else 0
         spread = ExpertConfig(
             num_redundant_experts=redundant,
@@ -170,9 +179,7 @@ class _Sides:
             config=self.config,
             topology=Topology(world_size=ranks, dp_size=ranks, ep_size=ranks if experts else 1),
             cache=CacheConfig(mem_fraction_static=MEM_FRACTION),
-            engine=EngineConfig(
-                chunked_prefill_size=PREFILL_TOKENS, max_prefill_tokens=PREFILL_TOKENS, max_running_requests=SLOTS
-            ),
+            engine=engine,
             experts=spread,
             stored=self.stored if self.config.packed is None else self.config.packed.format,
             device=self.hardware.device,
@@ -218,8 +225,8 @@ class _Sides:
         return _Side(plan=plan, step_s=step_s, rate=rate, binding=f"decode: {limit}")
 
 
-def _plans(sides: _Sides, nodes: int) -> Iterator[tuple[SearchedPlan, Cluster]]:
-    """Yield every division of the nodes that fits, with the cluster to simulate."""
+def _plans(sides: _Sides, nodes: int, tell: Tell) -> Iterator[tuple[SearchedPlan, _Side, _Side]]:
+    """Yield every division of the nodes that fits, with its prefill and decode engines."""
     for of_prefill in range(1, nodes):
         of_decode = nodes - of_prefill
         for sizes in product(_divisors(of_prefill), _divisors(of_decode)):
@@ -235,7 +242,8 @@ def _plans(sides: _Sides, nodes: int) -> Iterator[tuple[SearchedPlan, Cluster]]:
                 capacity=min(rates),
                 binding=prefill.binding if rates[0] < rates[1] else decode.binding,
             )
-            yield plan, _cluster(plan.name, prefill, decode, sides.hardware)
+            yield plan, prefill, decode
+        tell(of_prefill, nodes - 1)
 
 
 def _divisors(count: int) -> list[int]:

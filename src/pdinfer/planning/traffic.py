@@ -26,15 +26,16 @@ class Traffic:
     plan: EnginePlan
     hardware: Hardware
 
-    def seconds(self, num_tokens: Any, *, imbalance: float) -> Any:
-        """Return the seconds that a step of so many tokens in each attention group sends, all layers together. The
-        fullest rank of experts has `imbalance` times the mean of rows."""
+    def seconds(self, num_tokens: Any, *, imbalance: float) -> dict[str, Any]:
+        """Return the seconds that a step of so many tokens in each attention group sends, all layers together: to
+        experts and back, and for sums. The fullest rank of experts has `imbalance` times the mean of rows."""
         config, at = self.plan.config, self.plan.topology
         group = at.tp_size * at.cp_size
         num_moe = (config.num_hidden_layers - config.first_k_dense_replace) * (self.plan.placement is not None)
-        return num_moe * self._all_to_all_s(num_tokens / group * imbalance) + config.num_hidden_layers * self._sums_s(
-            num_tokens / at.cp_size
-        )
+        return {
+            "all-to-all": num_moe * self._all_to_all_s(num_tokens / group * imbalance),
+            "all-reduce": config.num_hidden_layers * self._sums_s(num_tokens / at.cp_size),
+        }
 
     @property
     def takes_multiprocessors(self) -> bool:
@@ -63,7 +64,7 @@ class Traffic:
         num_ranks, part = self.plan.topology.ep_size, self.hardware
         if num_ranks == 1:
             return 0.0
-        num_nodes = num_ranks // self._ranks_per_node
+        num_nodes = -(-num_ranks // self._ranks_per_node)
         over_scale_up = part.scale_up_bytes_per_s * part.factors.scale_up
         latency_s = 2 * part.factors.message_s
         if num_nodes == 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import attrs
 import pytest
 
 import pdinfer as pd
@@ -12,6 +14,8 @@ from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
 SLO = pd.bench.SLO(ttft_s=1.0, tpot_s=0.2)
+DUE = bench.Arrival(at_s=1.0, prompt_tokens=4, output_tokens=2)
+LATER = attrs.evolve(DUE, at_s=2.0)
 
 
 def served(load: bench.Load, **options: object) -> tuple[bench.Summary, OneSlot]:
@@ -186,9 +190,24 @@ def test_an_open_loop_has_the_rate_and_the_spread_that_were_asked_for(cv: float,
         (lambda: bench.open_loop(1.0, 2, prompt_tokens=1, output_tokens=1, arrivals="pareto"), "arrivals"),
         (lambda: bench.open_loop(1.0, 2, prompt_tokens=1, output_tokens=1, seed=-1), "seed must be an int from 0"),
         (
-            lambda: bench.replay(bench.Trace(name="", format="", sha256="", arrivals=()), seed=-1),
+            lambda: bench.replay(bench.Trace(name="", format="", sha256="", arrivals=(DUE,)), seed=-1),
             "seed must be an int from 0",
         ),
+        (lambda: bench.Trace(name="a.csv", format="csv", sha256="", arrivals=()), r"trace 'a.csv' has no request"),
+        (lambda: attrs.evolve(DUE, at_s=math.nan), "at_s must be a finite number, at least 0"),
+        (lambda: attrs.evolve(DUE, at_s=-1.0), "at_s must be a finite number, at least 0"),
+        (lambda: attrs.evolve(DUE, prompt_tokens=0), "prompt_tokens must be an int from 1"),
+        (lambda: attrs.evolve(DUE, output_tokens=0), "output_tokens must be an int from 1"),
+        (lambda: attrs.evolve(DUE, output_tokens=1.5), "output_tokens must be an int from 1"),
+        (lambda: attrs.evolve(DUE, priority="high"), "priority must be an int"),
+        (lambda: attrs.evolve(DUE, deadline_s=-1.0), "deadline_s must be a finite number"),
+        (lambda: bench.Load(mode="poisson", arrivals=(DUE,)), "mode must be one of burst, closed_loop, "),
+        (lambda: bench.Load(mode="burst", arrivals=[1]), "a load has a tuple of arrivals, got"),  # type: ignore[arg-type]
+        (lambda: bench.Load(mode="replay", arrivals=(LATER, DUE)), "arrivals go back from 2 s to 1 s; sort them"),
+        (lambda: bench.Load(mode="closed_loop", arrivals=(DUE,)), "max_concurrency of a closed loop must be an int"),
+        (lambda: bench.Load(mode="burst", arrivals=(DUE,), max_concurrency=0), "max_concurrency must be an int from 1"),
+        (lambda: bench.Load(mode="burst", arrivals=(DUE,), block_tokens=0), "block_tokens must be an int from 1"),
+        (lambda: bench.open_loop(1e-300, 2, prompt_tokens=1, output_tokens=1), "at_s must be a finite number"),
         (lambda: bench.closed_loop(0, 2, prompt_tokens=1, output_tokens=1), "concurrency"),
         (pd.bench.SLO, "needs a limit"),
         (lambda: pd.bench.SLO(ttft_s=-1.0), "ttft_s"),

@@ -23,7 +23,7 @@ from tests.waiting import check_ends, started
 NOT_SHOWN = {
     *("page_size", "token_bytes", "max_running_requests"),  # never change
     *("providers", "placement_epoch", "is_placement_staged", "placement_error"),  # are no numbers to watch
-    *("cost", "queued", "unsent_bytes", "num_running_tokens", "accept_length"),  # are for policies
+    *("cost", "queued", "unsent_bytes", "accept_length"),  # are for policies
 }
 """The fields of loads that are in no metric."""
 parser = pytest.importorskip("prometheus_client.parser")

@@ -93,6 +93,16 @@ def test_a_prior_of_another_shape_is_refused() -> None:
         planning.calibrate(steps(factor=lambda at: 3.0 if at // 2 % 2 else 1 / 3), prior=PRIOR)
 
 
+@pytest.mark.parametrize("times", [1e3, 1e-3])
+def test_milliseconds_are_not_taken_for_seconds(times: float) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prefill rows took .* times as long as their prior says, .*: is one in milli"
+    ):
+        planning.calibrate(steps(factor=lambda _: times), prior=PRIOR)
+    fixed = planning.calibrate(steps(sizes=[1000] * 4), prior=(lambda _: 0.0, decode_s))
+    assert fixed.prefill.scale == 0.0
+
+
 def test_what_steps_do_not_tell_is_named() -> None:
     alike = planning.calibrate(steps(sizes=[1000] * 8), prior=PRIOR)
     assert set(alike.flat) | set(alike.at_bounds) >= {

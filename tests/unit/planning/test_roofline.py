@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
+from typing import Any
 
 import attrs
 import numpy as np
@@ -167,7 +169,7 @@ def test_two_batches_hide_a_part_of_the_shorter() -> None:
     apart, hidden = (float(planning.roofline(plan(32, overlap=overlap), H800)(rows)) for overlap in (False, True))
     seconds = planning.roofline(plan(32), H800)
     compute = sum(seconds._compute_s(rows).values()) / (1 - 24 / 132)
-    traffic = seconds._traffic_s(rows)
+    traffic = sum(seconds._traffic_s(rows).values())
     assert hidden == pytest.approx(max(compute, traffic) + 0.3 * min(compute, traffic), rel=1e-3)
     assert apart > hidden > max(compute, traffic) * 1.05
 
@@ -183,6 +185,9 @@ def test_what_binds_is_named() -> None:
     slow = attrs.evolve(H800, memory_bytes_per_s=2e12)
     assert bound(plan(64, mode="low_latency", overlap=False), running(64, 30_000), slow) == "KV bytes"
     assert bound(plan(256, mode="low_latency", overlap=False), running(1, 1)) == "launches"
+    slow = attrs.evolve(H800, scale_up_bytes_per_s=1e9)
+    shared = plan(8, tp_size=8, overlap=False, moe_a2a_backend="auto")
+    assert bound(shared, prompts(4, 4096), slow) == "all-reduce"
 
 
 def test_imbalance_is_a_number_of_at_least_1() -> None:
@@ -206,8 +211,16 @@ def test_imbalance_follows_from_counts_and_placement() -> None:
     assert planning.roofline(twice, H800, imbalance=counts).imbalance == pytest.approx(264 / 2 / (504 / 32))
     some = plan(32, redundant=32)  # experts 0 to 31 have two slots, so ranks 0 to 2 have half of the rows of others
     assert planning.roofline(some, H800, imbalance=np.ones((58, 256))).imbalance == pytest.approx(9 / (256 / 32))
-    with pytest.raises(ConfigError, match=r"counts of experts must have the shape \[layers, 256\], got \[58, 255\]"):
-        planning.roofline(plans()[1], H800, imbalance=counts[:, 1:])
+    for wrong in (counts[:, 1:], counts[:0], np.ones((59, 256)), counts[0], counts[None]):
+        shape = re.escape(str(list(wrong.shape)))
+        with pytest.raises(ConfigError, match=rf"shape \[layers, 256\], got {shape}; there are 58 layers"):
+            planning.roofline(plans()[1], H800, imbalance=wrong)
+    for value in (-1.0, math.nan, math.inf, 0.0):
+        with pytest.raises(ConfigError, match="finite, not negative, and not all 0 in a layer"):
+            planning.roofline(plans()[1], H800, imbalance=np.where(np.arange(58)[:, None] == 7, value, counts))
+    for words in ("even", [[1, 2], [3]]):
+        with pytest.raises(ConfigError, match="imbalance must be a number or counts of experts"):
+            planning.roofline(plans()[1], H800, imbalance=words)  # type: ignore[arg-type]
 
 
 def test_sparse_attention_reads_what_its_indexer_chose() -> None:
@@ -222,6 +235,45 @@ def test_steps_at_once_are_those_one_by_one() -> None:
     roofline, contexts = planning.roofline(plans()[3], H800), np.array([128, 10_000, 1_000_000])
     at_once = roofline(StepRows(64, 64, contexts, contexts))
     assert at_once.tolist() == [float(roofline(StepRows(64, 64, int(each), int(each)))) for each in contexts]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        StepRows(0, 0, 0, 0),
+        StepRows(1, -5, -5, -5),
+        StepRows(10, 5, 5, 5),
+        StepRows(1, 100, 1, 100),
+        StepRows(1, 100, 100, 1),
+        StepRows(1, math.nan, 1, 1),
+        StepRows(1, math.inf, math.inf, math.inf),
+        StepRows(1, 1, np.array([1, 0]), np.array([1, 1])),
+        StepRows("1", "1", "1", "1"),  # type: ignore[arg-type]
+        None,
+    ],
+)
+def test_rows_that_no_step_has_are_refused(rows: Any) -> None:
+    roofline = planning.roofline(plans()[0], H800)
+    for ask in (roofline, roofline.bound, roofline.floor_s, roofline.rate):
+        with pytest.raises(ConfigError, match="rows must be "):
+            ask(rows)
+
+
+@pytest.mark.parametrize("accept_rate", [-0.1, 1.01, math.inf])
+def test_no_more_drafts_are_right_than_there_are(accept_rate: float) -> None:
+    with pytest.raises(ConfigError, match="accept_rate must be from 0 to 1"):
+        planning.roofline(plans()[3], H800).rate(running(1, 1, 1), accept_rate=accept_rate)
+
+
+def test_ranks_beyond_one_scale_up_network_use_their_nics() -> None:
+    """72 cards of a GB200 reach each other over NVLink; of 96 some do not."""
+    part, slow = planning.hardware("GB200"), []
+    for count in (72, 96):
+        engine = plan(count, mode="low_latency", redundant=32, ranks_per_node=None)
+        nics = (attrs.evolve(part, nic_bytes_per_s=part.nic_bytes_per_s * times) for times in (1, 0.1))
+        before_s, after_s = (float(planning.roofline(engine, each)(running(64, 4096))) for each in nics)
+        slow.append(after_s > before_s)
+    assert slow == [False, True]
 
 
 def test_what_is_no_plan_is_refused() -> None:

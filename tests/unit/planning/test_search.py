@@ -10,11 +10,13 @@ import attrs
 import pytest
 
 from pdinfer import bench, planning
+from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.search import SearchedPlan, _is_better
 from pdinfer.planning.simulation import Cluster
 from pdinfer.testing import tiny_config
+from tests.unit.config import published_configs
 from tests.unit.planning.published import V3
 
 H800, SLO = planning.hardware("H800"), bench.SLO(ttft_s=2.0, tpot_s=0.1)
@@ -147,6 +149,16 @@ def test_a_refusal_is_about_the_role_that_does_not_fit() -> None:
         planning.search(V3, H800, load(10_000_000, 10), nodes=6, slo=SLO)
     with pytest.raises(ConfigError, match="ranks_per_node must be an int from 1 to 1024, got 0"):
         planning.search(V3, H800, load(2000, 400), nodes=6, slo=SLO, ranks_per_node=0)
+
+
+def test_an_engine_of_one_rank_spreads_no_experts() -> None:
+    """And who waits is told how many ways to divide the nodes were tried."""
+    told: list[tuple[int, int]] = []
+    small, progress = ModelConfig.from_dict(published_configs.V2_LITE), lambda *done: told.append(done)
+    plans = planning.search(small, H800, load(500, 50), nodes=3, slo=SLO, ranks_per_node=1, keep=1, progress=progress)
+    assert {plan.name for plan in plans} >= {"P1D2x1", "P2x1D1"}
+    assert plans[0].attainment == 1.0
+    assert told == [(1, 2), (2, 2), (1, 3), (2, 3), (3, 3)]
 
 
 def test_other_parts_and_models_are_searched_too() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdinfer.bench.load import Load
+from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
@@ -74,8 +75,13 @@ class Switching:
         if not unfinished and len(self._run.jobs) == len(self._run.load.arrivals):
             return
         if self._leaving is None:
-            advice = self._adviser(self._view.stats())
+            stats = self._view.stats()
+            advice = self._adviser(stats)
             if advice is not None:
+                if getattr(advice, "port", None) not in [load.address for load in stats.loads]:
+                    raise ConfigError(
+                        f"an adviser names the port of a load that it was shown, or None, got {clip(advice)}"
+                    )
                 self._leaving, self._drained_at = self._view.engine(advice.port), self._run.world.now_s + DRAIN_S
                 self._view.drop(self._leaving)
         if self._leaving is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pdinfer.bench.traces import rng_of
+
 _BATCH = 4096
 """Random factors that are drawn at once."""
 
@@ -22,7 +24,7 @@ class World:
         self._num_planned = 0
         self._soon: dict[Callable[[], None], None] = {}
         self._step_cv, self._accept_rate = step_cv, accept_rate
-        self._steps, self._drafts = (np.random.default_rng([seed, stream]) for stream in (2, 3))
+        self._steps, self._drafts = (rng_of(seed, stream) for stream in (2, 3))
         self._factors, self._num_drawn = np.ones(_BATCH), 0
 
     def at(self, at_s: float, action: Callable[..., None], *args: Any) -> None:

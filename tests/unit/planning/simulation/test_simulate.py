@@ -305,6 +305,11 @@ def test_steps_that_are_no_seconds_are_refused() -> None:
         planning.simulate(late, load())
 
 
+def test_a_seed_is_not_negative() -> None:
+    with pytest.raises(ConfigError, match="seed must be an int from 0"):
+        planning.simulate(cluster(), load(), seed=-1)
+
+
 def test_a_load_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="no request to send"):
         planning.simulate(cluster(), bench.Load(mode="burst", arrivals=()))

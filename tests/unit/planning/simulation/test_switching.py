@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,12 @@ def test_an_adviser_sees_the_ports_that_serve() -> None:
     assert [move.split(" after ")[0] for move in simulator.moves] == ["P0 became D1", "P1 became D2"]
     assert {len(ports) for ports in seen} == {4}
     assert {address.engine_id for address in seen[-1]} == {b"P2", b"D0", b"D1", b"D2"}
+
+
+@pytest.mark.parametrize("named", [7, SimpleNamespace(port=PeerAddress(b"P9", 0, 0))])
+def test_an_adviser_names_a_port_that_it_was_shown(named: Any) -> None:
+    with pytest.raises(pd.ConfigError, match="an adviser names the port of a load that it was shown, or None, got"):
+        planning.simulate(cluster("2P2D"), drift(1.0, 0, LONG_PROMPTS, phase_s=5.0), adviser=lambda _: named)
 
 
 @pytest.mark.parametrize("more", [{"colocated": True}, {"ranks": 2}])
