@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
+from numbers import Number
 from types import FunctionType
 from typing import Any
 
@@ -63,6 +64,8 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
             text = repr(value)
         case int():
             text = repr(value) if value.bit_length() <= _INT_BITS else f"an int of {value.bit_length()} bits"
+        case Number():  # of numpy, too
+            text = repr(value)
         case str():
             text = repr(value[:limit])
         case bytes():
