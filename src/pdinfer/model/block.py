@@ -12,7 +12,7 @@ from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, InputNorm, RMSNorm, WeightSource
 from pdinfer.model.attention import Attention, attention_of
-from pdinfer.model.step import Step
+from pdinfer.model.batch import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups

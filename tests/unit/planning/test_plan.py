@@ -19,7 +19,7 @@ from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning import ClusterPlan, EnginePlan, profile, rank_weights
-from pdinfer.planning.rank_weights import STORED, PublishedWeights
+from pdinfer.planning.rank_memory import STORED, PublishedWeights
 from pdinfer.planning.shapes import engine_nodes
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.unit.config import published_configs
