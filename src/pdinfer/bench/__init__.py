@@ -23,12 +23,7 @@ from __future__ import annotations
 from pdinfer.bench import plots
 from pdinfer.bench.checks import check
 from pdinfer.bench.compare import compare
-from pdinfer.bench.formats import (
-    from_aiperf,
-    from_genai_bench,
-    from_sglang,
-    from_vllm,
-)
+from pdinfer.bench.formats import from_aiperf, from_genai_bench, from_sglang, from_vllm
 from pdinfer.bench.load import Load, PromptMaker, burst, closed_loop, open_loop, replay
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run

@@ -350,12 +350,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._end(sequence, FinishReason.FAILED, error)
 
     def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: PDInferError | None = None,
-        *,
-        new: Drawn | None = None,
+        self, sequence: Sequence, reason: FinishReason, error: PDInferError | None = None, *, new: Drawn | None = None
     ) -> None:
         """Emit the one final event, and return everything that the request held."""
         now = self._clock()

@@ -87,13 +87,7 @@ class Batch:
 
     @classmethod
     def build(
-        cls,
-        rows: Sequence[Row],
-        *,
-        page_size: int,
-        device: torch.device,
-        decode: bool,
-        cp: Group = ALONE,
+        cls, rows: Sequence[Row], *, page_size: int, device: torch.device, decode: bool, cp: Group = ALONE
     ) -> Batch:
         """Build a batch of `rows`, which a prefill cuts over `cp`, and of which decode takes one token each. Without
         rows it is an empty batch, which every layer accepts."""

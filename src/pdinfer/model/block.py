@@ -39,13 +39,7 @@ class Block(Value):
 
     @classmethod
     def build(
-        cls,
-        source: WeightSource,
-        layer: int,
-        config: ModelConfig,
-        ops: Ops,
-        parallel: ExpertParallel,
-        groups: Groups,
+        cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, parallel: ExpertParallel, groups: Groups
     ) -> Block:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         attention_norm = RMSNorm.build(source, f"{name}.input_layernorm", hidden, eps, ops)

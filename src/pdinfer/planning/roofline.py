@@ -295,11 +295,7 @@ class Roofline(Value):
 
 
 def roofline(
-    plan: EnginePlan,
-    hardware: Hardware,
-    *,
-    imbalance: float | npt.ArrayLike | None = None,
-    fp8_attention: bool = False,
+    plan: EnginePlan, hardware: Hardware, *, imbalance: float | npt.ArrayLike | None = None, fp8_attention: bool = False
 ) -> Roofline:
     """Return how long steps of an engine take on ranks of a part, as a function of `StepRows`.
 

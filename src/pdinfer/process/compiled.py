@@ -250,11 +250,7 @@ def _remembered(library: NativeLibrary, stem: str, folder: Path | None) -> str |
 
 
 def _built(
-    libraries: Sequence[NativeLibrary],
-    cc: Compiler,
-    openmp: str | None,
-    stems: Mapping[str, str],
-    folder: Path | None,
+    libraries: Sequence[NativeLibrary], cc: Compiler, openmp: str | None, stems: Mapping[str, str], folder: Path | None
 ) -> dict[str, ctypes.CDLL | str]:
     """Compile and load libraries. They are kept in `folder` if that can be written."""
     reason = ""

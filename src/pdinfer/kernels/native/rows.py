@@ -86,12 +86,7 @@ def _in_order(rule: RouterRule) -> tuple[float, ...]:
     return rule.sigmoid, rule.top_k, rule.num_groups, rule.top_k_groups, rule.normalize, rule.scaling_factor
 
 
-def choose_experts(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None,
-    rule: RouterRule,
-) -> tuple[Tensor, Tensor]:
+def choose_experts(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
     (tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     dense = x_TD.stride(-1) == 1 and weight_ED.is_contiguous() and (bias_E is None or bias_E.is_contiguous())
     floats = weight_ED.dtype == torch.float32 and (bias_E is None or bias_E.dtype == torch.float32)
@@ -140,12 +135,7 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64, device="cpu"), torch.empty_like(ids_TK)
     token_of_row_S = row_TK.new_empty(ids_TK.numel())
     build.library().group_rows(
-        ids_TK.data_ptr(),
-        *ids_TK.shape,
-        num_experts,
-        counts_E.data_ptr(),
-        token_of_row_S.data_ptr(),
-        row_TK.data_ptr(),
+        ids_TK.data_ptr(), *ids_TK.shape, num_experts, counts_E.data_ptr(), token_of_row_S.data_ptr(), row_TK.data_ptr()
     )
     return counts_E, token_of_row_S, row_TK
 
@@ -292,11 +282,7 @@ def norm_rotate_store(
 
 
 def combine_experts(
-    y_SD: Tensor,
-    row_TK: Tensor | None,
-    weights_TK: Tensor | None,
-    shared_TD: Tensor | None,
-    residual_TD: Tensor | None,
+    y_SD: Tensor, row_TK: Tensor | None, weights_TK: Tensor | None, shared_TD: Tensor | None, residual_TD: Tensor | None
 ) -> Tensor:
     dense = _dense(y_SD, shared_TD, residual_TD)
     if row_TK is None or weights_TK is None or weights_TK.dtype != torch.float32 or not dense:
