@@ -73,7 +73,7 @@ def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> di
         cc = Compiler.here()
     except CompilationError as error:
         cc, reason = None, str(error)
-    if cc is not None and cpu and (lacking := cc.beyond(cpu)):
+    if cc is not None and (lacking := cc.beyond(cpu)):
         reason = (
             f"is not compiled, because {cc.path} uses instructions that this CPU lacks ({', '.join(lacking)}), with "
             f"options behind {' '.join(FOR_THIS_CPU)}: the first call would end the process"
