@@ -187,7 +187,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
-    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope", "slo")),
+    "config": (("options",), ("model",), ("hf",), ("packed",), ("fields",), ("families", "rope")),
     "parallel": (("topology",), ("groups", "slices", "roll_call")),
     "kernels": (
         ("resolve",),

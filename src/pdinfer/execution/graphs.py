@@ -139,15 +139,13 @@ class DecodeGraphs:
             return recorded.logits_BV
         reason = self._seen.get(key)
         if reason is None:
-            self._seen[key] = "" if self._is_recorded(num_rows) else "steps of as many sequences are not recorded"
+            is_recorded = num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
+            self._seen[key] = "" if is_recorded else "steps of as many sequences are not recorded"
             reason = self._seen[key] or "it was the first of its size"
         if reason:
             self.passed(reason)
             return None
         return self._record(key)
-
-    def _is_recorded(self, num_rows: int) -> bool:
-        return num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
 
     def _record(self, key: _Key) -> Tensor:
         """Run the model and record it."""
