@@ -17,6 +17,10 @@ Message = Mapping[str, Any]
 """A message in OpenAI's sense: {"role": "user", "content": "Hi"}, with whatever else the template reads."""
 
 
+def _local_now() -> datetime:
+    return datetime.now()  # noqa: DTZ005 - templates write today's date, as on the wall
+
+
 class ChatTemplate:
     """Renders chats as transformers' `apply_chat_template` does, with the same settings and names. Messages reach the
     template as they are: version 5 of transformers drops their keys that are None, and with `content` a turn that only
@@ -32,7 +36,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        now: Callable[[], datetime] = datetime.now,  # templates write today's date, as on the wall
+        now: Callable[[], datetime] = _local_now,
         max_cpu_s: float = 5.0,
     ) -> None:
         self.source = source
