@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
@@ -218,6 +219,7 @@ def _record(request_id: str, request: _Open, began: float) -> Record:
     timeline, choice = (None, None) if usage is None else (usage.timeline, usage.choice)
     reached = {name: at for name, at in attrs.asdict(timeline or Timeline()).items() if at is not None}
     since = {name: base_s + at for name, at in reached.items()}
+    marks: dict[str, Any] = {name: since.get(name) for name in MARKS}
     outcome, error, ended_s = UNFINISHED, None, None
     if request.refused is not None:
         outcome, error, ended_s = REFUSED, request.refused, base_s
@@ -232,7 +234,7 @@ def _record(request_id: str, request: _Open, began: float) -> Record:
         outcome=outcome,
         error=error,
         chosen_s=since.get("queued_s"),
-        **{name: since.get(name) for name in MARKS},
+        **marks,
         token_s=tuple(
             # no token is read before it was made, whatever the two clocks say
             read_s if made is None else min(read_s, base_s + made)
