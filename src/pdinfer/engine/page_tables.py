@@ -203,7 +203,7 @@ class PageTables(_Tables):
         return self._pool.find(self._to_find(sequence.chain.keys, sequence.num_tokens))
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class GrantedRooms:
     """The rooms of granted sequences, and those that were given up, until their writers have stopped. `_untold` are
     grants of which the host may not learn yet: a writer that came sooner would find a rank that expects no room."""

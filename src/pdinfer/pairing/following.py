@@ -84,7 +84,7 @@ class _Tries:
     pause_s: float = DIAL_AGAIN_S[0]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Following:
     """One directory that a Pairing follows. `look` and `let_go` are called again and again by threads of `start`, or by
     a test, and `act` by the thread that steps. `beside` runs what it is given in a thread of its own."""

@@ -57,7 +57,7 @@ class Outbox:
         self._unread_ids.update(unfinished_ids)
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Intake:
     """Takes requests from any thread. The `inbox` has those that the thread that steps has to look at. `lock` is held
     only briefly, since a step needs it too. Nothing comes in once it is `closed`."""

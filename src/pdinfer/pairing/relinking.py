@@ -17,7 +17,7 @@ STRANDED_S = 3.0
 broke are back sooner, or one of their ports is known to be lost."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Relinking:
     """Names other prefills to decodes. It has to when ports or links have changed, since `num_changes_seen`, and while
     `some_are_stranded`: requests for which there was no prefill. `take_away` takes a request from its decode, for

@@ -36,7 +36,7 @@ class Incoming:
     reason: str = ""
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False, repr=False, slots=False)
 class Receiving:
     """The loads of the worker of `rank`, one of `num_workers` with a cache each. Everything is called from vLLM's
     thread, and nothing waits."""

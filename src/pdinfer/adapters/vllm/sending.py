@@ -46,7 +46,7 @@ class Outgoing:
     transfer: Transfer | None = None
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False, repr=False, slots=False)
 class VLLMSending:
     """The saves of one worker. Everything is called from vLLM's thread. Nothing waits, but `preempted` may for
     DRAIN_S."""

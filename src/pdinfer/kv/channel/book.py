@@ -33,7 +33,7 @@ MAX_GUESTS = 256
 """How many peers may be linked that this end neither dialled nor gave anything to do. Past it the oldest gives way."""
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False, repr=False, slots=False)
 class LinkBook:
     """The links of one channel. `changed` is the channel's condition. Its lock guards the book and is never held while
     the transport is called; it is notified when a handshake ends. `us` is the address of this end, known once the

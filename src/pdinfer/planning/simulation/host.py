@@ -15,7 +15,7 @@ from pdinfer.planning.simulation.deployment import Stall
 from pdinfer.planning.simulation.world import World
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Host:
     """Calls `send(arrival, intended_s)` for each request of a load: at its time or, in a closed loop, when another has
     ended. Those that `max_concurrency` holds back are due. It calls `dispatch` when it has sent what it may."""

@@ -44,7 +44,7 @@ class Run(Protocol):
     moves: list[str]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Switching:
     """Asks an adviser as long as a run has requests to serve. The port that it names gets no more of them, and `lose`
     gives to others what it still has after DRAIN_S. Then `make` gives the engine of the other role that takes its
