@@ -10,8 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-import attrs
-
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel.peer import Complaints, Occupied, Peer, PeerCounts, Totals, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
@@ -33,23 +31,31 @@ MAX_GUESTS = 256
 """How many peers may be linked that this end neither dialled nor gave anything to do. Past it the oldest gives way."""
 
 
-@attrs.define(eq=False, repr=False, slots=False)
 class LinkBook:
     """The links of one channel. `changed` is the channel's condition. Its lock guards the book and is never held while
     the transport is called; it is notified when a handshake ends. `us` is the address of this end, known once the
     transport has an endpoint. `wanted` are the peers to dial whenever there is no link to them."""
 
-    us: PeerAddress = attrs.field(init=False)
-    _transport: Transport
-    changed: threading.Condition
-    clock: Callable[[], float]
-    _random_bytes: Callable[[int], bytes]
-    totals: Totals = attrs.field(factory=Totals)
-    wanted: dict[PeerKey, Wanted] = attrs.field(factory=dict)
-    _by_link: dict[Link, Peer] = attrs.field(factory=dict)
-    _linked: dict[PeerKey, Peer] = attrs.field(factory=dict)
-    _ledger: dict[PeerKey, PeerCounts] = attrs.field(factory=dict)  # in the order of their latest links
-    _complaints: Complaints = attrs.field(default=attrs.Factory(lambda self: Complaints(self.clock), takes_self=True))
+    us: PeerAddress
+
+    def __init__(
+        self,
+        transport: Transport,
+        changed: threading.Condition,
+        *,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.changed = changed
+        self.clock = clock
+        self._transport = transport
+        self._random_bytes = random_bytes
+        self.totals = Totals()
+        self.wanted: dict[PeerKey, Wanted] = {}
+        self._by_link: dict[Link, Peer] = {}
+        self._linked: dict[PeerKey, Peer] = {}
+        self._ledger: dict[PeerKey, PeerCounts] = {}  # in the order of their latest links
+        self._complaints = Complaints(clock)
 
     def doubt(self) -> None:
         """Have the engine recover: news of the transport was noted half-way, and does not come again."""
