@@ -27,7 +27,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.engine.ranks.lockstep import Lockstep
-from pdinfer.moe.migration.status import ExpertStatus
+from pdinfer.moe.migration.migration import ExpertStatus
 
 
 def run_round(lockstep: Lockstep, num_steps: int, step_s: float, *, early: bool) -> tuple[float, float]:

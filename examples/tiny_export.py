@@ -16,17 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from tiny_model import SHAPE, TinyModel, Weights, rope_tables
-from tiny_tasks import (
-    BOS,
-    EOS,
-    PAD,
-    Problem,
-    calc_prompt,
-    copy_prompt,
-    recall_everywhere,
-    recall_prompt,
-    text_prompt,
-)
+from tiny_tasks import BOS, EOS, PAD, Problem, calc_prompt, copy_prompt, recall_everywhere, recall_prompt, text_prompt
 from tiny_tokenizer import write_tokenizer
 from torch import Tensor
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pdinfer.planning.profiles.profile import deployments
+from pdinfer.planning.profiles import deployments
 
 SIGNATURES = Path(__file__).with_suffix(".json")
 DECLARED = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"

@@ -13,17 +13,7 @@ from typing import Annotated, TypeVar, overload
 import attrs
 from msgspec import Meta
 
-from pdinfer.bounds import (
-    FEW,
-    MANY,
-    Count,
-    Name,
-    PageSize,
-    Positive,
-    Rate,
-    Seconds,
-    Text,
-)
+from pdinfer.bounds import FEW, MANY, Count, Name, PageSize, Positive, Rate, Seconds, Text
 from pdinfer.types import FinishReason, Link, PeerAddress
 from pdinfer.values import Value, as_table
 

@@ -31,14 +31,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.torch.products import sum_in_float32
 from pdinfer.model.batch import Batch, Row
 from tests.hosts import within
-from tests.rounding import (
-    assert_within,
-    error_of_attention,
-    error_of_mlp,
-    error_of_products,
-    gamma,
-    rounded,
-)
+from tests.rounding import assert_within, error_of_attention, error_of_mlp, error_of_products, gamma, rounded
 from tests.simulated.device import why_not
 
 CPU = torch.device("cpu")

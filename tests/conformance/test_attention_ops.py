@@ -23,9 +23,7 @@ from tests.conformance.op_suite import (
     query_lens_of,
 )
 from tests.joined import for_each, pairs_each_time
-from tests.rounding import (
-    assert_within,
-)
+from tests.rounding import assert_within
 
 DIMS = ((16, 8, 12, 10), (13, 6, 7, 9), (1, 2, 1, 1), (32, 32, 34, 64))
 

@@ -30,14 +30,7 @@ from tests.conformance.op_suite import (
     op_of,
 )
 from tests.joined import for_each
-from tests.rounding import (
-    assert_within,
-    error_of_norm,
-    error_of_silu,
-    gamma,
-    rounded,
-    unit,
-)
+from tests.rounding import assert_within, error_of_norm, error_of_silu, gamma, rounded, unit
 
 
 def ops_of(dtype: torch.dtype) -> Ops:

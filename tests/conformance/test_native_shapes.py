@@ -202,7 +202,7 @@ def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
 
 def stored(c: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
     pages = torch.zeros(2, 2, 59, dtype=torch.bfloat16)
-    native.fused.norm_rotate_store(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=None)
+    native.rows.norm_rotate_store(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=None)
     return pages
 
 
@@ -222,12 +222,12 @@ CASES: dict[str, Case] = (
     {
         "rms_norm": (lambda x, weight: native.rows.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
         "add_rms_norm": (
-            lambda x, residual, weight: torch.cat(native.fused.add_rms_norm(x, residual, weight, 1e-6)),
+            lambda x, residual, weight: torch.cat(native.rows.add_rms_norm(x, residual, weight, 1e-6)),
             (whole(5, 43), whole(5, 43, seed=1), whole(43)),
         ),
         "norm_rotate_store": (stored, (whole(2, 43), whole(2, 16), whole(43), COS[:2], COS[2:4], torch.tensor([3, 1]))),
         "combine_experts": (
-            native.fused.combine_experts,
+            native.rows.combine_experts,
             (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2), whole(2, 43), whole(2, 43, seed=1)),
         ),
         "rotate": (native.rows.rotate, (whole(5, 3, 16), COS, COS.flip(0))),

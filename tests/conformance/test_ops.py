@@ -24,13 +24,7 @@ from tests.conformance.op_suite import (
     op_of,
 )
 from tests.joined import for_each
-from tests.rounding import (
-    assert_within,
-    error_of_norm,
-    error_of_products,
-    error_of_silu,
-    gamma,
-)
+from tests.rounding import assert_within, error_of_norm, error_of_products, error_of_silu, gamma
 
 
 @for_every_provider("rms_norm")

@@ -30,13 +30,7 @@ from tests.conformance.op_suite import (
     static_weight,
 )
 from tests.joined import for_each, pairs_each_time
-from tests.rounding import (
-    assert_within,
-    error_of_products,
-    gamma,
-    rounded,
-    unit,
-)
+from tests.rounding import assert_within, error_of_products, gamma, rounded, unit
 
 
 def outliers(rows: int, columns: int) -> Tensor:

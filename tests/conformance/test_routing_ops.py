@@ -13,10 +13,7 @@ from torch import Tensor
 from pdinfer.kernels.arguments import RouterRule
 from tests.conformance.op_suite import draw, every_place, op_of
 from tests.joined import for_each
-from tests.rounding import (
-    assert_within,
-    gamma,
-)
+from tests.rounding import assert_within, gamma
 
 
 @attrs.frozen

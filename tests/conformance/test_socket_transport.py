@@ -27,16 +27,7 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_ends import (
-    PATIENT,
-    BytesMemory,
-    End,
-    Recorder,
-    anywhere,
-    closing,
-    finished,
-    say_alive,
-)
+from tests.conformance.transport_ends import PATIENT, BytesMemory, End, Recorder, anywhere, closing, finished, say_alive
 from tests.forks import check_ended, context, fork
 from tests.waiting import TIMEOUT_S, check_returns, wait_until
 

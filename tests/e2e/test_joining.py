@@ -342,15 +342,10 @@ def test_a_joining_that_is_dropped_waits_for_no_lock() -> None:
         with setup.pairing._intake.lock:
             check_returns(joining.close)  # type: ignore[attr-defined]
         held.go.set()
-        check_released(port, setup.pairing)
+        wait_until(lambda: port not in setup.pairing._joining._owners)  # another pairing may have it
+        assert port not in setup.pairing.ports
         setup.pairing.add(port)
         assert port in setup.pairing.ports
-
-
-def check_released(port: Any, pairing: pd.Pairing) -> None:
-    """Wait until another pairing may have it."""
-    wait_until(lambda: port not in pairing._joining._owners)
-    assert port not in pairing.ports
 
 
 def test_what_add_raises_is_raised_in_the_thread_that_steps() -> None:

@@ -22,18 +22,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import (
-    PROMPT,
-    by_request,
-    collect,
-    join,
-    local,
-    model_of,
-    pool_of,
-    reference,
-    request,
-    tokens_of,
-)
+from tests.e2e.setups import PROMPT, by_request, collect, join, local, model_of, pool_of, reference, request, tokens_of
 from tests.forks import FAR_S
 from tests.waiting import check_ends, started
 

@@ -42,13 +42,7 @@ from tests.conformance.op_suite import (
 from tests.e2e.setups import Tally, arrive, by_request, join, plain_reference, pool_of, tokens_of
 from tests.e2e.test_recorded_steps import SIZES
 from tests.packed import SCHEMES, with_twin
-from tests.rounding import (
-    assert_within,
-    difference_of_models,
-    error_of_norm,
-    error_of_products,
-    error_of_silu,
-)
+from tests.rounding import assert_within, difference_of_models, error_of_norm, error_of_products, error_of_silu
 
 Host = Callable[[], AbstractContextManager[Any]]
 """Enters what a host has set; a case does so around all that is pdinfer's."""

@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed.device_communicators.cpu_communicator import (  # type: ignore[import-not-found,unused-ignore]
-    CpuCommunicator,
-)
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # type: ignore[import-not-found,unused-ignore]
 
 from tests.vllm.watched import WatchedConnector
 

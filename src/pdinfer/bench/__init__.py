@@ -12,8 +12,7 @@
     checks.py              the 10 checks that a summary has to pass
     summary.py             the figures of a run, and their JSON
     record.py              the stages of one request, recorded from its events
-    load.py                what is sent when: burst, closed loop, open loop, replay
-    prompts.py             prompts made from prefix hashes
+    load.py                what is sent when: burst, closed loop, open loop, replay; and prompts made from prefix hashes
     traces.py              readers of traces
 
 May import: config, engine, the ground.
@@ -24,14 +23,8 @@ from __future__ import annotations
 from pdinfer.bench import plots
 from pdinfer.bench.checks import check
 from pdinfer.bench.compare import compare
-from pdinfer.bench.formats import (
-    from_aiperf,
-    from_genai_bench,
-    from_sglang,
-    from_vllm,
-)
-from pdinfer.bench.load import Load, burst, closed_loop, open_loop, replay
-from pdinfer.bench.prompts import PromptMaker
+from pdinfer.bench.formats import from_aiperf, from_genai_bench, from_sglang, from_vllm
+from pdinfer.bench.load import Load, PromptMaker, burst, closed_loop, open_loop, replay
 from pdinfer.bench.record import STAGES, Record, Recorder
 from pdinfer.bench.run import environment, run
 from pdinfer.bench.search import Goodput, find_goodput

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
@@ -27,6 +28,9 @@ granted pages. `prefill_queue`, `prefill`: until prefill began, and ended. `tran
 compute did not hide it. `commit`: until the pages were adopted. `decode`: until the first token was made. `delivery`:
 until the host read it."""
 
+MARKS = ("granted_s", "prefill_began_s", "prefill_ended_s", "first_byte_s", "last_byte_s", "committed_s")
+COUNTS = ("cached_tokens", "num_draft_tokens", "num_accepted_tokens", "num_retries")
+"""What a record has under the names of a `Timeline` and of a `Usage`."""
 COMPLETED = frozenset(reason.value for reason in COMPLETE)
 REFUSED, UNFINISHED = "refused", "unfinished"
 
@@ -215,6 +219,7 @@ def _record(request_id: str, request: _Open, began: float) -> Record:
     timeline, choice = (None, None) if usage is None else (usage.timeline, usage.choice)
     reached = {name: at for name, at in attrs.asdict(timeline or Timeline()).items() if at is not None}
     since = {name: base_s + at for name, at in reached.items()}
+    marks: dict[str, Any] = {name: since.get(name) for name in MARKS}
     outcome, error, ended_s = UNFINISHED, None, None
     if request.refused is not None:
         outcome, error, ended_s = REFUSED, request.refused, base_s
@@ -229,12 +234,7 @@ def _record(request_id: str, request: _Open, began: float) -> Record:
         outcome=outcome,
         error=error,
         chosen_s=since.get("queued_s"),
-        granted_s=since.get("granted_s"),
-        prefill_began_s=since.get("prefill_began_s"),
-        prefill_ended_s=since.get("prefill_ended_s"),
-        first_byte_s=since.get("first_byte_s"),
-        last_byte_s=since.get("last_byte_s"),
-        committed_s=since.get("committed_s"),
+        **marks,
         token_s=tuple(
             # no token is read before it was made, whatever the two clocks say
             read_s if made is None else min(read_s, base_s + made)
@@ -245,10 +245,7 @@ def _record(request_id: str, request: _Open, began: float) -> Record:
         prefill=None if choice is None else name_of(choice.prefill),
         decode=None if choice is None else name_of(choice.decode),
         score=_finite(choice),
-        cached_tokens=0 if usage is None else usage.cached_tokens,
-        num_draft_tokens=0 if usage is None else usage.num_draft_tokens,
-        num_accepted_tokens=0 if usage is None else usage.num_accepted_tokens,
-        num_retries=0 if usage is None else usage.num_retries,
+        **{name: getattr(usage, name, 0) for name in COUNTS},
         is_first_of_shape=request.is_first_of_shape,
     )
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
-from pdinfer.bench.load import Load
-from pdinfer.bench.prompts import PromptMaker
+from pdinfer.bench.load import Load, PromptMaker
 from pdinfer.bench.record import Record, Recorder
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary

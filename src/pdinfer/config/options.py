@@ -13,7 +13,6 @@ import attrs
 
 from pdinfer.checks import Validator, a_bool, clip, float_field, int_field, is_int, one_of
 from pdinfer.config.hf import STORED_DTYPES
-from pdinfer.config.slo import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.process.silence import SESSIONS
 from pdinfer.values import Value
@@ -210,6 +209,33 @@ class ExpertConfig(Value):
                 f'deepep_num_sms must be even and is for deepep_mode "elastic", got {self.deepep_num_sms} for '
                 f'"{self.deepep_mode}"; the files of deepep_config have one for "normal"'
             )
+
+
+@attrs.frozen(kw_only=True)
+class SLO(Value):
+    """Limits in seconds that a request has to keep, all of them. None means no limit.
+
+    TTFT may take max(`ttft_s`, `ttft_per_token_s` * prompt tokens), so that long prompts get more time. TPOT is
+    (E2E - TTFT) / (output tokens - 1), and a request of one token has none. `itl_p99_s` bounds the 99th percentile of
+    the gaps between the tokens of one request, `e2e_s` its whole time. Raises ConfigError when there is no limit.
+    """
+
+    ttft_s: float | None = float_field(0.0, 1e6, default=None)
+    tpot_s: float | None = float_field(0.0, 1e6, default=None)
+    ttft_per_token_s: float | None = float_field(0.0, 1e6, default=None)
+    itl_p99_s: float | None = float_field(0.0, 1e6, default=None)
+    e2e_s: float | None = float_field(0.0, 1e6, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse an SLO that every request meets."""
+        if all(limit is None for limit in attrs.astuple(self)):
+            raise ConfigError("an SLO needs a limit: give ttft_s, tpot_s, ttft_per_token_s, itl_p99_s or e2e_s")
+
+    def ttft_limit_s(self, prompt_tokens: int) -> float | None:
+        """Return the longest TTFT of a prompt of that length, in seconds, or None."""
+        if self.ttft_per_token_s is None:
+            return self.ttft_s
+        return max(self.ttft_s or 0.0, self.ttft_per_token_s * prompt_tokens)
 
 
 @attrs.frozen(kw_only=True)

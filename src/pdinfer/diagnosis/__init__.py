@@ -5,8 +5,7 @@
     limits.py      memory that may be locked and shared, open files, local ports
     variables.py   the environment of NCCL, Gloo, NVSHMEM and Mooncake
     network.py     network cards, and which GPU they are near to
-    ranks.py       the GPU of each rank, and the CPUs near it
-    affinity.py    on which of these CPUs each rank runs
+    affinity.py    the GPU of each rank, and on which of the CPUs near it the rank runs
     machine.py     all that is looked at, in one value
     report.py      facts and problems, as text and as JSON
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdinfer.diagnosis import limits, network, ranks, software, variables
+from pdinfer.diagnosis import affinity, limits, network, software, variables
 from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Diagnosis, Fact, Found, Problem, Section, warning
 
@@ -17,7 +17,7 @@ PROBES: tuple[tuple[str, Callable[[Machine], Found]], ...] = (
     ("limits", limits.limits),
     ("ports", limits.ports),
     ("network", network.network),
-    ("ranks", ranks.ranks),
+    ("ranks", affinity.ranks),
     ("variables", variables.variables),
 )
 

@@ -161,8 +161,7 @@ def compilers(machine: Machine) -> Found:
         yield Fact(name="Triton's cache", value=str(kept))
         if (problem := machine.why_not_written(kept)) is not None:
             yield failure(
-                f"Triton cannot write what it compiles to {kept} ({problem})",
-                "export TRITON_CACHE_DIR=$(mktemp -d)",
+                f"Triton cannot write what it compiles to {kept} ({problem})", "export TRITON_CACHE_DIR=$(mktemp -d)"
             )
     if has_gpu and any(map(machine.version, DEEP_GEMM)):
         yield from _deep_gemm(machine)

@@ -27,9 +27,8 @@ from pdinfer.log import log
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.scheduling.admission import check_request
-from pdinfer.scheduling.costs import decode_cost
 from pdinfer.scheduling.decode import WRITER_GRACE_S, DecodeScheduler, SequenceState
-from pdinfer.scheduling.rules import largest_decode_step
+from pdinfer.scheduling.rules import decode_cost, largest_decode_step
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import FinishReason, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
@@ -351,12 +350,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._end(sequence, FinishReason.FAILED, error)
 
     def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: PDInferError | None = None,
-        *,
-        new: Drawn | None = None,
+        self, sequence: Sequence, reason: FinishReason, error: PDInferError | None = None, *, new: Drawn | None = None
     ) -> None:
         """Emit the one final event, and return everything that the request held."""
         now = self._clock()

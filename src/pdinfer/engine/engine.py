@@ -39,10 +39,9 @@ from pdinfer.process.locks import HeldBack, check_not_inside, let_go
 from pdinfer.process.memory import keep_freed_memory
 from pdinfer.process.modes import own_modes
 from pdinfer.progress import Progress, telling
-from pdinfer.scheduling.costs import StepCosts
 from pdinfer.scheduling.decode import DecodeScheduler
 from pdinfer.scheduling.prefill import PrefillScheduler
-from pdinfer.scheduling.rules import withheld_pages
+from pdinfer.scheduling.rules import StepCosts, withheld_pages
 from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 
+import attrs
+
 from pdinfer.engine.ranks.leader import RankChannel
 from pdinfer.engine.sequence import Prompt, Sequence
 from pdinfer.errors import PDInferError, TransferError
@@ -201,22 +203,16 @@ class PageTables(_Tables):
         return self._pool.find(self._to_find(sequence.chain.keys, sequence.num_tokens))
 
 
+@attrs.define(eq=False, repr=False)
 class GrantedRooms:
     """The rooms of granted sequences, and those that were given up, until their writers have stopped. `_untold` are
     grants of which the host may not learn yet: a writer that came sooner would find a rank that expects no room."""
 
-    def __init__(
-        self,
-        tables: PageTables,
-        channel: KVChannel | RankChannel,
-        destinations: tuple[PeerAddress, ...],
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self._tables = tables
-        self._channel = channel
-        self._destinations = destinations
-        self._random_bytes = random_bytes
-        self._untold: list[tuple[Sequence, Granted]] = []
+    _tables: PageTables
+    _channel: KVChannel | RankChannel
+    _destinations: tuple[PeerAddress, ...]
+    _random_bytes: Callable[[int], bytes]
+    _untold: list[tuple[Sequence, Granted]] = attrs.field(factory=list)
 
     def clear(self) -> None:
         """Forget all of them: their writers are all gone."""

@@ -234,10 +234,7 @@ class Sequence(ScheduledSequence):
 
 
 def ends_of(
-    sequences: Iterable[Sequence],
-    arrived: Iterable[DecodeCommand],
-    events: Iterable[Event],
-    error: PDInferError,
+    sequences: Iterable[Sequence], arrived: Iterable[DecodeCommand], events: Iterable[Event], error: PDInferError
 ) -> list[Event]:
     """Return what to tell a host after a step that stopped at an unknown point: the `events` of that step except for
     grants, whose rooms are gone, and one end for each of `sequences` and for each request that `arrived`, unless its

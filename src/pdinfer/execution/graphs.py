@@ -56,34 +56,28 @@ class _Recorded:
     logits_BV: Tensor
 
 
+@attrs.define(eq=False, repr=False)
 class DecodeGraphs:
     """The captured steps of one runner, and those recorded on a CPU. `run` runs a step of so many rows, the last of
     which may be padding, and waits for nothing. `forward` is the part of it that is recorded: the model alone, whose
     logits are [B, V]."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        run: Callable[[int, DrawKind], Output],
-        forward: Callable[[int], Tensor],
-        refusal: str | None = None,
-    ) -> None:
-        self.refusal = refusal
-        """Why nothing can be captured, or None."""
-        self.num_steps: Counter[str] = Counter()
-        """How many steps ran as a graph, under "", and how many did not, by the reason."""
-        self.asked: frozenset[int] | None = None
-        """The numbers of rows that a CPU records, or None for all up to MAX_RECORDED_ROWS."""
-        self._device = device
-        self._run = run
-        self._forward = forward
-        self._captured: dict[tuple[int, DrawKind], _Captured] = {}
-        self._captured_bytes = 0
-        self._recorded: dict[_Key, _Recorded] = {}
-        self._seen: dict[_Key, str] = {}  # why those that came are not recorded; "" where they are
-        self._pool: object = None
-        self._stream: torch.Stream | None = None
-        self._address = 0
+    _device: torch.device
+    _run: Callable[[int, DrawKind], Output]
+    _forward: Callable[[int], Tensor]
+    refusal: str | None = None
+    """Why nothing can be captured, or None."""
+    num_steps: Counter[str] = attrs.field(factory=Counter)
+    """How many steps ran as a graph, under "", and how many did not, by the reason."""
+    asked: frozenset[int] | None = None
+    """The numbers of rows that a CPU records, or None for all up to MAX_RECORDED_ROWS."""
+    _captured: dict[tuple[int, DrawKind], _Captured] = attrs.field(factory=dict)
+    _captured_bytes: int = 0
+    _recorded: dict[_Key, _Recorded] = attrs.field(factory=dict)
+    _seen: dict[_Key, str] = attrs.field(factory=dict)  # why those that came are not recorded; "" where they are
+    _pool: object = None
+    _stream: torch.Stream | None = None
+    _address: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -145,15 +139,13 @@ class DecodeGraphs:
             return recorded.logits_BV
         reason = self._seen.get(key)
         if reason is None:
-            self._seen[key] = "" if self._is_recorded(num_rows) else "steps of as many sequences are not recorded"
+            is_recorded = num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
+            self._seen[key] = "" if is_recorded else "steps of as many sequences are not recorded"
             reason = self._seen[key] or "it was the first of its size"
         if reason:
             self.passed(reason)
             return None
         return self._record(key)
-
-    def _is_recorded(self, num_rows: int) -> bool:
-        return num_rows <= MAX_RECORDED_ROWS and (self.asked is None or num_rows in self.asked)
 
     def _record(self, key: _Key) -> Tensor:
         """Run the model and record it."""

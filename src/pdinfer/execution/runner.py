@@ -140,11 +140,7 @@ class ModelRunner:
 
     def _batch(self, rows: Sequence[Row], *, decode: bool) -> Batch:
         return Batch.build(
-            rows,
-            page_size=self._page_size,
-            device=self._model.device,
-            decode=decode,
-            cp=self._model.groups.cp,
+            rows, page_size=self._page_size, device=self._model.device, decode=decode, cp=self._model.groups.cp
         )
 
 

@@ -82,12 +82,7 @@ class Draw:
 
     @classmethod
     def of(
-        cls,
-        request: Request,
-        output: Sequence[int],
-        *,
-        eos_token_ids: Sequence[int],
-        processor: LogitsProcessor | None,
+        cls, request: Request, output: Sequence[int], *, eos_token_ids: Sequence[int], processor: LogitsProcessor | None
     ) -> Draw:
         """Return what the token of a request after `output` depends on. Prefill, which draws the first one, and decode
         ask here, so that neither lacks what the other has."""

@@ -43,10 +43,7 @@ QUEUE_TIME = Metric(
 DURATION = Metric("pdinfer_request_duration_seconds", HISTOGRAM, (), "Time from submit to the end of a request.")
 PROMPT_TOKENS = Metric("pdinfer_prompt_tokens_total", COUNTER, (), "Tokens in the prompts of ended requests.")
 CACHED_TOKENS = Metric(
-    "pdinfer_cached_prompt_tokens_total",
-    COUNTER,
-    (),
-    "Prompt tokens served from prefill's cache, not computed.",
+    "pdinfer_cached_prompt_tokens_total", COUNTER, (), "Prompt tokens served from prefill's cache, not computed."
 )
 OUTPUT_TOKENS = Metric("pdinfer_output_tokens_total", COUNTER, (), "Output tokens delivered to the host.")
 REFUSED = Metric("pdinfer_requests_refused_total", COUNTER, ("code",), "Requests refused by submit, by error code.")

@@ -7,8 +7,7 @@
     mla.py            multi-head latent attention, and what its tokens leave in the cache
     dsa.py            the indexer of sparse attention
     mtp.py            the layer that drafts
-    step.py           what the layers of one step share
-    batch.py          the index tensors of one step
+    batch.py          the index tensors of one step, and what its layers share
     decode_rows.py    the decode batch that stays on the device from step to step
     cache.py          the components of a cache layout, plain and packed
     activations.py    hidden states and choices of routers, for who looks into a model

@@ -15,8 +15,8 @@ from pdinfer.kernels.formats.format import Weight
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import WeightSource
+from pdinfer.model.batch import Step
 from pdinfer.model.mla import MLA
-from pdinfer.model.step import Step
 from pdinfer.parallel.groups import Group
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from pdinfer.kv.view import KVView
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.parallel.slices import context_parallel_slices
+from pdinfer.trace import Trace
 
 
 @attrs.define
@@ -84,13 +87,7 @@ class Batch:
 
     @classmethod
     def build(
-        cls,
-        rows: Sequence[Row],
-        *,
-        page_size: int,
-        device: torch.device,
-        decode: bool,
-        cp: Group = ALONE,
+        cls, rows: Sequence[Row], *, page_size: int, device: torch.device, decode: bool, cp: Group = ALONE
     ) -> Batch:
         """Build a batch of `rows`, which a prefill cuts over `cp`, and of which decode takes one token each. Without
         rows it is an empty batch, which every layer accepts."""
@@ -249,3 +246,25 @@ def _ends(pieces: Sequence[Row], rows: Sequence[Row]) -> Iterator[int]:
 def _padded(pages: Sequence[int], width: int) -> list[int]:
     used = list(pages[:width])
     return used + used[:1] * (width - len(used))
+
+
+@attrs.define
+class Step:
+    """One pass through the layers. The model makes one at the start of a step, and the MTP layer makes its own.
+
+    `angles` are (cos_TF, sin_TF) of the batch's positions. `trace` is told which part of the model runs.
+    """
+
+    batch: Batch
+    view: KVView
+    angles: tuple[Tensor, Tensor]
+    trace: Trace | None = None
+    live_T: Tensor | None = None
+    """Which tokens are more than padding: bool, None where all are. The others go to no routed expert, and what is
+    computed of them means nothing."""
+    selected_TS: Tensor | None = None
+    """The positions that the last indexer of this step chose, in the form that `Ops.index_topk` returns. They
+    hold for its own layer and for the layers that share its choice. None before the first indexer, and where every
+    position is read."""
+    of_lengths: dict[object, Any] = attrs.field(factory=dict)
+    """What ops made of the batch's lengths for the first layer, and use in the others."""

@@ -12,7 +12,7 @@ from pdinfer.kernels.formats.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, InputNorm, RMSNorm, WeightSource
 from pdinfer.model.attention import Attention, attention_of
-from pdinfer.model.step import Step
+from pdinfer.model.batch import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
@@ -39,13 +39,7 @@ class Block(Value):
 
     @classmethod
     def build(
-        cls,
-        source: WeightSource,
-        layer: int,
-        config: ModelConfig,
-        ops: Ops,
-        parallel: ExpertParallel,
-        groups: Groups,
+        cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, parallel: ExpertParallel, groups: Groups
     ) -> Block:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         attention_norm = RMSNorm.build(source, f"{name}.input_layernorm", hidden, eps, ops)

@@ -23,10 +23,9 @@ from pdinfer.kernels.formats.format import Rounding, Shard, Weight
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import InputNorm, Linear, RMSNorm, WeightSource, row_parallel
-from pdinfer.model.batch import Batch
+from pdinfer.model.batch import Batch, Step
 from pdinfer.model.cache import FP8, packed_component, plain_component
 from pdinfer.model.dsa import Indexer
-from pdinfer.model.step import Step
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.values import Value
 

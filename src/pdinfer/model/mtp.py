@@ -23,9 +23,8 @@ from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Linear, RMSNorm, Rotary, WeightSource
-from pdinfer.model.batch import Batch
+from pdinfer.model.batch import Batch, Step
 from pdinfer.model.block import Block
-from pdinfer.model.step import Step
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.trace import Trace, mark

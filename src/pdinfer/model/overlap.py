@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pdinfer.model.batch import Step
 from pdinfer.model.block import Block
-from pdinfer.model.step import Step
 
 
 def stream_halves(blocks: Sequence[Block], halves: Sequence[tuple[Tensor, Step]]) -> Iterator[tuple[int, Tensor]]:

@@ -46,13 +46,7 @@ class ExpertParallel(Value):
 
     @classmethod
     def apart(
-        cls,
-        config: ModelConfig,
-        ops: Ops,
-        *,
-        mtp: bool,
-        group: Group = ALONE,
-        placement: ExpertPlacement | None = None,
+        cls, config: ModelConfig, ops: Ops, *, mtp: bool, group: Group = ALONE, placement: ExpertPlacement | None = None
     ) -> ExpertParallel:
         """Return the experts of a rank that has all of them. With a `group` and its `placement`, return what `connect`
         would, without meeting the other ranks: enough to plan a model, not to run it."""

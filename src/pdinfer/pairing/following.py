@@ -84,31 +84,24 @@ class _Tries:
     pause_s: float = DIAL_AGAIN_S[0]
 
 
+@attrs.define(eq=False, repr=False)
 class Following:
     """One directory that a Pairing follows. `look` and `let_go` are called again and again by threads of `start`, or by
     a test, and `act` by the thread that steps. `beside` runs what it is given in a thread of its own."""
 
-    def __init__(
-        self,
-        directory: PortDirectory,
-        followed: Followed,
-        drain_s: float,
-        clock: Callable[[], float],
-        beside: Callable[[Callable[[], None]], object],
-    ) -> None:
-        self._directory = directory
-        self._followed = followed
-        self._drain_s = drain_s
-        self._clock = clock
-        self._beside = beside
-        self._ports: dict[str, tuple[Entry, Port]] = {}
-        self._dialling: dict[str, Entry] = {}
-        self._tries: dict[str, _Tries] = {}
-        self._asked: set[PeerAddress] = set()
-        self._leaving: deque[tuple[Port, Iterator[float]]] = deque()
-        self._changing = threading.Lock()
-        self._is_lost = False
-        self._ended = threading.Event()
+    _directory: PortDirectory
+    _followed: Followed
+    _drain_s: float
+    _clock: Callable[[], float]
+    _beside: Callable[[Callable[[], None]], object]
+    _ports: dict[str, tuple[Entry, Port]] = attrs.field(factory=dict)
+    _dialling: dict[str, Entry] = attrs.field(factory=dict)
+    _tries: dict[str, _Tries] = attrs.field(factory=dict)
+    _asked: set[PeerAddress] = attrs.field(factory=set)
+    _leaving: deque[tuple[Port, Iterator[float]]] = attrs.field(factory=deque)
+    _changing: threading.Lock = attrs.field(factory=threading.Lock)
+    _is_lost: bool = False
+    _ended: threading.Event = attrs.field(factory=threading.Event)
 
     def start(self) -> None:
         try:  # two, since an engine drains whether or not the directory can be read

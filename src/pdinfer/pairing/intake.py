@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Set
 from functools import partial
 from typing import TypeVar
 
+import attrs
+
 from pdinfer.config import PairingConfig
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
@@ -55,26 +57,19 @@ class Outbox:
         self._unread_ids.update(unfinished_ids)
 
 
+@attrs.define(eq=False, repr=False)
 class Intake:
     """Takes requests from any thread. The `inbox` has those that the thread that steps has to look at. `lock` is held
     only briefly, since a step needs it too. Nothing comes in once it is `closed`."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        ports: Ports,
-        config: PairingConfig,
-        clock: Callable[[], float],
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self.inbox: Inbox[TrackedRequest] = Inbox()
-        self.lock = threading.RLock()
-        self.closed = False
-        self._broker = broker
-        self._ports = ports
-        self._config = config
-        self._clock = clock
-        self._random_bytes = random_bytes
+    _broker: Broker
+    _ports: Ports
+    _config: PairingConfig
+    _clock: Callable[[], float]
+    _random_bytes: Callable[[int], bytes]
+    inbox: Inbox[TrackedRequest] = attrs.field(factory=Inbox)
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
+    closed: bool = False
 
     def submit(self, request: Request) -> str:
         with HeldBack():  # or what an alarm raises is taken for an error of a matcher

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from pdinfer.config import SLO
 from pdinfer.errors import Overloaded
-from pdinfer.stats import DecodeCost, DecodeLoad, EngineLoad, Links, PrefillCost, PrefillLoad, QueuedSizes, changed
+from pdinfer.pairing.policy.traffic_aware import TAIL_SHARE, at_decode, at_prefill, num_held, over_link
+from pdinfer.stats import DecodeLoad, EngineLoad, Links, PrefillLoad, QueuedSizes, changed
 from pdinfer.types import Link, PeerAddress, RequestShape, TokensByPort
 
 MAX_CLASSES = 1024
@@ -29,55 +30,7 @@ LATE_ONE_IN, MOST_LATE = 100, 10
 rate that ports bear these are rare, and nobody gains by a refusal. One that it refused ends the row."""
 
 
-# -- the terms of a prediction ----------------------------------------------------------------------------------------
-
-
-def at_prefill(load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
-    """Return, for a prompt of which `size` tokens have to be computed, the seconds until its turn, those that it takes,
-    and those by which all the longer prompts that it overtakes are later, together. They wait for its tokens, and not
-    for steps of their own.
-
-    Half of a prefill's steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
-    and itself, or after all of its queue and itself, whichever is sooner."""
-    own_s = cost.seconds(size)
-    token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
-    queued, counts = load.queued.num_tokens, load.queued.num_requests
-    if not queued:  # an idle port, or one that does not tell sizes
-        return load.num_queued_tokens * token_s, own_s, 0.0
-    bits = size.bit_length()
-    shorter, longer = sum(queued[:bits]), float(sum(counts[bits + 1 :]))
-    if bits < len(queued):  # of about its own size: half of them are shorter
-        shorter += queued[bits] // 2
-        longer += counts[bits] / 2
-    return min(2 * shorter + size, sum(queued)) * token_s, own_s, longer * size * token_s
-
-
-def at_decode(load: DecodeLoad, cost: DecodeCost, num_tokens: int, known: int) -> tuple[int, float, float]:
-    """Return, for a request whose context has `num_tokens`, of which the decode's pages hold `known`, its place in the
-    line for pages and slots (0 when it need not wait), the seconds of a step once it and those ahead of it have joined,
-    and the share of the pool that they hold."""
-    waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
-    holding = _holding(load)
-    available = load.num_available_pages * page_size
-    waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
-    together = holding + waiting + 1
-    context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
-    step_s = cost.seconds(min(together, most) if most else together, context)
-    return waiting + 1 if waits else 0, step_s, context / (load.num_total_pages * page_size)
-
-
-def _holding(load: DecodeLoad) -> int:
-    """Return how many requests hold pages of a decode."""
-    return load.num_running_requests + load.num_granted_requests
-
-
-def over_link(link: Link, num_bytes: float) -> float:
-    """Return the seconds until `num_bytes` have crossed a link behind its backlog; 0 where no speed was measured."""
-    return (link.backlog_bytes + num_bytes) / link.bytes_per_s if link.bytes_per_s else 0.0
-
-
-TAIL_SHARE = 0.1
-"""The share of a prompt's bytes that crosses the link after the prefill has computed the prompt."""
+# -- a prediction -----------------------------------------------------------------------------------------------------
 
 
 class Prediction(NamedTuple):
@@ -137,7 +90,7 @@ def _told(shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: floa
 def _share_to_end(load: DecodeLoad, num_tokens: int) -> float:
     """Return which share of the sequences that hold pages has to end before one with `num_tokens` more has its turn
     behind those that wait: for slots, or for pages. It is 0 where there is room for all of them."""
-    holding = _holding(load)
+    holding = num_held(load)
     slots = holding + load.num_waiting_requests + 1 - load.max_running_requests if load.max_running_requests else 0
     tokens = load.num_waiting_tokens + num_tokens - load.num_available_pages * load.page_size
     return max(0.0, slots / max(1, holding), tokens / max(1, load.num_running_tokens))
@@ -282,7 +235,7 @@ class Door:
             if late_s > 0:
                 reasons.append(f"its first token would come after about {ttft_s:.2g} s, and may take {limit_s:g} s")
                 retry_s = max(late_s, next_s / 2)  # nothing changes before its step ends
-        if step_limit_s is not None and told.step_s > step_limit_s and _holding(decode) + decode.num_waiting_requests:
+        if step_limit_s is not None and told.step_s > step_limit_s and num_held(decode) + decode.num_waiting_requests:
             reasons.append(f"its tokens would come every {told.step_s:.2g} s, and may take {step_limit_s:g} s")
             fixed_s = decode.cost.step_s / max(1.0, decode.accept_length)
             share = (told.step_s - step_limit_s) / max(told.step_s - fixed_s, 1e-9)

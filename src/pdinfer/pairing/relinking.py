@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import attrs
+
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.pairing.choosing import Chooser
 from pdinfer.pairing.ports import LostPorts, Ports
@@ -15,28 +17,20 @@ STRANDED_S = 3.0
 broke are back sooner, or one of their ports is known to be lost."""
 
 
+@attrs.define(eq=False, repr=False)
 class Relinking:
     """Names other prefills to decodes. It has to when ports or links have changed, since `num_changes_seen`, and while
     `some_are_stranded`: requests for which there was no prefill. `take_away` takes a request from its decode, for
     another pair, and `ask_to_end` asks its decode to end it. `num_reroutes` counts the prefills that were named."""
 
-    def __init__(
-        self,
-        ports: Ports,
-        lost_ports: LostPorts,
-        chooser: Chooser,
-        *,
-        take_away: Callable[[TrackedRequest, TransferError], None],
-        ask_to_end: Callable[[TrackedRequest, PDInferError], None],
-    ) -> None:
-        self.num_reroutes = 0
-        self._ports = ports
-        self._lost_ports = lost_ports
-        self._chooser = chooser
-        self._take_away = take_away
-        self._ask_to_end = ask_to_end
-        self.num_changes_seen = 0
-        self.some_are_stranded = False
+    _ports: Ports
+    _lost_ports: LostPorts
+    _chooser: Chooser
+    _take_away: Callable[[TrackedRequest, TransferError], None]
+    _ask_to_end: Callable[[TrackedRequest, PDInferError], None]
+    num_reroutes: int = 0
+    num_changes_seen: int = 0
+    some_are_stranded: bool = False
 
     def act(self, requests: Mapping[str, TrackedRequest], now: float) -> None:
         """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,

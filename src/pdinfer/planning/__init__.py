@@ -8,14 +8,12 @@
     roofline.py       how long steps take by a model's config and a part's numbers
     traffic.py        how long tokens take to experts and back
     simulation/       a load through a cluster of simulated engines
-    cluster_plan.py   whether engines fit each other
+    cluster_plan.py   whether engines fit each other, and what links between them take of their hosts
     plan.py           a checked plan of an engine over ranks
-    host_memory.py    what links between engines take of their hosts
     parts/            hardware: what makers say, and what of it was seen to be reached
     shapes.py         what names of clusters mean
     profiles/         published deployments: each setting, and what it is here
-    rank_memory.py    what a rank's device holds beside weights and pages
-    rank_weights.py   how many bytes of weights a rank holds
+    rank_memory.py    what a rank's device holds: weights, and what there is beside them and the pages
 
 May import: bench, checkpoint, config, diagnosis, execution, kernels, kv, model, moe, pairing, parallel, scheduling, the
 ground.

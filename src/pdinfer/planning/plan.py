@@ -26,8 +26,7 @@ from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
 from pdinfer.moe.parallel import checked_placement, expert_sizes
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning.rank_memory import DRIVER_BYTES, graph_bytes, room_bytes
-from pdinfer.planning.rank_weights import RankWeights, rank_weights
+from pdinfer.planning.rank_memory import DRIVER_BYTES, RankWeights, graph_bytes, rank_weights, room_bytes
 from pdinfer.values import Value
 
 

@@ -312,11 +312,7 @@ def _check_rows(rows: StepRows) -> None:
 
 
 def roofline(
-    plan: EnginePlan,
-    hardware: Hardware,
-    *,
-    imbalance: float | npt.ArrayLike | None = None,
-    fp8_attention: bool = False,
+    plan: EnginePlan, hardware: Hardware, *, imbalance: float | npt.ArrayLike | None = None, fp8_attention: bool = False
 ) -> Roofline:
     """Return how long steps of an engine take on ranks of a part, as a function of `StepRows`.
 

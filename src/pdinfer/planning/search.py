@@ -294,12 +294,7 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
         )
         seen.append(
             attrs.evolve(
-                plan,
-                attainment=attained,
-                goodput=good,
-                mean_ttft_ms=ttft_ms,
-                mean_tpot_ms=tpot_ms,
-                runs=tuple(runs),
+                plan, attainment=attained, goodput=good, mean_ttft_ms=ttft_ms, mean_tpot_ms=tpot_ms, runs=tuple(runs)
             )
         )
     seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))

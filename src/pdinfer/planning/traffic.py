@@ -10,8 +10,7 @@ import attrs
 import numpy as np
 
 from pdinfer.kv.view import DTYPES
-from pdinfer.planning.parts import Hardware
-from pdinfer.planning.parts.part import parts
+from pdinfer.planning.parts import Hardware, parts
 from pdinfer.planning.plan import EnginePlan
 
 _TABLE_TOKENS, _TABLE_TOP_K, _TABLE_HIDDEN = 128, 8, 7168

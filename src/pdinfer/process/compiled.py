@@ -73,7 +73,7 @@ def find_or_build(libraries: Sequence[NativeLibrary], cpu: frozenset[str]) -> di
         cc = Compiler.here()
     except CompilationError as error:
         cc, reason = None, str(error)
-    if cc is not None and cpu and (lacking := cc.beyond(cpu)):
+    if cc is not None and (lacking := cc.beyond(cpu)):
         reason = (
             f"is not compiled, because {cc.path} uses instructions that this CPU lacks ({', '.join(lacking)}), with "
             f"options behind {' '.join(FOR_THIS_CPU)}: the first call would end the process"
@@ -250,11 +250,7 @@ def _remembered(library: NativeLibrary, stem: str, folder: Path | None) -> str |
 
 
 def _built(
-    libraries: Sequence[NativeLibrary],
-    cc: Compiler,
-    openmp: str | None,
-    stems: Mapping[str, str],
-    folder: Path | None,
+    libraries: Sequence[NativeLibrary], cc: Compiler, openmp: str | None, stems: Mapping[str, str], folder: Path | None
 ) -> dict[str, ctypes.CDLL | str]:
     """Compile and load libraries. They are kept in `folder` if that can be written."""
     reason = ""

@@ -117,8 +117,9 @@ class Compiler:
         return cls(path, flags, digest(done.stdout, *told), sets, "__clang__" in macros)
 
     def beyond(self, cpu: frozenset[str]) -> list[str]:
-        """Return the instruction sets that it may use and that a CPU with these flags lacks."""
-        return sorted(self.sets - cpu - NAMED_LATE)
+        """Return the instruction sets that it may use and that a CPU with these flags lacks; none where a CPU names no
+        flags."""
+        return sorted(self.sets - cpu - NAMED_LATE) if cpu else []
 
     def precompile(self, header: Path, folder: Path, *, openmp: bool) -> Path | None:
         """Compile a header that many sources include, in `folder`, for `compile`; None where that fails. Reading the

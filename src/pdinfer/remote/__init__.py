@@ -7,11 +7,9 @@
     line.py       their sessions, which outlive a connection
     known.py      what a client knows of its engine, and of the pages that it can find
     served.py     `serve`, where the engine is
-    shared_engine.py the engine as its clients share it
-    served_client.py one of these clients
-    names.py      what their requests are called in the engine
+    shared_engine.py the engine as its clients share it, and what their requests are called there
+    served_client.py one of these clients, and what it has not been told yet
     directory/    engines announce themselves, and front ends find them
-    news.py       what a client has not been told yet of pages
     session.py    the threads that carry messages, and notice when the other end is silent
     messages.py   the messages
     orphan.py     ends a served process that hangs when its parent is gone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import attrs
@@ -12,10 +12,9 @@ from pdinfer.config import RemoteConfig
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import Overloaded, PDInferError
+from pdinfer.kv.pool import PagePool
 from pdinfer.remote import messages
-from pdinfer.remote.messages import Command, LoadMessage, Stepped
-from pdinfer.remote.names import renamed
-from pdinfer.remote.news import PageNews
+from pdinfer.remote.messages import KEY_BYTES, Command, LoadMessage, PageChanges, Stepped
 from pdinfer.remote.session import MessageStream, Session
 from pdinfer.stats import EngineLoad, PeerStats, with_waiting
 from pdinfer.types import Event, Granted, PeerAddress, Refused, Request
@@ -181,3 +180,54 @@ class ServedClient:
         """Hear no more of pages."""
         if self._pages is not None:
             self._pages.close()
+
+
+class PageNews:
+    """What a client has not been told yet about the pages of its engine's pool. The pool calls it as a watcher."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._is_there: dict[bytes, bool] = {}
+        self._forgotten = False
+        pool.watch(self)
+
+    def close(self) -> None:
+        """Hear of no more changes."""
+        self._pool.watchers.all.remove(self)
+
+    def all(self) -> PageChanges:
+        """Return all pages that can be found now. What changed before is told by it."""
+        self.take()
+        return PageChanges(True, b"".join(key[:KEY_BYTES] for key in self._pool.keys))
+
+    def take(self) -> PageChanges | None:
+        """Return what has changed since the last call, or None."""
+        is_there, self._is_there = self._is_there, {}
+        forgotten, self._forgotten = self._forgotten, False
+        if not is_there and not forgotten:
+            return None
+        return PageChanges(
+            forgotten,
+            b"".join(key for key, there in is_there.items() if there),
+            b"".join(key for key, there in is_there.items() if not there),
+        )
+
+    def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
+        for key in keys:
+            self._is_there[key[:KEY_BYTES]] = True
+
+    def removed(self, key: bytes) -> None:
+        self._is_there[key[:KEY_BYTES]] = False
+
+    def cleared(self) -> None:
+        self._is_there, self._forgotten = {}, True
+
+
+def renamed(event: Event, request_id: str) -> Event:
+    """Return an event as one of the request `request_id`."""
+    if not isinstance(event, Granted):
+        return event if event.request_id == request_id else attrs.evolve(event, request_id=request_id)
+    if event.grant.request_id == request_id:
+        return event
+    grant = attrs.evolve(event.grant, request_id=request_id)
+    return attrs.evolve(event, grant=grant, request=attrs.evolve(event.request, request_id=request_id))

@@ -19,9 +19,9 @@ import attrs
 
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded, PDInferError, TransferError
-from pdinfer.scheduling.costs import StepCosts
 from pdinfer.scheduling.rules import (
     Scheduled,
+    StepCosts,
     by_age,
     choose_victim,
     learn_growth,

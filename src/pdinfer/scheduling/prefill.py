@@ -16,8 +16,16 @@ from typing import Generic, Protocol, TypeVar
 import attrs
 
 from pdinfer.config import EngineConfig
-from pdinfer.scheduling.costs import StepCosts
-from pdinfer.scheduling.rules import Scheduled, by_age, chunk_beside, is_late, order_of, plan_chunk, share_a_step
+from pdinfer.scheduling.rules import (
+    Scheduled,
+    StepCosts,
+    by_age,
+    chunk_beside,
+    is_late,
+    order_of,
+    plan_chunk,
+    share_a_step,
+)
 
 FIRST = (False, -math.inf, False)
 """Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""

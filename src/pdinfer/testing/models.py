@@ -209,14 +209,7 @@ def random_model(
     make_current(target)
     groups = topology.connect(target)
     parallel = ExpertParallel.connect(
-        config,
-        resolved.ops,
-        groups.ep,
-        device=target,
-        dtype=dtype,
-        mtp=mtp,
-        options=options,
-        placement=placement,
+        config, resolved.ops, groups.ep, device=target, dtype=dtype, mtp=mtp, options=options, placement=placement
     )
     digest = hashlib.sha256(f"random/{seed}".encode()).digest()
     return Model.build(

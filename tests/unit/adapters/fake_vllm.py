@@ -21,8 +21,8 @@ import attrs
 import torch
 import xxhash
 
-from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
+from pdinfer.adapters.vllm.messages import TransferCounts
 from tests.forks import FAR_S
 
 POISON = 0x7F

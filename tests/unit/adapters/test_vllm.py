@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from pdinfer.adapters.vllm.connector import Hooks
-from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
+from pdinfer.adapters.vllm.messages import TransferCounts
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transfer

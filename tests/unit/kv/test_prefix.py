@@ -12,29 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import PDInferError
-from pdinfer.kv.layout import KVComponent, KVLayout
-from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import KeyScheme, PrefixIndex, digest, domain_of
 from pdinfer.types import PeerAddress
 from tests.slices import examples
+from tests.unit.kv.test_pool import OneByteTokens
 
 SIZE = 2
 """Tokens of a page."""
-
-
-class OneByteTokens:
-    """What a pool needs of a model."""
-
-    def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        part = KVComponent(name="latent", format="f", dtype="uint8", width=1, token_bytes=1, layers=(0,))
-        return KVLayout(model_id=b"m", weights_id=b"w", page_size=cache.page_size, components=(part,))
-
-    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
-        return 11
-
-    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory:
-        return None  # type: ignore[return-value]  # the accounting never looks at the bytes
 
 
 def pool_of(num_pages: int = 8, **more: bool) -> PagePool:

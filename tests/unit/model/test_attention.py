@@ -9,9 +9,8 @@ from torch import Tensor
 from pdinfer.config.families import AttentionKind
 from pdinfer.kv.view import KVView
 from pdinfer.model.attention import ATTENTIONS, attention_of
-from pdinfer.model.batch import Batch, Row
+from pdinfer.model.batch import Batch, Row, Step
 from pdinfer.model.mla import MLA
-from pdinfer.model.step import Step
 from pdinfer.testing import FAMILIES, random_model, tiny_config
 
 

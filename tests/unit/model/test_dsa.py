@@ -14,11 +14,10 @@ from pdinfer.errors import ConfigError
 from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
-from pdinfer.model.batch import Batch, Row
+from pdinfer.model.batch import Batch, Row, Step
 from pdinfer.model.dsa import Indexer
 from pdinfer.model.mla import MLA
 from pdinfer.model.model import Model
-from pdinfer.model.step import Step
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.testing.models import RandomWeights
 from tests.rounding import difference_of_models, gamma

@@ -13,9 +13,8 @@ from pdinfer.config import ModelConfig
 from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
-from pdinfer.model.batch import Batch, Row
+from pdinfer.model.batch import Batch, Row, Step
 from pdinfer.model.mla import MLA
-from pdinfer.model.step import Step
 from pdinfer.testing import tiny_config
 from pdinfer.testing.models import RandomWeights
 from tests.rounding import difference_of_models

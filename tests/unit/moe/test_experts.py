@@ -21,9 +21,9 @@ from pdinfer.kernels.formats.int8 import Int8Dynamic, quantize_int8
 from pdinfer.kernels.formats.weights import assign, expert, part, tensors_of
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.model.batch import Step
 from pdinfer.model.block import Block
 from pdinfer.model.load import load_model
-from pdinfer.model.step import Step
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.layer import Experts, MoE

@@ -9,8 +9,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.moe.migration.migration import Migration, MigrationState, Verdict
-from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
+from pdinfer.moe.migration.migration import ExpertRequests, ExpertStatus, Migration, MigrationState, Verdict
 from tests.e2e.rebalance_jobs import scattered
 
 STAGED, MOVING, READY = MigrationState.STAGED, MigrationState.MOVING, MigrationState.READY

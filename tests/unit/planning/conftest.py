@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdinfer.planning import plan as plan_module
-from pdinfer.planning.rank_weights import RankWeights
+from pdinfer.planning.rank_memory import RankWeights
 
 
 @pytest.fixture(autouse=True, scope="session")

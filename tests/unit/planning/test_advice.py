@@ -13,6 +13,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
 from pdinfer.testing import random_model
+from tests.unit.planning.test_calibration import told
 
 SLO = bench.SLO(ttft_s=1.0, tpot_s=0.05)
 COST = Cost(
@@ -59,17 +60,7 @@ def decode(number: int, running: float) -> DecodeLoad:
 def stats(prefills: list[float], decodes: list[float], **changes: float) -> PairingStats:
     loads = [prefill(at, queued) for at, queued in enumerate(prefills)]
     loads += [attrs.evolve(decode(100 + at, running), **changes) for at, running in enumerate(decodes)]  # type: ignore[misc]
-    return PairingStats(
-        num_queued_requests=0,
-        num_unfinished_requests=0,
-        ended=(),
-        num_retries=0,
-        num_reroutes=0,
-        num_moved=0,
-        num_ports_lost=0,
-        links_down=(),
-        loads=tuple(loads),
-    )
+    return told(*loads)
 
 
 def test_the_late_side_gets_the_idlest_port_of_the_other() -> None:

@@ -18,8 +18,8 @@ from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
-from pdinfer.planning import ClusterPlan, EnginePlan, profile, rank_weights
-from pdinfer.planning.rank_weights import STORED, PublishedWeights
+from pdinfer.planning import ClusterPlan, EnginePlan, profile, rank_memory
+from pdinfer.planning.rank_memory import STORED, PublishedWeights
 from pdinfer.planning.shapes import engine_nodes
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.unit.config import published_configs
@@ -176,7 +176,7 @@ def test_a_plan_reads_the_scheme_of_its_checkpoint_once(monkeypatch: pytest.Monk
         asked.append(scheme)
         return quantized_names(scheme, config)
 
-    monkeypatch.setattr(rank_weights, "quantized_names", noted)
+    monkeypatch.setattr(rank_memory, "quantized_names", noted)
     PublishedWeights(config=V3, stored="float").stored_as("model.norm.weight")
     published = PublishedWeights(config=V3, stored="fp8")
     kinds = {published.stored_as(f"model.layers.{layer}.self_attn.o_proj.weight").name for layer in range(61)}

@@ -19,8 +19,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.kernels import flash_mla
 from pdinfer.kernels.ops import OP_NAMES
 from pdinfer.planning import Profile, profile
-from pdinfer.planning.profiles import Setting
-from pdinfer.planning.profiles.profile import OpCall, SettingValue, decoded, deployments
+from pdinfer.planning.profiles import OpCall, Setting, SettingValue, decoded, deployments
 from tests.unit.config import published_configs
 
 ROOT = Path(__file__).parents[3]

@@ -17,8 +17,7 @@ from pdinfer import planning
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.planning import EnginePlan, StepRows
-from pdinfer.planning.parts import Hardware
-from pdinfer.planning.parts.part import parts
+from pdinfer.planning.parts import Hardware, parts
 from tests.unit.config import published_configs
 from tests.unit.planning.published import V3, Point, plan, points, prompts, running
 

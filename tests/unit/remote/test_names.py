@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.remote.names import Names, renamed
+from pdinfer.remote.served_client import renamed
+from pdinfer.remote.shared_engine import Names
 from tests.e2e.setups import request
 
 IDS = st.sampled_from(["a", "b", "1", "2"])  # two of them are what a second "a" might be called

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.remote.known import MirroredPages
 from pdinfer.remote.messages import KEY_BYTES, PageChanges
-from pdinfer.remote.news import PageNews
+from pdinfer.remote.served_client import PageNews
 from tests.unit.kv.test_events import keep, pool_of
 
 WHAT = st.sampled_from(["keep", "rebuild", "tell", "begin anew"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.scheduling.costs import LEAST_STEPS, StepCosts
+from pdinfer.scheduling.rules import LEAST_STEPS, StepCosts
 
 
 def prefill_s(num_tokens: float) -> float:

@@ -22,8 +22,7 @@ Inside vLLM:
     heads.py       the layout of caches with keys and values per head
     overrides.py   settings of vLLM that change what it computes from a checkpoint, as a part of the model's id
     settings.py    what the host and each request ask for, and what is refused
-    messages.py    what the two halves send each other
-    counts.py      what vLLM's logger receives
+    messages.py    what the two halves send each other, and what vLLM's logger receives
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 

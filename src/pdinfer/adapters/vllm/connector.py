@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from pdinfer.adapters.vllm.counts import TransferCounts
-from pdinfer.adapters.vllm.messages import Arrivals, Orders
+from pdinfer.adapters.vllm.messages import Arrivals, Orders, TransferCounts
 from pdinfer.adapters.vllm.scheduler import SchedulerHalf
 from pdinfer.adapters.vllm.settings import Settings, check_setup
 from pdinfer.adapters.vllm.worker import WorkerHalf

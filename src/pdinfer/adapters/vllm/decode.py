@@ -131,14 +131,8 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
             for _ in stream(body):
                 pass
 
-        super().__init__(
-            engines,
-            kv,
-            server if isinstance(server, Server) else complete,
-            key=key,
-            max_model_len=max_model_len,
-            max_concurrent=max_concurrent,
-        )
+        reached = server if isinstance(server, Server) else complete
+        super().__init__(engines, kv, reached, key=key, max_model_len=max_model_len, max_concurrent=max_concurrent)
         self._left: dict[bytes, Streamed] = {}
         self._events: list[Event] = []
         for engine in engines:
@@ -303,11 +297,6 @@ def connect_decode(
     body of a completion to vLLM in another way and yields what it says (see `prompts.Stream`). All else is as in
     `connect`.
     """
-    return VLLMDecode(
-        engines_of(prefill),
-        kv,
-        Server(server) if isinstance(server, str) else server,
-        key=key,
-        max_model_len=max_model_len,
-        max_concurrent=max_concurrent,
-    )
+    reached = Server(server) if isinstance(server, str) else server
+    engines = engines_of(prefill)
+    return VLLMDecode(engines, kv, reached, key=key, max_model_len=max_model_len, max_concurrent=max_concurrent)

@@ -112,11 +112,6 @@ def connect(
     model, weights, dtype or these caches differ, with the field or the layer and component; TransferError when vLLM
     cannot be reached or does not compute; ConfigError for decodes that are not served.
     """
-    return VLLMPrefill(
-        engines_of(decode),
-        kv,
-        Server(server) if isinstance(server, str) else server,
-        key=key,
-        max_model_len=max_model_len,
-        max_concurrent=max_concurrent,
-    )
+    reached = Server(server) if isinstance(server, str) else server
+    engines = engines_of(decode)
+    return VLLMPrefill(engines, kv, reached, key=key, max_model_len=max_model_len, max_concurrent=max_concurrent)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 
 import attrs
 
-from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
 from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.memory import EnginePages
-from pdinfer.adapters.vllm.messages import Terms, VLLMLoad, room_of
+from pdinfer.adapters.vllm.messages import ABORTED, Terms, TransferCounts, VLLMLoad, room_of
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
@@ -37,32 +36,22 @@ class Incoming:
     reason: str = ""
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class Receiving:
     """The loads of the worker of `rank`, one of `num_workers` with a cache each. Everything is called from vLLM's
     thread, and nothing waits."""
 
-    def __init__(
-        self,
-        channel: KVChannel,
-        pages: EnginePages,
-        doors: Doors,
-        counts: TransferCounts,
-        *,
-        lease_s: float,
-        rank: int = 0,
-        num_workers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._channel = channel
-        self._pages = pages
-        self._doors = doors
-        self._counts = counts
-        self._lease_s = lease_s
-        self._rank, self._num_workers = rank, num_workers
-        self._clock = clock
-        self._waiting: dict[str, Incoming] = {}
-        self._finished: set[str] = set()
-        self._bad_blocks: set[int] = set()
+    _channel: KVChannel
+    _pages: EnginePages
+    _doors: Doors
+    _counts: TransferCounts
+    _lease_s: float
+    _rank: int = 0
+    _num_workers: int = 1
+    _clock: Callable[[], float] = time.monotonic
+    _waiting: dict[str, Incoming] = attrs.field(factory=dict)
+    _finished: set[str] = attrs.field(factory=set)
+    _bad_blocks: set[int] = attrs.field(factory=set)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
-from pdinfer.adapters.vllm.messages import Save, Terms, room_of
+from pdinfer.adapters.vllm.messages import ABORTED, Save, Terms, TransferCounts, room_of
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel.channel import KVChannel, turn_away
 from pdinfer.kv.transports.base import Transfer
@@ -47,33 +46,25 @@ class Outgoing:
     transfer: Transfer | None = None
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class VLLMSending:
     """The saves of one worker. Everything is called from vLLM's thread. Nothing waits, but `preempted` may for
     DRAIN_S."""
 
-    def __init__(
-        self,
-        channel: KVChannel,
-        counts: TransferCounts,
-        *,
-        hold_s: float,
-        lease_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._channel = channel
-        self._counts = counts
-        self._lease_s = lease_s
-        self._grant_s = hold_s + lease_s
-        self._clock = clock
-        self._layers = channel.pool.layout.layers
-        self._grants: dict[str, tuple[PageGrant, float]] = {}
-        self._news: set[str] = set()
-        self._most_workers = 1
-        self._out: dict[str, list[Outgoing]] = {}
-        self._kept: dict[str, Save] = {}
-        self._drawn: dict[str, int] = {}
-        self._ended: dict[str, float] = {}
-        self._finished: set[str] = set()
+    _channel: KVChannel
+    _counts: TransferCounts
+    _hold_s: float
+    _lease_s: float
+    _clock: Callable[[], float] = time.monotonic
+    _layers: range = attrs.field(default=attrs.Factory(lambda self: self._channel.pool.layout.layers, takes_self=True))
+    _grants: dict[str, tuple[PageGrant, float]] = attrs.field(factory=dict)
+    _news: set[str] = attrs.field(factory=set)
+    _most_workers: int = 1
+    _out: dict[str, list[Outgoing]] = attrs.field(factory=dict)
+    _kept: dict[str, Save] = attrs.field(factory=dict)
+    _drawn: dict[str, int] = attrs.field(factory=dict)
+    _ended: dict[str, float] = attrs.field(factory=dict)
+    _finished: set[str] = attrs.field(factory=set)
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -154,9 +145,9 @@ class VLLMSending:
             if out.grant.room in stopped:
                 self._abort(out, "stopped", stopped[out.grant.room])
         for room, (grant, since) in list(self._grants.items()):
-            if self._clock() - since > self._grant_s:
+            if self._clock() - since > (grant_s := self._hold_s + self._lease_s):
                 del self._grants[room]
-                self._turn_away(grant, f"no request came for it within {self._grant_s:g} s")
+                self._turn_away(grant, f"no request came for it within {grant_s:g} s")
         self._let_go()
 
     @property

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.heads import form_of
 from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
-from pdinfer.adapters.vllm.messages import Arrivals, Orders
+from pdinfer.adapters.vllm.messages import Arrivals, Orders, TransferCounts
 from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.adapters.vllm.receiving import Receiving
 from pdinfer.adapters.vllm.sending import VLLMSending

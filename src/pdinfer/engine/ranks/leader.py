@@ -47,13 +47,7 @@ class RankRunner:
     """Runs every step of a model together with all ranks. Followers, if there are any, are ordered to run it. Their
     reports go to `channel`."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        lockstep: Lockstep,
-        run_empty: RunEmpty,
-        channel: RankChannel,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, lockstep: Lockstep, run_empty: RunEmpty, channel: RankChannel) -> None:
         self._runner = runner
         self._lockstep = lockstep
         self._run_empty = run_empty

@@ -30,8 +30,8 @@ from pdinfer.engine.ranks.messages import Message, decode, encode
 from pdinfer.engine.ranks.wakeup import Wakeup
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.inbox import Inbox
+from pdinfer.moe.migration.migration import ExpertStatus
 from pdinfer.moe.migration.rebalancing import Rebalancing
-from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Begun, Group, Groups
 
 BEAT_S = 0.1

@@ -3,8 +3,8 @@
     ops.py        the provider: what it serves; what C cannot take goes to torch
     attention.py  attention over latents, in both forms
     products.py   products with weights in every format, and experts
-    rows.py       what lies between products, and draws of tokens as far as all of them go the same way
-    fused.py      several of these in one call
+    rows.py       what lies between products, also several of these in one call, and draws of tokens as far as all of
+                  them go the same way
     build.py      families of sources: a library of each is compiled for this machine on first use, or says why not
     products.c    linear maps
     experts.c     gated MLPs of rows that are sorted by expert

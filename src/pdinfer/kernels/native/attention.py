@@ -108,14 +108,7 @@ _APART: Any = SimpleNamespace(
 
 
 def mla_absorbed(
-    q_THQ: Tensor,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    cache: DecodeCache,
-    k_b_HNC: Tensor,
-    v_b_HVC: Tensor,
-    *,
-    scale: float,
+    q_THQ: Tensor, cos_TF: Tensor, sin_TF: Tensor, cache: DecodeCache, k_b_HNC: Tensor, v_b_HVC: Tensor, *, scale: float
 ) -> Tensor:
     rows, (_, nope, rank), width = q_THQ.shape[0], k_b_HNC.shape, q_THQ.shape[2]
     dense = k_b_HNC.stride()[1:] == v_b_HVC.stride()[1:] == (rank, 1) and all(
@@ -131,12 +124,7 @@ def mla_absorbed(
 
 
 def _absorbed(
-    q_THQ: Tensor,
-    angles: tuple[int, int],
-    cache: DecodeCache,
-    k_b_HNC: Tensor,
-    v_b_HVC: Tensor,
-    scale: float,
+    q_THQ: Tensor, angles: tuple[int, int], cache: DecodeCache, k_b_HNC: Tensor, v_b_HVC: Tensor, scale: float
 ) -> Tensor:
     table_BM = cache.table_BM.to(torch.int32).contiguous()
     (rows, heads, width), (_, nope, rank), outs = q_THQ.shape, k_b_HNC.shape, v_b_HVC.shape[1]

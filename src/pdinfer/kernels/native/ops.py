@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels.native import attention, build, fused, products, rows
+from pdinfer.kernels.native import attention, build, products, rows
 from pdinfer.kernels.ops import name_of
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.process.compiled import cpu_flags
 
-MODULES = (attention, products, rows, fused)
+MODULES = (attention, products, rows)
 KERNELS = {
     "linear[w8a8_dynamic]": "linear_int8",
     "grouped_mlp": "experts",

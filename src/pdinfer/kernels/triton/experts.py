@@ -19,11 +19,7 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def combine_experts(
-    y_SD: Tensor,
-    row_TK: Tensor | None,
-    weights_TK: Tensor | None,
-    shared_TD: Tensor | None,
-    residual_TD: Tensor | None,
+    y_SD: Tensor, row_TK: Tensor | None, weights_TK: Tensor | None, shared_TD: Tensor | None, residual_TD: Tensor | None
 ) -> Tensor:
     tokens = len(y_SD) if row_TK is None or weights_TK is None else len(row_TK)
     out_TD = torch.empty((tokens, y_SD.shape[1]), dtype=y_SD.dtype, device=y_SD.device)
@@ -166,15 +162,7 @@ def _first_rows(
 
 @triton.jit
 def _place_pairs(
-    ids_ptr,
-    first_ptr,
-    token_ptr,
-    row_ptr,
-    pairs,
-    choices,
-    num_experts,
-    BINS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ids_ptr, first_ptr, token_ptr, row_ptr, pairs, choices, num_experts, BINS: tl.constexpr, PAIRS: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PAIRS)

@@ -22,14 +22,7 @@ from pdinfer.moe.balance.assignment import Assignment, deal, replicate, swap_pai
 from pdinfer.moe.balance.deepseek import check_divides, check_load, scaled
 from pdinfer.moe.balance.exchange import Homes, adopt_counts, part_twins, relieve
 from pdinfer.moe.placement.difference import count_arrivals, keep_slots
-from pdinfer.moe.placement.placement import (
-    MAX_EXPERTS,
-    MAX_RANKS,
-    ExpertPlacement,
-    Floats,
-    check_sizes,
-    find_twins,
-)
+from pdinfer.moe.placement.placement import MAX_EXPERTS, MAX_RANKS, ExpertPlacement, Floats, check_sizes, find_twins
 
 EVEN = 0.9995  # balancedness at which a layer is left alone
 PAIR_ROUNDS = 8

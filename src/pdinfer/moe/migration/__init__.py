@@ -3,7 +3,6 @@
     rebalancing.py   what follows from each agreement of the ranks
     migration.py     one staged placement, until it runs or is dropped
     transfer.py      the weights in transit
-    status.py        what ranks tell each other
 
 Tested by tests/e2e/test_rebalancing.py too.
 

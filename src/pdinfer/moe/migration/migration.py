@@ -23,14 +23,16 @@ import enum
 import hashlib
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from pdinfer.bounds import cause
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
 from pdinfer.log import log
-from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.placement import ExpertPlacement, check_sizes
+from pdinfer.values import Value
 
 
 class MigrationState(enum.Enum):
@@ -163,3 +165,48 @@ def digest_of(placement: ExpertPlacement, epoch: int) -> int:
     shares = b"" if placement.slot_shares is None else placement.slot_shares.tobytes()
     digest = hashlib.sha256(f"{epoch}/".encode() + placement.physical_to_logical_map.tobytes() + shares).digest()
     return int.from_bytes(digest[:7], "little") or 1
+
+
+_NO_PLACEMENT = -1
+
+
+class ExpertRequests(enum.Flag):
+    """What a rank asks of all ranks."""
+
+    NONE = 0
+    CANCEL = enum.auto()
+    SUM_LOAD = enum.auto()
+    REBALANCE = enum.auto()
+
+
+@attrs.frozen(kw_only=True)
+class ExpertStatus(Value):
+    """One rank's part of an agreement.
+
+    `staged` is the digest of the placement that is staged here, `failed` that of a placement which this rank cannot go
+    on with; a digest is positive. `num_advances` counts how often the staged placement has advanced. `answer_bytes` is
+    the size of the solver's answer: None while there is none, 0 for an answer without a placement.
+    """
+
+    staged: int | None = None
+    failed: int | None = None
+    num_advances: int = 0
+    requests: ExpertRequests = ExpertRequests.NONE
+    answer_bytes: int | None = None
+
+    def to_ints(self) -> tuple[int, ...]:
+        """Return the five ints that travel in the collective."""
+        answer = 0 if self.answer_bytes is None else self.answer_bytes or _NO_PLACEMENT
+        return self.staged or 0, self.num_advances, self.failed or 0, self.requests.value, answer
+
+    @classmethod
+    def from_ints(cls, ints: Sequence[int]) -> ExpertStatus:
+        """Return the status that `to_ints` made these ints of."""
+        staged, num_advances, failed, asked, answer = ints
+        return cls(
+            staged=staged or None,
+            failed=failed or None,
+            num_advances=num_advances,
+            requests=ExpertRequests(asked),
+            answer_bytes=max(answer, 0) if answer else None,
+        )

@@ -21,8 +21,15 @@ from pdinfer.errors import ConfigError
 from pdinfer.log import log
 from pdinfer.moe.balance.process import SolverProcess, unpack_placement
 from pdinfer.moe.layer import MoE
-from pdinfer.moe.migration.migration import Migration, MigrationState, Verdict, checked_epoch, digest_of
-from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
+from pdinfer.moe.migration.migration import (
+    ExpertRequests,
+    ExpertStatus,
+    Migration,
+    MigrationState,
+    Verdict,
+    checked_epoch,
+    digest_of,
+)
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints

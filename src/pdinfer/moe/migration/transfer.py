@@ -27,11 +27,7 @@ class ExpertTransfer:
     """
 
     def __init__(
-        self,
-        experts: ExpertParallel,
-        layers: Sequence[MoE],
-        placement: ExpertPlacement,
-        part_bytes: int | None = None,
+        self, experts: ExpertParallel, layers: Sequence[MoE], placement: ExpertPlacement, part_bytes: int | None = None
     ) -> None:
         self.placement = placement
         self._experts = experts

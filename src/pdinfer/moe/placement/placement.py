@@ -125,9 +125,7 @@ class ExpertPlacement(Value):
         check_int("num_redundant", num_redundant, 0, MAX_EXPERTS)
         row = np.arange(num_experts + num_redundant) % num_experts
         return cls(
-            physical_to_logical_map=np.tile(row, (num_layers, 1)),
-            num_logical_experts=num_experts,
-            num_ranks=num_ranks,
+            physical_to_logical_map=np.tile(row, (num_layers, 1)), num_logical_experts=num_experts, num_ranks=num_ranks
         )
 
     @property

@@ -23,13 +23,7 @@ class ExpertLoadRecorder:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_experts: int,
-        *,
-        device: torch.device | str,
-        mode: str = "window",
-        window: int = 1000,
+        self, num_layers: int, num_experts: int, *, device: torch.device | str, mode: str = "window", window: int = 1000
     ) -> None:
         for name, value in (("num_layers", num_layers), ("num_experts", num_experts), ("window", window)):
             check_int(name, value, 1)

@@ -25,8 +25,7 @@ def round_robin(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: S
     if not prefills or not decodes:
         return None
     return Choice(
-        prefill=prefills[shape.ordinal % len(prefills)].address,
-        decode=decodes[shape.ordinal % len(decodes)].address,
+        prefill=prefills[shape.ordinal % len(prefills)].address, decode=decodes[shape.ordinal % len(decodes)].address
     )
 
 

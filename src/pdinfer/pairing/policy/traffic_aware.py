@@ -9,7 +9,6 @@ import attrs
 
 from pdinfer.checks import as_float, float_in
 from pdinfer.pairing.policy.by_load import weight
-from pdinfer.pairing.promise import TAIL_SHARE, at_decode, at_prefill, over_link
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
 from pdinfer.types import Choice, Link, RequestShape
 
@@ -18,13 +17,15 @@ Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 UNMEASURED_PREFILL = PrefillCost(token_s=1e-4)
 """What prefills are taken to cost before any has been measured: then only the ratios of their queues matter."""
 UNMEASURED_DECODE = DecodeCost(step_s=0.02, sequence_s=1e-4, token_s=2e-8)
+TAIL_SHARE = 0.1
+"""The share of a prompt's bytes that crosses the link after the prefill has computed the prompt."""
 
 
 @attrs.frozen(kw_only=True)
 class TrafficAware:
     """Choose the pair with the least predicted seconds, over every pair that reaches each other:
 
-    - `prefill_s`: until the prefill is done, at the pace of recent steps (`promise.at_prefill`). It computes only the
+    - `prefill_s`: until the prefill is done, at the pace of recent steps (`at_prefill`). It computes only the
       tokens that its pages lack;
     - `work_s`: the seconds that the prefill computes it, `work_weight` times, and once more for each request that is
       queued there, `max_crowd` at most: as long as a queue lasts, others come that will wait for them;
@@ -186,3 +187,50 @@ def _mean_decode(alike: Sequence[DecodeCost]) -> DecodeCost:
         sequence_s=sum([cost.sequence_s for cost in alike]) / len(alike),
         token_s=sum([cost.token_s for cost in alike]) / len(alike),
     )
+
+
+# -- the terms of its predictions, which are those of `promise.predict` too --------------------------------------------
+
+
+def at_prefill(load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
+    """Return, for a prompt of which `size` tokens have to be computed, the seconds until its turn, those that it takes,
+    and those by which all the longer prompts that it overtakes are later, together. They wait for its tokens, and not
+    for steps of their own.
+
+    Half of a prefill's steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
+    and itself, or after all of its queue and itself, whichever is sooner."""
+    own_s = cost.seconds(size)
+    token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
+    queued, counts = load.queued.num_tokens, load.queued.num_requests
+    if not queued:  # an idle port, or one that does not tell sizes
+        return load.num_queued_tokens * token_s, own_s, 0.0
+    bits = size.bit_length()
+    shorter, longer = sum(queued[:bits]), float(sum(counts[bits + 1 :]))
+    if bits < len(queued):  # of about its own size: half of them are shorter
+        shorter += queued[bits] // 2
+        longer += counts[bits] / 2
+    return min(2 * shorter + size, sum(queued)) * token_s, own_s, longer * size * token_s
+
+
+def at_decode(load: DecodeLoad, cost: DecodeCost, num_tokens: int, known: int) -> tuple[int, float, float]:
+    """Return, for a request whose context has `num_tokens`, of which the decode's pages hold `known`, its place in the
+    line for pages and slots (0 when it need not wait), the seconds of a step once it and those ahead of it have joined,
+    and the share of the pool that they hold."""
+    waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
+    holding = num_held(load)
+    available = load.num_available_pages * page_size
+    waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
+    together = holding + waiting + 1
+    context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
+    step_s = cost.seconds(min(together, most) if most else together, context)
+    return waiting + 1 if waits else 0, step_s, context / (load.num_total_pages * page_size)
+
+
+def num_held(load: DecodeLoad) -> int:
+    """Return how many requests hold pages of a decode."""
+    return load.num_running_requests + load.num_granted_requests
+
+
+def over_link(link: Link, num_bytes: float) -> float:
+    """Return the seconds until `num_bytes` have crossed a link behind its backlog; 0 where no speed was measured."""
+    return (link.backlog_bytes + num_bytes) / link.bytes_per_s if link.bytes_per_s else 0.0

@@ -5,8 +5,7 @@
     switching.py    engines that change their roles
     view.py         what a policy is shown
     decode.py       a decode engine
-    steps.py        its steps
-    learning.py     what it learns of its steps
+    steps.py        its steps, and what it learns of them
     tables.py       the pages of its sequences
     prefill.py      a prefill engine
     engine.py       what both have in common, and ranks that step together

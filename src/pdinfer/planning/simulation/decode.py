@@ -15,9 +15,8 @@ import numpy as np
 from pdinfer.planning.simulation.deployment import EngineModel
 from pdinfer.planning.simulation.engine import SimEngine
 from pdinfer.planning.simulation.job import Job
-from pdinfer.planning.simulation.learning import DecodeLearning
 from pdinfer.planning.simulation.pages import SimPages
-from pdinfer.planning.simulation.steps import Burst, Finishes
+from pdinfer.planning.simulation.steps import Burst, DecodeLearning, Finishes
 from pdinfer.planning.simulation.tables import SimTables
 from pdinfer.planning.simulation.world import World
 from pdinfer.scheduling.decode import DecodeScheduler, SequenceState

@@ -7,29 +7,27 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
 from pdinfer.bench.load import Load
 from pdinfer.bench.traces import Arrival
 from pdinfer.planning.simulation.deployment import Stall
 from pdinfer.planning.simulation.world import World
 
 
+@attrs.define(eq=False, repr=False)
 class Host:
     """Calls `send(arrival, intended_s)` for each request of a load: at its time or, in a closed loop, when another has
     ended. Those that `max_concurrency` holds back are due. It calls `dispatch` when it has sent what it may."""
 
-    def __init__(
-        self,
-        load: Load,
-        stalls: tuple[Stall, ...],
-        world: World,
-        *,
-        send: Callable[[Arrival, float], None],
-        dispatch: Callable[[], None],
-    ) -> None:
-        self._load, self._stalls, self._world = load, stalls, world
-        self._send, self._dispatch = send, dispatch
-        self._due: deque[tuple[Arrival, float]] = deque()
-        self._num_arrived = self._num_in_flight = 0
+    _load: Load
+    _stalls: tuple[Stall, ...]
+    _world: World
+    _send: Callable[[Arrival, float], None]
+    _dispatch: Callable[[], None]
+    _due: deque[tuple[Arrival, float]] = attrs.field(factory=deque)
+    _num_arrived: int = 0
+    _num_in_flight: int = 0
 
     def at(self, at_s: float, action: Callable[..., None], *args: Any) -> None:
         """Do something then, or when a stall at that time is over."""

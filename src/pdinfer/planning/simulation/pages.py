@@ -141,7 +141,7 @@ class SimPages:
         num_full = keys.num_pages
         if not self._prefix_cache or num_full <= held.num_known:
             return
-        run, depth, num_new = held.run or self._root(domain), held.depth, 0
+        run, depth, num_new = held.run or self._roots.setdefault(domain, Run(None)), held.depth, 0
         if held.run is not None:
             num_new += _fill(run)
         while depth < len(keys.names):
@@ -172,12 +172,6 @@ class SimPages:
                 self.num_cached += run.num_pages
             run = run.parent
         held.run, held.depth, held.num_known, held.num_own = None, 0, 0, 0
-
-    def _root(self, domain: Hashable) -> Run:
-        root = self._roots.get(domain)
-        if root is None:
-            root = self._roots[domain] = Run(None)
-        return root
 
     def _use(self, run: Run, *, only: bool = False) -> None:
         """Count a user of a run and, unless this run `only`, of those that it continues."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import attrs
+
 from pdinfer.bench.load import Load
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
@@ -43,32 +45,29 @@ class Run(Protocol):
     moves: list[str]
 
 
+@attrs.define(eq=False, repr=False)
 class Switching:
     """Asks an adviser as long as a run has requests to serve. The port that it names gets no more of them, and `lose`
     gives to others what it still has after DRAIN_S. Then `make` gives the engine of the other role that takes its
     place, with an empty pool, and `joined` is called. One engine moves at a time. Raises ConfigError for engines that
     cannot move."""
 
-    def __init__(
-        self,
-        adviser: Adviser,
-        run: Run,
-        view: View,
-        *,
-        make: Callable[[str], Prefill | Decode],
-        lose: Callable[[Prefill | Decode], None],
-        joined: Callable[[], None],
-    ) -> None:
-        cluster = run.cluster
+    _adviser: Adviser
+    _run: Run
+    _view: View
+    _make: Callable[[str], Prefill | Decode]
+    _lose: Callable[[Prefill | Decode], None]
+    _joined: Callable[[], None]
+    _leaving: Prefill | Decode | None = None
+    _drained_at: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        cluster = self._run.cluster
         if cluster.colocated or cluster.prefill.ranks > 1 or cluster.decode.ranks > 1:
             raise ConfigError(
                 f"{cluster.name}: an adviser moves engines of one rank that have a device each; simulate it without one"
             )
-        self._adviser, self._run, self._view = adviser, run, view
-        self._make, self._lose, self._joined = make, lose, joined
-        self._leaving: Prefill | Decode | None = None
-        self._drained_at = 0.0
-        run.world.at(ASK_EVERY_S, self._ask)
+        self._run.world.at(ASK_EVERY_S, self._ask)
 
     def _ask(self) -> None:
         unfinished = [job for job in self._run.jobs if job.ended_s is None]

@@ -16,8 +16,8 @@ from pdinfer.engine.ranks import lockstep as lockstep_module
 from pdinfer.engine.ranks import messages as say
 from pdinfer.engine.ranks.lockstep import Agreement, Lockstep, compare, gather_bytes
 from pdinfer.errors import ConfigError, RankLost
+from pdinfer.moe.migration.migration import ExpertStatus
 from pdinfer.moe.migration.rebalancing import Rebalancing
-from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.testing import VirtualClock

@@ -161,35 +161,32 @@ def test_a_decode_that_sleeps_hears_at_once(
     case: Case, what: Callable[[KVChannel, KVChannel, PageGrant], None]
 ) -> None:
     prefill, decode, grant, _ = case.room()
+    check_hears(decode, lambda: what(prefill, decode, grant))
+    assert settled(decode)
+
+
+def check_hears(sleeper: KVChannel, act: Callable[[], None]) -> None:
+    """Check that a channel which waits hears at once of what is done meanwhile."""
     heard = threading.Event()
-    decode.notify(heard.set)
-    later = threading.Timer(0.02, what, (prefill, decode, grant))
+    sleeper.notify(heard.set)
+    later = threading.Timer(0.02, act)
     start = time.monotonic()
     later.start()
-    assert decode.wait(TIMEOUT_S)
+    assert sleeper.wait(TIMEOUT_S)
     assert heard.wait(TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S / 2
     later.join()
-    assert settled(decode)
 
 
 @pytest.mark.parametrize("what", ["abort", "drop", "close"])
 def test_a_prefill_that_sleeps_hears_at_once(case: Case, what: str) -> None:
     prefill, decode, grant, _ = case.room()
-    heard = threading.Event()
-    prefill.notify(heard.set)
     does = {
         "abort": lambda: decode.abort(grant, PDInferError("cancelled")),
         "drop": lambda: decode.drop_peer(prefill.address),
         "close": decode.close,
     }
-    later = threading.Timer(0.02, does[what])
-    start = time.monotonic()
-    later.start()
-    assert prefill.wait(TIMEOUT_S)
-    assert heard.wait(TIMEOUT_S)
-    assert time.monotonic() - start < TIMEOUT_S / 2
-    later.join()
+    check_hears(prefill, does[what])
     assert prefill.poll_stops()[0][0] == grant.room
 
 

@@ -15,7 +15,7 @@ from pdinfer.errors import Overloaded
 from pdinfer.planning.simulation import Cluster
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.simulator import Simulator
-from tests.unit.planning.simulation.test_policies import SLO
+from tests.unit.planning.simulation.test_policies import LIMITS, SLO
 
 PROMPTS, ANSWERS = "prompts", "answers"
 KNEES = {PROMPTS: 4.8, ANSWERS: 4.45}
@@ -35,13 +35,7 @@ def cluster(of: str, *, door: bool) -> Cluster:
         decode_s=lambda rows: 0.02 + sequence_s * rows.num_rows + 2e-8 * rows.num_context_tokens,
         prefill={"num_pages": 2000},
         decode={"num_pages": 1600},
-        page_size=256,
-        chunked_prefill_size=8192,
-        max_running_requests=128,
-        bytes_per_s=25e9,
-        token_bytes=70_272,
-        num_pushes=10,
-        latency_s=0.002,
+        **LIMITS,
         pairing=pd.PairingConfig(slo=SLO) if door else None,
     )
 

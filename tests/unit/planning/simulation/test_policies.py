@@ -18,6 +18,16 @@ from pdinfer.values import changed_fields
 
 SLO = pd.bench.SLO(ttft_s=2.0, ttft_per_token_s=225e-6, tpot_s=0.05)
 NUM_SESSIONS, NUM_TURNS, BLOCK_TOKENS, PAGE_SIZE = 100, 6, 512, 256
+LIMITS: dict[str, Any] = {
+    "page_size": PAGE_SIZE,
+    "chunked_prefill_size": 8192,
+    "max_running_requests": 128,
+    "bytes_per_s": 25e9,
+    "token_bytes": 70_272,
+    "num_pushes": 10,
+    "latency_s": 0.002,
+}
+"""Those of engines and links, as in test_overload.py and test_switching.py."""
 
 
 @attrs.frozen
@@ -66,13 +76,7 @@ def attained(case: Case, others: tuple[str, ...], *, seed: int) -> dict[str, flo
         decode_s=lambda rows: 0.02 + 1e-4 * rows.num_rows + 2e-8 * rows.num_context_tokens,
         prefill={"num_pages": 2000},
         decode={"num_pages": 1600},
-        page_size=PAGE_SIZE,
-        chunked_prefill_size=8192,
-        max_running_requests=128,
-        bytes_per_s=25e9,
-        token_bytes=70_272,
-        num_pushes=10,
-        latency_s=0.002,
+        **LIMITS,
         changes=case.changes,
     )
     load = conversations(case.rate, seed)

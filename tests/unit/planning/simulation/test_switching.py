@@ -14,6 +14,7 @@ from pdinfer.planning.calibration import Cost, StepCost
 from pdinfer.planning.simulation import Cluster
 from pdinfer.stats import PairingStats
 from pdinfer.types import PeerAddress
+from tests.unit.planning.simulation.test_policies import LIMITS
 from tests.unit.planning.simulation.test_simulate import assert_nothing_is_left
 
 SLO = bench.SLO(ttft_s=2.0, tpot_s=0.05)
@@ -38,13 +39,7 @@ def cluster(shape: str) -> Cluster:
         decode_s=COST.decode,
         prefill={"num_pages": 8000},
         decode={"num_pages": 400_000 // 256},
-        page_size=256,
-        chunked_prefill_size=8192,
-        max_running_requests=128,
-        bytes_per_s=25e9,
-        token_bytes=70_272,
-        num_pushes=10,
-        latency_s=0.002,
+        **LIMITS,
     )
 
 
