@@ -14,7 +14,7 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import RankLost
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.pairing.losses import MAX_COMPUTING, MAX_LINKS, NAMED
-from pdinfer.pairing.ports import LOOK_S, PORT_WAIT_S
+from pdinfer.pairing.ports import BACK_S, LOOK_S, PORT_WAIT_S
 from pdinfer.pairing.relinking import STRANDED_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
@@ -22,6 +22,7 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    check_wakes_in,
     collect,
     greedy,
     hang,
@@ -355,6 +356,25 @@ def test_requests_wait_for_a_process_that_is_lost_and_not_for_an_engine_that_is_
         (end,) = setup.pairing.step()
         assert "no prefill port is left" in str(end.error)
         client.close()
+
+
+def test_a_port_that_fails_in_every_step_comes_back_now_and_then() -> None:
+    """Not in every step, and the host is woken when it may."""
+    clock = VirtualClock()
+    with several(1, 1, clock=clock) as setup:
+        prefill: Any = setup.prefills[0]
+        prefill.recover, prefill.step = lambda: True, broken
+        for _ in range(5):
+            setup.pairing.step()
+        assert setup.pairing.stats.num_ports_lost == 2
+        check_wakes_in(setup.pairing, BACK_S)
+        clock.advance(BACK_S)
+        setup.pairing.step()
+        assert setup.pairing.stats.num_ports_lost == 3
+        del prefill.step
+        clock.advance(BACK_S)
+        setup.pairing.submit(request())
+        assert tokens_of(collect(setup.pairing)) == EXPECTED
 
 
 # -- requests that wait beside ports that live --------------------------------------------------------------------

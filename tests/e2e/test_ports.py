@@ -13,7 +13,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.pairing import ports
 from pdinfer.stats import DecodeLoad, PrefillLoad
-from pdinfer.testing import VirtualClock, random_model
+from pdinfer.testing import VirtualClock
 from pdinfer.types import Choice, RequestShape
 from tests.e2e.setups import (
     PROMPT,
@@ -169,7 +169,7 @@ def test_ports_join_during_a_run() -> None:
 
 
 def test_a_port_of_another_model_does_not_join_and_the_others_go_on() -> None:
-    other = random_model(seed=5)
+    other = model_of(seed=5)
     with several(1, 1, "tcp") as setup:
         setup.pairing.submit(request())
         stranger = pd.DecodeEngine(other, pd.KVChannel(pool_of(other), pd.kv.SocketTransport()))

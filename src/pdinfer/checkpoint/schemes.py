@@ -26,7 +26,7 @@ from pdinfer.files import read_json
 from pdinfer.kernels.formats.floats import Plain, all_finite
 from pdinfer.kernels.formats.format import WHOLE, Format, Shard, Weight
 from pdinfer.kernels.formats.four_bits import GROUP, MXFP4, Int4
-from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, any_nan
+from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, any_nan
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.formats.weights import columns_of
 
@@ -261,6 +261,13 @@ class StoredWeights:
             whole = rows is None or companion.per in ("matrix", "shape")
             cut = None if whole else shard.of(found.shape[0])
             companions[companion.suffix] = self._finite(found, cut)
+        weight = self._quantized(name, numbers, companions)
+        if self.check_finite:
+            self._check_products(name, weight, companions)
+        return weight
+
+    def _quantized(self, name: str, numbers: Tensor, companions: Mapping[str, Tensor]) -> Format:
+        kind = self.stored_as(name)
         if kind in (Int4, MXFP4):
             return self._four_bits(name, numbers, companions)
         if kind is FP8Blocks:
@@ -282,7 +289,18 @@ class StoredWeights:
             output_offset=companions["quant_bias"].view(-1, 1),
         )
 
-    def _four_bits(self, name: str, numbers: Tensor, companions: Mapping[str, Tensor]) -> Weight:
+    def _check_products(self, name: str, weight: Format, companions: Mapping[str, Tensor]) -> None:
+        """Refuse a weight that is infinite though its numbers and scales are not. They are multiplied only where a
+        scale is so large."""
+        suffix = self.form(name).companions[0].suffix
+        if float(companions[suffix].max()) * FP8_MAX <= torch.finfo(torch.float32).max:  # no format has larger numbers
+            return
+        floats = torch.empty(len(weight.numbers), self.shape(name)[1], dtype=torch.float32, device="cpu")
+        weight.floats_into(floats)
+        if not all_finite(floats):
+            raise self._bad(name, suffix, "so large that weights are infinite")
+
+    def _four_bits(self, name: str, numbers: Tensor, companions: Mapping[str, Tensor]) -> Format:
         said = companions.get("weight_shape")
         if said is not None and said.tolist() != list(self.shape(name)):
             shape = self.files.tensors[f"{name.removesuffix(SUFFIX)}weight_shape"]

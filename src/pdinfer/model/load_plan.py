@@ -181,7 +181,7 @@ def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> 
     numbers = tensors_of(place)[0]
     if check_finite and numbers.dtype in (torch.float16, torch.bfloat16) and not all_finite(numbers):
         raise CheckpointError(
-            f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it as bfloat16 or float32"
+            f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it in another dtype, such as float32"
         )
 
 

@@ -10,7 +10,6 @@ Everything here runs in the thread that steps the Pairing.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,7 +154,7 @@ class Broker:
     def advance(self) -> None:
         """Take one step: send what can be sent, step every port, and end what has to end."""
         now = self._clock()
-        self.lost_ports.recover()
+        self.lost_ports.recover(now)
         if self.requests or self._ports.links_down:
             self._link_watch.act(now)
         relinking = self._relinking
@@ -177,7 +176,7 @@ class Broker:
             wakes.append(self._link_watch.looks_at)
         if wakes:
             wakes += self._awaiting_release.ends_at()
-        return min(wakes, default=math.inf)
+        return min([*wakes, self.lost_ports.returns_at(now)])
 
     @property
     def stats(self) -> PairingStats:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import product
 from operator import attrgetter
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -28,6 +29,8 @@ DIAL_S = 5.0
 """How often links that are down are dialled anew: the channels may have given up the peer, or never reached it."""
 MAX_PORTS_LOST = 64
 """How many losses `stats` lists."""
+BACK_S = 1.0
+"""How often a port comes back at most: one that fails in every step would be dialled in every step."""
 PORT_WAIT_S = 60.0
 """How long requests wait for a port where the last one was in another process, which comes back or is replaced."""
 
@@ -314,6 +317,7 @@ class LostPorts:
         self._port_wait_s = port_wait_s
         self.away: dict[PeerAddress, ReturningPort] = {}
         self.num_lost = 0
+        self._next_return_at: WeakKeyDictionary[Port, float] = WeakKeyDictionary()
         self._lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
         self._waits_s: dict[str, float] = {}
 
@@ -347,9 +351,16 @@ class LostPorts:
         else:
             self._close(port)
 
-    def recover(self) -> None:
+    def returns_at(self, now: float) -> float:
+        """Return when the next of the ports may come back that were back a moment ago; infinity without such a port."""
+        returns_at = [self._next_return_at.get(port, now) for port in list(self.away.values())]
+        return min((at for at in returns_at if at > now), default=math.inf)
+
+    def recover(self, now: float) -> None:
         """Use ports again that are back, and close those that never will be."""
         for address, port in list(self.away.items()):
+            if now < self._next_return_at.get(port, now):
+                continue
             try:
                 if not port.recover():
                     continue
@@ -363,6 +374,7 @@ class LostPorts:
                 self._close(port)
             else:
                 log.warning("a port that was lost is back: %s", address)
+                self._next_return_at[port] = now + BACK_S
                 for at, (lost_at, lost) in enumerate(self._lost):
                     if lost.address == address:
                         self._lost[at] = lost_at, attrs.evolve(lost, is_back=True)

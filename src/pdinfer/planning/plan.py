@@ -29,6 +29,9 @@ from pdinfer.parallel.topology import Topology
 from pdinfer.planning.rank_memory import DRIVER_BYTES, RankWeights, graph_bytes, rank_weights, room_bytes
 from pdinfer.values import Value
 
+PLACES = range(2, 16)
+"""The decimal places that a fraction is told with: the fewest with which what is told of it is true."""
+
 
 def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
     """Return a kind of device that `load_model` can load onto, by torch's name or the card's. Raises ConfigError."""
@@ -94,6 +97,7 @@ class EnginePlan(Value):
                     "ranks_per_node of the experts, or ask a host that shows all of its GPUs"
                 )
             _ = self.layout
+            self._check_slots()
             self._check_memory()
         except PDInferError as error:
             raise type(error)(f"{self.name}: {error}") from None
@@ -194,6 +198,25 @@ class EnginePlan(Value):
     def _fixed_bytes(self) -> int:
         return self.weight_bytes + self.driver_bytes
 
+    def _check_slots(self) -> None:
+        """Raise ConfigError where ranks have no equal numbers of expert slots. The next number is named if it does for
+        the plan, and else with what is in its way."""
+        try:
+            _ = self.placement
+        except ConfigError:
+            ep_size, redundant = self.topology.ep_size, self.experts.num_redundant_experts
+            slots = self.config.n_routed_experts + redundant
+            more = redundant + -slots % ep_size
+            try:
+                attrs.evolve(self, experts=attrs.evolve(self.experts, num_redundant_experts=more))
+            except PDInferError as error:
+                why = str(error).removeprefix(f"{self.name}: ")
+                raise type(error)(
+                    f"ep_size {ep_size} does not divide {slots} slots of experts, and with num_redundant_experts = "
+                    f"{more}, the next that it divides: {why}"
+                ) from None
+            raise
+
     def _check_memory(self) -> None:
         """Raise ConfigError where memory does not suffice. Weights are counted in any case: that checks their sizes."""
         needed = self._fixed_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
@@ -211,7 +234,9 @@ class EnginePlan(Value):
                 f"{', or '.join(self._ways_to_fit(of_beside=not is_beyond))}"
             )
         if fraction is not None and beside > self.device_bytes - int(self.device_bytes * fraction):
-            most = math.floor(100 * (1 - beside / self.device_bytes)) / 100
+            size, left = self.device_bytes, 1 - beside / self.device_bytes
+            tries = (math.floor(left * 10**places) / 10**places for places in PLACES)
+            most = next((most for most in tries if needed <= size * most), left)
             raise ConfigError(
                 f"mem_fraction_static {fraction} of {_gib(self.device_bytes)} leaves "
                 f"{_gib(self.device_bytes * (1 - fraction))} beside weights and pages, less than "
@@ -260,10 +285,11 @@ class EnginePlan(Value):
         told = f"; a prompt of {self.prompt_tokens} tokens does not fit: it needs {wanted} pages"
         if self._page_room is None or self.device_bytes is None:
             return told
-        share = (self._fixed_bytes + wanted * self.layout.page_bytes) / self.device_bytes
-        share = math.ceil(100 * share) / 100
-        fits = share * self.device_bytes + self._beside_bytes <= self.device_bytes
-        return f"{told}, " + (f"which mem_fraction_static {share} holds" if fits else "more than the device has")
+        size, beside = self.device_bytes, self._beside_bytes
+        share = (self._fixed_bytes + wanted * self.layout.page_bytes) / size
+        tries = (math.ceil(share * 10**places) / 10**places for places in PLACES)
+        share = next((share for share in tries if share < 1 and share * size + beside <= size), 1.0)
+        return f"{told}, " + (f"which mem_fraction_static {share} holds" if share < 1 else "more than the device has")
 
     def _told(self) -> str:
         float_bytes = self._rank_weights("float").total

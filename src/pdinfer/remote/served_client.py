@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -43,12 +44,15 @@ class Submitted:
         """The sort key among those of one client: higher priorities come first."""
         return -self.request.priority
 
+    @property
+    def deadline_at(self) -> float:
+        return math.inf if self.request.deadline_s is None else self.at + self.request.deadline_s
+
     def request_at(self, now: float) -> Request:
         """Return the request with what is left of its time."""
-        request = self.request
-        if request.deadline_s is None:
-            return request
-        return attrs.evolve(request, deadline_s=max(0.0, request.deadline_s - (now - self.at)))
+        if self.request.deadline_s is None:
+            return self.request
+        return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
 
 class ServedClient:
@@ -103,8 +107,12 @@ class ServedClient:
     def refuse(self, request_id: str | None, error: PDInferError) -> None:
         self.events.append(Refused(request_id=request_id or "", error=error))
 
-    def let_in(self, *, has_others: bool) -> Iterator[Submitted]:
-        """Yield the requests whose turn it is to stand in the engine's line: all, unless there are other clients."""
+    def let_in(self, now: float, *, has_others: bool) -> Iterator[Submitted]:
+        """Yield the requests whose turn it is to stand in the engine's line: all, unless there are other clients. Those
+        whose time is over have no turn: the engine ends them."""
+        late = [submitted for submitted in self.held if submitted.deadline_at <= now]
+        self.held = [submitted for submitted in self.held if submitted.deadline_at > now]
+        yield from late
         while self.held and not (has_others and len(self.ungranted) >= MAX_UNGRANTED):
             submitted = self.held.pop(0)
             self.ungranted.add(submitted.request.request_id or "")

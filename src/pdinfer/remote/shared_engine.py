@@ -133,7 +133,7 @@ class SharedEngine:
 
     def let_in(self, client: ServedClient) -> None:
         """Submit the requests of a client whose turn it is."""
-        for submitted in client.let_in(has_others=len(self.clients) > 1):
+        for submitted in client.let_in(time.monotonic(), has_others=len(self.clients) > 1):
             self._enter(client, submitted)
 
     def _enter(self, client: ServedClient, submitted: Submitted) -> None:

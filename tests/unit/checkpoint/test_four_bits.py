@@ -199,6 +199,8 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "NaN": ("int4", put("weight_scale", first_is(torch.nan)), "NaN or infinite"),
     "infinite": ("int4", put("weight_scale", first_is(torch.inf)), "NaN or infinite"),
     "zero": ("int4", put("weight_scale", first_is(0)), "zero or negative"),
+    "infinite products": ("int4", put("weight_scale", first_is(2.0**126)), "so large that weights are infinite"),
+    "infinite products of 2^127": ("mxfp4", put("weight_scale", first_is(254)), "so large that weights are infinite"),
     "exponent of NaN": ("mxfp4", put("weight_scale", first_is(255)), "NaN or infinite"),
     "another shape": (
         "int4",

@@ -281,6 +281,7 @@ def drop(name: str) -> Change:
             put(f"{EXPERT}.weight_scale_inv", 3, -1),
             "{1}: tensor {e}.weight_scale_inv holds values that are zero or neg",
         ),
+        (put(f"{EXPERT}.weight_scale_inv", 3, 1e38), "{1}: tensor {e}.weight_scale_inv holds values that are so large"),
         (put(f"{EXPERT}.weight", 7, torch.nan), "{0}: tensor {e}.weight holds NaN"),
         (
             swap(f"{QUERY}.weight_scale_inv", torch.full((1, 2), 255, dtype=torch.uint8)),

@@ -8,6 +8,7 @@ arithmetic.
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,35 @@ def test_a_refused_number_of_slots_names_the_next(redundant: int, ranks: int, ne
     with pytest.raises(ConfigError, match=rf"; num_redundant_experts = {next_one} is the next that fits$"):
         EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=redundant))
     EnginePlan(name="D", config=V3, topology=topology, experts=ExpertConfig(num_redundant_experts=next_one))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "redundant", "next_one", "told"),
+    [("P2D2", 33, 48, r"64\.13 GiB of weights .* do not fit into"), ("P5D2", 32, 64, "DeepEP's normal kernels exist")],
+)
+def test_a_next_number_of_slots_that_does_not_fit_is_told_with_the_reason(
+    cluster: str, redundant: int, next_one: int, told: str
+) -> None:
+    found = profile(f"deepseek-v3-h800-{cluster}").prefill[0]
+    experts = attrs.evolve(found.experts, num_redundant_experts=redundant)
+    with pytest.raises(ConfigError, match=rf"^P0: .* with num_redundant_experts = {next_one}, .* divides: {told}"):
+        attrs.evolve(found, experts=experts).plan(V3)
+
+
+def test_a_fraction_that_is_named_holds_to_the_last_page() -> None:
+    """Of devices with less than a hundredth to spare, more decimal places are told."""
+    plan = decode_of()
+    beside = plan.buffer_bytes + plan.room_bytes + plan.graph_bytes
+    static = plan.weight_bytes + plan.driver_bytes + plan.layout.page_bytes
+    tight: dict[str, Any] = {"device_bytes": static + beside + MIB, "prompt_tokens": 32}
+    with pytest.raises(ConfigError, match="it may be at most ") as refused:
+        decode_of(**tight, cache=CacheConfig(page_size=32, mem_fraction_static=0.99))
+    decode_of(**tight, cache=CacheConfig(page_size=32, mem_fraction_static=float(str(refused.value).split()[-1])))
+    room: dict[str, Any] = {
+        "device_bytes": static + beside + 4096 * plan.layout.page_bytes,
+        "prompt_tokens": 32 * 4095,
+    }
+    named = re.search(r"which mem_fraction_static (\S+) holds", str(decode_of(**room)))
+    assert named is not None
+    held = decode_of(**room, cache=CacheConfig(page_size=32, mem_fraction_static=float(named[1])))
+    assert held.num_pages == 4095

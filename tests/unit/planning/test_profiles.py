@@ -197,6 +197,18 @@ def test_an_unknown_name_is_told_which_there_are(name: str) -> None:
         profile(name)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ("P1D2", r"P0 of 1 x 16 ranks: dp_size \* cp_size \* tp_size = 1 \* 32 \* 1 = 32, but world_size is 16"),
+        ("P2D3", "D0 of 3 x 16 ranks: ep_size 32 does not divide world_size 48"),
+    ],
+)
+def test_a_size_that_the_settings_do_not_divide_is_told_with_its_engine(cluster: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        profile(A3.replace("P2D2", cluster))
+
+
 def _changed(**changes: object) -> bytes:
     data = (files("pdinfer.planning.profiles") / "deepseek-v3-h800.json").read_bytes()
     return msgspec.json.encode(msgspec.json.decode(data) | changes)

@@ -207,6 +207,16 @@ def test_time_that_a_request_is_held_counts() -> None:
     assert Submitted(request=request(), writers=(), at=0.0).request_at(9.0) == request()
 
 
+def test_a_request_that_is_held_ends_when_its_time_is_over() -> None:
+    """Not when its turn comes."""
+    with office(engine=pd.EngineConfig(max_running_requests=1)) as desk:
+        one, _ = desk.enter(), desk.enter()
+        desk.submit(one, *names("m", MAX_UNGRANTED), request("late", deadline_s=1e-9), *names("n", 2))
+        ends = [event for _, event in desk.step() if isinstance(event, pd.TokenEvent)]
+        assert [(event.request_id, event.finish_reason) for event in ends] == [("late", pd.FinishReason.DEADLINE)]
+        assert [submitted.request.request_id for submitted in one.held] == ["n0", "n1"]
+
+
 def test_who_has_too_many_waiting_is_refused_alone() -> None:
     with office(engine=pd.EngineConfig(max_running_requests=1, max_queued_requests=20)) as desk:
         many, few = desk.enter(), desk.enter()

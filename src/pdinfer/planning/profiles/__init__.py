@@ -19,6 +19,7 @@ from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.diagnosis.affinity import CpuAffinity
 from pdinfer.errors import ConfigError
+from pdinfer.files import naming
 from pdinfer.parallel.topology import Topology
 from pdinfer.planning.cluster_plan import ClusterPlan
 from pdinfer.planning.plan import EnginePlan
@@ -193,7 +194,9 @@ def profile(name: str) -> Profile:
 def _engine(found: Deployment, role: str, name: str, num_nodes: int) -> EngineProfile:
     values, size = _values(found, role), num_nodes * found.ranks_per_node
     groups = {"tp_size": 1, "cp_size": 1, "ep_size": size} | values.get("Topology", {})
-    dp_size = size // (groups["tp_size"] * groups["cp_size"])
+    dp_size = max(1, size // (groups["tp_size"] * groups["cp_size"]))
+    with naming(f"{name} of {num_nodes} x {found.ranks_per_node} ranks"):
+        topology = Topology(world_size=size, dp_size=dp_size, **groups)
     environment: dict[str, str] = {}
     for setting in _of(found, role):
         environment |= setting.environment
@@ -201,7 +204,7 @@ def _engine(found: Deployment, role: str, name: str, num_nodes: int) -> EnginePr
         name=name,
         role=role,
         num_nodes=num_nodes,
-        topology=Topology(world_size=size, dp_size=dp_size, **groups),
+        topology=topology,
         cache=CacheConfig(**values.get("CacheConfig", {})),
         engine=EngineConfig(**values.get("EngineConfig", {})),
         experts=ExpertConfig(ranks_per_node=found.ranks_per_node, **values.get("ExpertConfig", {})),
