@@ -43,7 +43,7 @@ def only(events: list[pd.TokenEvent]) -> pd.TokenEvent:
 
 
 def test_a_checkpoint_becomes_a_working_pair_in_one_line(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tiny_config_dict())
+    write_checkpoint(tmp_path, tiny_config_dict(num_hidden_layers=2))
     with pd.Pairing.local(tmp_path, dtype=torch.float32, cache=pd.CacheConfig(num_pages=8)) as pairing:
         assert tuple(tokens_of(pairing.generate([request()]))) == reference("v3", PROMPT, 5).tokens
 
@@ -427,7 +427,7 @@ def test_eos_stops_unless_it_is_ignored(position: int) -> None:
     tokens = reference("v3", PROMPT, 8).tokens
     eos = tokens[position]
     position = tokens.index(eos)
-    model = random_model(tiny_config("v3", eos_token_id=[90, eos]))
+    model = random_model(tiny_config("v3", num_hidden_layers=2, eos_token_id=[90, eos]))
     with local(model=model) as setup:
         stopped = list(setup.pairing.generate([request(sampling=greedy(8))]))
         whole = list(setup.pairing.generate([request(sampling=greedy(8, ignore_eos=True))]))

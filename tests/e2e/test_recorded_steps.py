@@ -54,7 +54,7 @@ def requests(seed: int) -> list[pd.Request]:
                 max_new_tokens=chance.randrange(3, 40), seed=index, ignore_eos=True, **chance.choice(WAYS)
             ),
         )
-        for index in range(10)
+        for index in range(14)
     ]
 
 
@@ -107,7 +107,7 @@ def test_torchs_compiler_is_not_imported_for_them() -> None:
 
 
 def test_only_the_sizes_that_are_asked_for() -> None:
-    _, told = served(model_of(), 3, graph_batch_sizes=(2, 5))
+    _, told = served(model_of(), 1, graph_batch_sizes=(2, 5))
     assert "captured numbers of sequences: 2, 5\n" in told
     assert "steps of as many sequences are not recorded" in told
 
