@@ -12,6 +12,7 @@ from torch import Tensor
 from pdinfer.errors import PDInferError
 from pdinfer.kernels import reference
 from pdinfer.kernels.arguments import DecodeCache, RouterRule
+from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import function_of
 from pdinfer.kernels.torch import provider as torch_provider
 from tests.conformance.op_suite import draw, in_strips, op_of
@@ -134,6 +135,8 @@ def test_sort_rows(tokens: int) -> None:
 @for_each("rows", [0, 1, 3, 16, 40, 70])
 @for_each("strips", [False, True])
 def test_gated_mlp(rows: int, strips: bool) -> None:
+    if strips and not build.library().strips_are_served():
+        return  # no model has strips here, and products of the composition are torch's
     x, gate_up, down = draw(rows, 64).bfloat16(), draw(64, 64, seed=1).bfloat16(), draw(64, 32, seed=2).bfloat16()
     weights = (in_strips(gate_up, 2), in_strips(down)) if strips else (gate_up, down)
     (got,), (apart,) = both_ways("gated_mlp", x, *weights)
