@@ -3,7 +3,7 @@
 A weight is a float tensor [..., O, I] or a value of a class here, a file each. Leading axes are experts. A new format
 is a file and a name in `WEIGHT_FORMATS`; and a `linear_<name>` (with experts also `grouped_mlp_<name>`) in
 `kernels.reference`, with its line in `_LINEARS` there, and in `kernels.torch`, since every model resolves all ops. What
-reads it from files is a line in `checkpoint.schemes.STORED_FORMS`, what plans with it one in `planning.rank_weights`.
+reads it from files is a line in `checkpoint.schemes.STORED_FORMS`, what plans with it one in `planning.rank_memory`.
 
     weights.py      what can be done with a weight of any format
     format.py       what a format of weights is
