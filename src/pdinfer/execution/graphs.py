@@ -56,7 +56,7 @@ class _Recorded:
     logits_BV: Tensor
 
 
-@attrs.define(eq=False, repr=False)
+@attrs.define(eq=False, repr=False, slots=False)  # benchmarks watch its steps
 class DecodeGraphs:
     """The captured steps of one runner, and those recorded on a CPU. `run` runs a step of so many rows, the last of
     which may be padding, and waits for nothing. `forward` is the part of it that is recorded: the model alone, whose
