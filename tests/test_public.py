@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
+import pytest
+
+import pdinfer as pd
 from tests.public import RELEASED, SNAPSHOT, surface
 from tests.releases import deprecated, lost, path_of, released_versions
 
@@ -51,6 +55,12 @@ def test_the_public_surface_is_the_one_that_was_committed():
     gone = [f"- {line}" for line in committed if line not in now]
     come = [f"+ {line}" for line in now if line not in committed]
     assert not gone + come, "\n".join(["run `python -m tests.public` if this is meant:", *gone, *come])
+
+
+@pytest.mark.parametrize("kind", [pd.DecodeEngine, pd.remote.DecodeClient])
+def test_classes_show_on_every_python_what_their_init_takes(kind: type):
+    """Those before 3.11.4 ask `__new__` of a class that does not say it."""
+    assert ["self", *kind.__signature__.parameters] == list(inspect.signature(kind.__init__).parameters)
 
 
 def test_names_of_every_kind_are_in_it():

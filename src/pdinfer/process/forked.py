@@ -7,6 +7,7 @@ the owning process no call has anything to check.
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable
@@ -32,11 +33,20 @@ class NotCopied:
         )
 
 
+class _SignatureOfInit:
+    """What a class takes. `inspect` says, up to Python 3.11.3, what its `__new__` takes."""
+
+    def __get__(self, _: object, cls: type) -> inspect.Signature:
+        whole = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
 class OfOneProcess(NotCopied):
     """Base of objects that a forked child may not use, and torch.compile leaves alone. The methods named in `_ends` do
     nothing in a child. An object with a `close` is a context manager."""
 
     _ends: ClassVar[frozenset[str]] = frozenset({"close"})
+    __signature__ = _SignatureOfInit()
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)

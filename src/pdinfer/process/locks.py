@@ -178,6 +178,7 @@ class HeldBack:
                 raise
             with contextlib.suppress(RuntimeError):  # there is no thread: a second error still ends the step
                 self._reminder = _Reminder(number)
+                self._reminder.start()  # when it is known here: what it sends may come at once
 
 
 def _is_held_back(handler: Handler) -> bool:
@@ -193,6 +194,8 @@ class _Reminder:
         self._was_sent = self._has_come = False
         self._may_send, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
         self._ended.acquire()
+
+    def start(self) -> None:
         _thread.start_new_thread(self._run, ())  # `threading` has locks, which the main thread may hold just now
 
     def _run(self) -> None:

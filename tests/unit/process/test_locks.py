@@ -113,6 +113,26 @@ def test_what_has_waited_too_long_comes_once_more_and_never_for_the_host(
         assert len(rung) == number + 1
 
 
+def test_a_reminder_that_comes_while_its_thread_is_started_is_not_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, send = locks._thread.start_new_thread, signal.pthread_kill
+    sent = threading.Event()
+
+    def send_and_tell(thread: int, number: int) -> None:
+        send(thread, number)
+        sent.set()
+
+    def start_and_wait(run: Callable[[], None], args: tuple[()]) -> None:
+        start(run, args)
+        assert sent.wait(60)
+
+    monkeypatch.setattr(locks, "HELD_S", 0.0)
+    monkeypatch.setattr(locks._signal, "pthread_kill", send_and_tell)
+    monkeypatch.setattr(locks._thread, "start_new_thread", start_and_wait)
+    with pytest.raises(ArithmeticError):
+        held(alarm)
+    assert len(rung) == 1
+
+
 def test_a_reminder_that_is_under_way_when_the_context_ends_is_not_for_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
