@@ -12,6 +12,7 @@ import pytest
 
 from pdinfer.process import locks
 from pdinfer.process.locks import HeldBack
+from tests.waiting import TIMEOUT_S
 
 rung: list[int] = []
 
@@ -123,7 +124,7 @@ def test_a_reminder_that_comes_while_its_thread_is_started_is_not_for_the_host(m
 
     def start_and_wait(run: Callable[[], None], args: tuple[()]) -> None:
         start(run, args)
-        assert sent.wait(60)
+        assert sent.wait(TIMEOUT_S)
 
     monkeypatch.setattr(locks, "HELD_S", 0.0)
     monkeypatch.setattr(locks._signal, "pthread_kill", send_and_tell)
