@@ -30,7 +30,7 @@ from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.transport import Strangers
 from pdinfer.kv.view import PageMemory
 from pdinfer.stats import ChannelStats
 from pdinfer.types import HandoffStatus

@@ -24,10 +24,9 @@ from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.model.activations import Activations, Observer
 from pdinfer.model.attention import attention_of
 from pdinfer.model.batch import Batch, Row, Step
-from pdinfer.model.block import Block
+from pdinfer.model.block import Block, stream_halves
 from pdinfer.model.cache import FP8
 from pdinfer.model.mtp import MTP, Tied
-from pdinfer.model.overlap import stream_halves
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups

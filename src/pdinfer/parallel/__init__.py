@@ -1,7 +1,6 @@
 """The place of this rank among all ranks, and how ranks act together.
 
     topology.py   how ranks are divided into groups, in plain ints until `connect`
-    roll_call.py  who has not come, while ranks wait for each other
     groups.py     the collectives that pdinfer uses
     slices.py     which tokens each of several ranks computes or sends
 

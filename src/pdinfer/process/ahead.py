@@ -11,8 +11,8 @@ import attrs
 from pdinfer.errors import BackendUnavailable
 from pdinfer.process.compiled import NativeLibrary, build, keep, stem_of
 from pdinfer.process.compiler import COMPILERS, FOR_THIS_CPU, CompilationError, Compiler
-from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
+from pdinfer.process.threads import loaded_openmp
 
 _AVX2 = ("-march=haswell",)
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "vnni")))

@@ -31,8 +31,8 @@ import attrs
 from pdinfer.log import log
 from pdinfer.process import compiler
 from pdinfer.process.compiler import FOR_THIS_CPU, INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
-from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
+from pdinfer.process.threads import loaded_openmp
 
 
 @attrs.frozen(kw_only=True, eq=False)

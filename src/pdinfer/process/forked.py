@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from pdinfer.errors import ConfigError, Forked
-from pdinfer.process.openmp import check_threads
+from pdinfer.process.threads import check_threads
 from pdinfer.process.untraced import leave_alone
 
 _WHAT_TO_DO = (

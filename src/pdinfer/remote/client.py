@@ -33,8 +33,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
-from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.line import Line
+from pdinfer.remote.line import KnownEngine, Line
 from pdinfer.remote.messages import AnyLoad, BeatMessage, Connected, PackedRequest, Ready, Report, Stepped
 from pdinfer.remote.session import MessageStream
 from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad

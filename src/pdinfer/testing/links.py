@@ -23,8 +23,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.testing.faults import NetworkFaults, Placement
-from pdinfer.testing.simulation import Simulation
+from pdinfer.testing.simulation import NetworkFaults, Placement, Simulation
 
 MAX_PIECES = 3
 RESET_SHARE = 0.5

@@ -18,9 +18,8 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import TICK_S, Link, Message, QueuingTransport, Receiver, WriteMessage
-from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Parcel, ParcelKind
-from pdinfer.testing.simulation import Simulation
+from pdinfer.testing.simulation import NetworkFaults, Placement, Simulation
 
 SCHEME = "sim://"
 LATE_SHARE = 0.3

@@ -26,8 +26,8 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import endpoint_of
+from pdinfer.kv.transports.stream.transport import Strangers
 from pdinfer.log import log
 
 PROTOCOLS = ("tcp", "rdma")

@@ -10,13 +10,11 @@ import torch
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher, Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 
 _Kind = (

@@ -18,8 +18,7 @@ from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.process.modes import own_modes
 from pdinfer.process.streams import is_current

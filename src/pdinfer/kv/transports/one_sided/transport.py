@@ -21,8 +21,16 @@ from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Message, QueuingTransport, Receiver, Transport, WriteMessage
-from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
+from pdinfer.kv.transports.base import (
+    MAX_WAITING_BYTES,
+    Budget,
+    Link,
+    Message,
+    QueuingTransport,
+    Receiver,
+    Transport,
+    WriteMessage,
+)
 from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,

@@ -20,8 +20,7 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory, take
-from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
-from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.base import Budget, Link, Message, Transfer, WriteMessage
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.log import log

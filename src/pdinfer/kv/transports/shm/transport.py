@@ -15,10 +15,9 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import Listener, listen_unix
-from pdinfer.kv.transports.stream.payloads import Payloads
-from pdinfer.kv.transports.stream.transport import StreamTransport
+from pdinfer.kv.transports.stream.framing import Payloads
+from pdinfer.kv.transports.stream.transport import Strangers, StreamTransport
 from pdinfer.process.scratch import ScratchFolder
 
 SCHEME = "shm://"

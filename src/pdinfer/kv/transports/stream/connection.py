@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.transports.base import Link, Message, Receiver, WriteMessage, check_arriving
-from pdinfer.kv.transports.budget import Limits
+from pdinfer.kv.transports.base import Limits, Link, Message, Receiver, WriteMessage, check_arriving
 from pdinfer.kv.transports.stream.endpoints import complete_dial
 from pdinfer.kv.transports.stream.framing import (
     AHEAD_BYTES,
@@ -27,9 +26,9 @@ from pdinfer.kv.transports.stream.framing import (
     Buffers,
     Header,
     MessageKind,
+    Payloads,
     framed,
 )
-from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock, open_lock
 
 TURN_BYTES = 4 << 20
