@@ -2,8 +2,7 @@
 
 Rows go in only as far as they changed (`DecodeRows`); drafting, model, draw, acceptance and advance queue work and wait
 for nothing; then the drawn tokens are read with one wait. The work in between is one launch where it was captured, and
-on a CPU the model is the kernels that were recorded (`graphs`).
-"""
+on a CPU the model is the kernels that were recorded (`graphs`)."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@
 
 Tested by tests/unit/kv; the transports by tests/conformance.
 
-May import: config, process, the ground.
-"""
+May import: config, process, the ground."""
 
 from __future__ import annotations
 

@@ -14,5 +14,4 @@
     load_plan.py      which tensors are read, what they become, which are refused, and what ranks agree they have read
     destinations.py   where each tensor goes
 
-May import: checkpoint, config, kernels, kv, layers, moe, parallel, process, the ground.
-"""
+May import: checkpoint, config, kernels, kv, layers, moe, parallel, process, the ground."""

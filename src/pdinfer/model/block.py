@@ -5,8 +5,7 @@ halves of a step that take turns in layers, so that one computes while rows of t
     second                       │ attention, dispatch │                    │ experts, send back │
 
 DeepSeek-V3's prefill overlaps two batches so (report, arXiv 2412.19437, section 3.4). Layers without experts belong to
-the phase that they are in.
-"""
+the phase that they are in."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Block(Value):
     """h + attention(norm(h)), then h + mlp(norm(h)). The MLP is dense in the first layers and MoE after them.
 
     In some families `moe_norm` norms the output of the MoE before it is added. Here `tp` is one rank; `DividedBlock` is
-    for several.
-    """
+    for several."""
 
     layer: int
     attention_norm: InputNorm

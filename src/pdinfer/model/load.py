@@ -85,8 +85,7 @@ def load_model(
     summed in float32 alone, in the whole process (docs/decisions/0025-products-on-a-card.md).
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
-    BackendUnavailable, all before large allocations except for bad values.
-    """
+    BackendUnavailable, all before large allocations except for bad values."""
     begin_to_compute(torch.get_num_threads())
     topology, experts = topology or Topology(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)

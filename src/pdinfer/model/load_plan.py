@@ -55,8 +55,7 @@ class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
     Formats in `kept` are held as they are stored, and matrices of the formats in `strips` in strips. `weights` is what
-    the caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
-    """
+    the caller asked for. `listed` holds every tensor of the model by name, and takes no memory."""
 
     target: Target
     build: Build
@@ -77,8 +76,7 @@ class LoadPlan:
         """Log the bytes that this rank is about to allocate.
 
         Raises CheckpointError with the names of tensors that are missing, do not fit or are left over, and ConfigError
-        when the device cannot hold the weights.
-        """
+        when the device cannot hold the weights."""
         target = self.target
         self._check_names()
         for names in refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp):
@@ -216,8 +214,7 @@ def refuse_unread(
 
     A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Return the names of
     those read, together where they differ in the number of an expert alone. Raises CheckpointError with the names of
-    the others, except those that `_needs_no_reading` knows.
-    """
+    the others, except those that `_needs_no_reading` knows."""
     kinds: dict[str, list[str]] = {_kind(name): [] for name in read}
     used: set[str] = set()
     for name in map(stored.matrix, stored.files.tensors):

@@ -6,5 +6,4 @@
 
 Tested by tests/e2e/test_rank_groups.py too.
 
-May import: process, the ground.
-"""
+May import: process, the ground."""

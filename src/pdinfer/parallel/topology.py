@@ -84,8 +84,7 @@ class Topology:
 
     Attention ranks form a grid `world_size = dp_size * cp_size * tp_size`, tensor-parallel ranks adjacent; experts are
     spread over `ep_size` adjacent ranks, which divides `world_size`; dense MLPs are divided between `moe_dense_tp_size`
-    adjacent ranks, which divides `tp_size`. Raises ConfigError with the values where they do not fit.
-    """
+    adjacent ranks, which divides `tp_size`. Raises ConfigError with the values where they do not fit."""
 
     rank: int = 0
     world_size: int = attrs.field(default=1, validator=int_in(1, 65536))
@@ -117,8 +116,7 @@ class Topology:
         """Return the topology that torchrun describes in RANK and WORLD_SIZE; one rank when they are unset.
 
         What `tp_size` and `cp_size` leave of the world is data parallel. Experts are spread over the whole world unless
-        `ep_size` says otherwise. Raises ConfigError for values that do not fit.
-        """
+        `ep_size` says otherwise. Raises ConfigError for values that do not fit."""
         values = {}
         for field, name, default in (("rank", "RANK", "0"), ("world_size", "WORLD_SIZE", "1")):
             text = os.environ.get(name, default)
@@ -175,8 +173,7 @@ class Topology:
         outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. With a store, the
         log says after 10 s which ranks have not come. Raises ConfigError when the ranks do not agree on sizes, are not
         those of the host, or for a store when a backend was initialized without it; BackendUnavailable for a device
-        without a backend; RankLost when a rank does not come, which with a store it names.
-        """
+        without a backend; RankLost when a rank does not come, which with a store it names."""
         if self.world_size == 1:
             return self.apart()
         try:

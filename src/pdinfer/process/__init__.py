@@ -17,5 +17,4 @@ records.
 
 Tested by tests/unit/process; forks by tests/e2e/test_fork.py, locks by tests/e2e/test_interrupts.py.
 
-May import: the ground.
-"""
+May import: the ground."""

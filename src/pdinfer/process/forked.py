@@ -2,8 +2,7 @@
 
 The copies share sockets, memory and processes with the parent, and have none of its threads. So at a fork every such
 object of the child loses its attributes: its methods raise `Forked`, except for those that end it, which do nothing. In
-the owning process no call has anything to check.
-"""
+the owning process no call has anything to check."""
 
 from __future__ import annotations
 

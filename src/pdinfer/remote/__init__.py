@@ -13,8 +13,7 @@
     messages.py   the messages
     orphan.py     ends a served process that hangs when its parent is gone
 
-May import: config, engine, execution, kv, model, process, the ground.
-"""
+May import: config, engine, execution, kv, model, process, the ground."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ faults. Everything that happens is drawn from one seed, so a run that went wrong
 
 Tested by tests/unit/testing and, with whole engines, by tests/sim.
 
-May import: config, kernels, kv, model, moe, parallel, process, the ground.
-"""
+May import: config, kernels, kv, model, moe, parallel, process, the ground."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     write ─► queue ─► (the peer's slot is written, soon or after an error) ─► flight ─► place ─► copied ─► placed
 
 Everything here happens in events of the simulation, so a frozen node reads, places and answers nothing, and a crashed
-node cleans up nothing.
-"""
+node cleans up nothing."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     channel = SimChannel(pool, network, "prefill")
     network.cut("prefill", "decode")
 
-`simulation.freeze`, `thaw`, `crash` and `restart` act on links as they do on those of a process.
-"""
+`simulation.freeze`, `thaw`, `crash` and `restart` act on links as they do on those of a process."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class SimNetwork:
 
     `fired` counts the faults that happened, by name. `refusals` holds (node, reason) for every link that a receiver
     closed by raising although nothing on it had been damaged. A test of a sound protocol finds it empty. `transports`
-    are those that listen, by endpoint.
-    """
+    are those that listen, by endpoint."""
 
     def __init__(self, simulation: Simulation, faults: NetworkFaults | None = None) -> None:
         self.simulation = simulation

@@ -7,8 +7,7 @@
     simulation.run(until=lambda: done, timeout_s=60)
 
 An action takes no time unless it says so; what it starts goes through `later` again. A node is a process of the
-simulated world, known by a name and made by naming it. Faults between them are plain values.
-"""
+simulated world, known by a name and made by naming it. Faults between them are plain values."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class NetworkFaults:
     read late, by up to `late_s`; with `late_done`, its sender learns late that it is done. With `pieces`, a payload
     lands in pieces, with other events in between. `late_landing` is for one-sided transports: the sender hears that a
     write failed, and it lands all the same. The others change what arrives: no message, two, the wrong order, half of
-    it, or a flipped bit. A transport over TCP does none of these; a wrong implementation of one might.
-    """
+    it, or a flipped bit. A transport over TCP does none of these; a wrong implementation of one might."""
 
     flight_s: tuple[float, float] = (0.0001, 0.002)
     slow: float = 0.0
@@ -93,8 +91,7 @@ class Simulation:
     """A world of nodes over one clock and one source of randomness. Equal seeds and equal calls give equal runs.
 
     `clock`, `random_bytes` and `rng` are for everything that takes part: any other clock or source of randomness makes
-    runs differ. Of events that are due at once, the seed picks the next.
-    """
+    runs differ. Of events that are due at once, the seed picks the next."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

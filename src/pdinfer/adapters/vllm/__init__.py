@@ -25,8 +25,7 @@ Inside vLLM:
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 
-May import: checkpoint, config, engine, kv, model, process, the ground.
-"""
+May import: checkpoint, config, engine, kv, model, process, the ground."""
 
 from __future__ import annotations
 

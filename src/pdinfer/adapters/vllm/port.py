@@ -51,8 +51,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
     and `notify` may be called from any thread, everything else from the one that steps the Pairing.
 
     Every vLLM is probed before it serves, see `Probe.check`. When it is lost, `step` raises TransferError, and
-    `recover` returns whether one is back at the same address.
-    """
+    `recover` returns whether one is back at the same address."""
 
     def __init__(
         self,

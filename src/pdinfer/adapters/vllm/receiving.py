@@ -4,8 +4,7 @@
                │            └──► given up (lease, cancelled) ──► its writers have stopped: failed
                └──► no answer, lease, cancelled: failed
 
-vLLM waits without a limit, so the lease here is the only one. A block is reported only when no peer can write it.
-"""
+vLLM waits without a limit, so the lease here is the only one. A block is reported only when no peer can write it."""
 
 from __future__ import annotations
 

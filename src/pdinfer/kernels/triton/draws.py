@@ -1,8 +1,7 @@
 """Draws of tokens without a sort.
 
 A vocabulary is cut into chunks, a block to each. The first kernel finds the largest logit of every chunk, the last but
-one adds noise to what may come, and the last one compares the chunks. Greedy rows need the first and the last alone.
-"""
+one adds noise to what may come, and the last one compares the chunks. Greedy rows need the first and the last alone."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Whatever they keep is no further from the largest logit than some *limit*. Distances are not negative, so their bits
 order them, and a limit is found bit by bit, the highest first, by 31 sums over the row. To have these over few
-distances, those that are certainly too far are left behind before.
-"""
+distances, those that are certainly too far are left behind before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What sparse attention reads: scores of all index keys that a token sees, and the positions of the best of them.
 
 Scores of a launch lie in memory, one row per query. Queries of packed keys are transformed as the keys are. In bfloat16
-such a query is the sum of two numbers, so that it is as near to float32 as a sum of its length.
-"""
+such a query is the sum of two numbers, so that it is as near to float32 as a sum of its length."""
 
 from __future__ import annotations
 

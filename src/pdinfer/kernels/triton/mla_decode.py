@@ -3,8 +3,7 @@
 A part of a sequence is read once for all of its rows (queries times heads) that are in one tile. The grid follows from
 shapes alone, and lengths are divided into parts on the device. What every query sees needs no mask, so its latents go
 from shared memory to the tensor cores. The newest tokens are a part of their own: there some latents count for some
-queries only, or were never written, and 0 times NaN is NaN.
-"""
+queries only, or were never written, and 0 times NaN is NaN."""
 
 from __future__ import annotations
 

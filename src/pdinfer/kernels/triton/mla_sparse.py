@@ -3,8 +3,7 @@
 With as many heads as one tile has, a block of threads has the heads of one token, and one part of its positions where
 there are few tokens; parts are joined by a second kernel. Rows come by asynchronous copies of 16 bytes, because each
 has an address of its own. With more heads each tile would look up and unpack the same rows: there a kernel of their own
-copies them one after the other, and `mla_decode` reads each token's copies as the only page of a sequence.
-"""
+copies them one after the other, and `mla_decode` reads each token's copies as the only page of a sequence."""
 
 from __future__ import annotations
 

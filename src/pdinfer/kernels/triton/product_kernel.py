@@ -11,8 +11,7 @@ x^T: a tensor core of Hopper takes 64 rows or more of the first and as few as 8 
 always are: a tensor core takes its first factor out of registers, where they are unpacked to bfloat16, exactly. A byte
 has two codes. They are put where a pair of bfloat16 has its last bits, so that both are numbers at once, too small by a
 power of two: a product with it is exact. So is one with a scale of MXFP4, and not one with a scale of INT4, which
-multiplies sums of a group instead.
-"""
+multiplies sums of a group instead."""
 
 from __future__ import annotations
 

@@ -131,8 +131,7 @@ def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> 
     those of an expert stay undefined.
 
     With a weight they are int8 by the scale and offset of each of its parts, one part after the other. What is left to
-    multiply sums with is 1, or NaN for a row that is not finite.
-    """
+    multiply sums with is 1, or NaN for a row that is not finite."""
     floats_SI, parts = x.numbers, 1 if weight is None else len(weight.input_scale)
     num_rows, width = len(floats_SI), floats_SI.shape[1] // (2 if gated else 1)
     numbers = torch.empty(parts * num_rows, width, dtype=torch.int8, device=floats_SI.device)

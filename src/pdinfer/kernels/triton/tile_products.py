@@ -35,8 +35,7 @@ class Rows:
     belong to the only expert. With `per_part` there is a copy of all rows for each part of the matrix.
 
     `scales` is None for floats. FP8 has one per row and 128 channels, whose strides over experts (in "room"), rows and
-    groups are `scale_strides`; int8 has one per row of `numbers`. `dtype` is that of the result.
-    """
+    groups are `scale_strides`; int8 has one per row of `numbers`. `dtype` is that of the result."""
 
     numbers: Tensor
     dtype: torch.dtype
@@ -79,8 +78,7 @@ class Matrices:
 
     `scales` is None for floats. FP8 has one per 128 channels of a part and 128 of the width; int8 one per channel, and
     perhaps an int32 `offsets`, which is added before; four bits, of which a byte has two, one per channel and 32 of the
-    width.
-    """
+    width."""
 
     numbers: Tensor
     experts: int

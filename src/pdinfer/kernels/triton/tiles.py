@@ -2,8 +2,7 @@
 
 Kernels that read a context more than once read a copy of it, which lies row after row and sequence after sequence. The
 rows of each sequence are padded with zeros to whole blocks, so that no block holds rows of two sequences, and nothing
-that is not finite stands behind a context.
-"""
+that is not finite stands behind a context."""
 
 from __future__ import annotations
 

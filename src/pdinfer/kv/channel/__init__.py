@@ -11,5 +11,4 @@
     wire.py         the messages between two ends, their bytes, and the tag without which no frame is accepted
     snapshot.py     what a channel holds at one moment
 
-May import: kv.layout, kv.memory, kv.transports, process, the ground.
-"""
+May import: kv.layout, kv.memory, kv.transports, process, the ground."""

@@ -6,8 +6,7 @@ A link that breaks is dialled again by the end that dialled it, until that end d
 for RELINK_S.
 
 Two ends that have read other weights find a tensor in which they differ: each message names the first sixteenth of a
-part that differs, and what is in it, until few tensors are left.
-"""
+part that differs, and what is in it, until few tensors are left."""
 
 from __future__ import annotations
 
@@ -197,8 +196,7 @@ class Handshake:
 
         There is one link per identity. If there were two, closing either would look like proof that the peer has
         stopped writing, while it still writes over the other. A Welcome is queued first, so that no frame from another
-        thread overtakes it.
-        """
+        thread overtakes it."""
         with self._book.changed:
             key = peer_key(message.address)
             if self._book.peer_at(key) is not None:
@@ -355,8 +353,7 @@ class ChannelLinks:
         """Dial a peer, because of a wish if there is one, and return the record of the link.
 
         The peer's first frame may arrive before `connect` returns and it is known who should answer. So this end
-        introduces itself from the thread that comes second: this one, or the one that reads that frame.
-        """
+        introduces itself from the thread that comes second: this one, or the one that reads that frame."""
         key, peer = peer_key(address), self.book.at(self._transport.connect(address.endpoints, timeout_s=timeout_s))
         with self._changed:
             if self.book.peer_at(key) is not None:

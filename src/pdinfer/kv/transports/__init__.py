@@ -15,5 +15,4 @@ needed.
 
 Tested by tests/conformance/test_transport_conformance.py; Mooncake by tests/conformance/test_mooncake_transport.py.
 
-May import: kv.copies, kv.fused, kv.layout, kv.memfd, kv.memory, process, the ground.
-"""
+May import: kv.copies, kv.fused, kv.layout, kv.memfd, kv.memory, process, the ground."""

@@ -11,8 +11,7 @@ sender never names an address of its peer.
                     Transfer.done              receiver.placed(link, frame, error)
 
 `source` and `where` are spans, each in the memory of its own end; see `kv/memory.py`. A transport may call `place` when
-the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it.
-"""
+the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class Receiver(Protocol):
     I/O thread or from inside a call to the transport. An exception raised from one closes the link, except from `tick`.
 
     `authenticates` means that only peers that prove a shared key pass the handshake. A transport may then listen where
-    other machines reach it without being told that the network is trusted.
-    """
+    other machines reach it without being told that the network is trusted."""
 
     @property
     def authenticates(self) -> bool: ...
@@ -334,8 +332,7 @@ class Budget(Generic[H]):
     """Bytes that the holders have, `num_bytes` in all and at most `limit_bytes`. Any thread may call it.
 
     Past the limit, one holder gives way: of those with at least an even share, the one that has not moved for the
-    longest. A holder that takes what it is sent, or that holds little, never gives way before one that stands still.
-    """
+    longest. A holder that takes what it is sent, or that holds little, never gives way before one that stands still."""
 
     _limit_bytes: int
     _clock: Callable[[], float]

@@ -35,8 +35,7 @@ class SocketTransport(StreamTransport):
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
     trusted network. Without either, making the channel raises ConfigError, as it does for an address that cannot be
-    used.
-    """
+    used."""
 
     @typed
     def __init__(

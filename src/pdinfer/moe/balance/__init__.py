@@ -6,5 +6,4 @@
     exchange.py     relieves the fullest rank, one exchange at a time
     process.py      the solver in a process of its own, where `__main__.py` runs, and what the two say
 
-May import: moe.placement, process, the ground.
-"""
+May import: moe.placement, process, the ground."""

@@ -11,5 +11,4 @@ A new dispatcher is a file here and a branch in `choose`. It must pass `tests/co
 
 Tested by tests/conformance/test_dispatch.py.
 
-May import: config, kernels, parallel, process, the ground.
-"""
+May import: config, kernels, parallel, process, the ground."""

@@ -21,8 +21,7 @@ from pdinfer.values import Value
 class _Travelling:
     """Rows in transit, one for each (token, expert) pair of this rank, sorted by expert.
 
-    `row_TK` is the row of each pair. `received_P` counts what comes from each rank for each expert here.
-    """
+    `row_TK` is the row of each pair. `received_P` counts what comes from each rank for each expert here."""
 
     rows: Begun
     received_P: Tensor
@@ -54,8 +53,7 @@ class AllToAllDispatcher(Value):
 
     Every (token, expert) pair travels as a row of its own, and its result returns as one. So sums are formed on the
     token's rank in the order of its experts, in float32, and do not depend on where experts are. A layer takes three
-    collectives: counts, rows, results. Reading the counts is the only sync of the device.
-    """
+    collectives: counts, rows, results. Reading the counts is the only sync of the device."""
 
     group: Group
     experts_per_rank: int
@@ -125,8 +123,7 @@ class Int8AllToAllDispatcher(Value):
     A token is rounded once, before it is sent to its experts, and takes D + 4 bytes on the way to each instead of 2 D
     in bfloat16. Rows arrive without room between those of one expert and of the next, as `INT8Rows`: the form in which
     Ascend's dispatch returns them (npu_moe_distribute_dispatch_v2 of torch_npu 2.11, quant_mode 2). Results return as
-    floats.
-    """
+    floats."""
 
     carrier: AllToAllDispatcher
     """It carries bytes: an int8 for each channel, then the scale."""

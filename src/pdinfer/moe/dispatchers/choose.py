@@ -35,8 +35,7 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
     """Check that `options.moe_a2a_backend` can carry rows of these sizes between ranks on such a device.
 
     Raises ConfigError, with the values, for sizes or a number of ranks it cannot serve, and BackendUnavailable for a
-    device it cannot serve.
-    """
+    device it cannot serve."""
     backend = options.moe_a2a_backend
     if backend == "local" and sizes.num_ranks > 1:
         raise ConfigError(
@@ -87,8 +86,7 @@ def choose_dispatcher(
 ) -> TokenDispatcher:
     """Return the dispatcher that `options.moe_a2a_backend` names. A collective.
 
-    Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve.
-    """
+    Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve."""
     check_dispatcher(sizes, options, device)
     kind, room = _kind(group.size, options), options.num_max_dispatch_tokens_per_rank
     if kind is LocalDispatcher:

@@ -2,8 +2,7 @@
 
 `DeepEPConfig` is the tuned file that SGLang's `--deepep-config` names: how the kernels for prefill cut their traffic.
 
-Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels.
-"""
+Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ class DeepEPChunks:
     received in one piece over NVLink and RDMA.
 
     DeepEP rounds a receive size of RDMA up to a multiple of the send size. Raises ConfigError where a send size is not
-    less than its receive size.
-    """
+    less than its receive size."""
 
     num_sms: int = int_field(2, 1024, default=20)
     num_max_nvl_chunked_send_tokens: int = int_field(1, MAX_TOKENS, default=6)

@@ -42,8 +42,7 @@ class ShmTransport(StreamTransport):
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
     copy that the end of its sender may have disturbed is never used. `strangers` limits links that are not trusted yet.
-    Raises ConfigError on systems without memfds.
-    """
+    Raises ConfigError on systems without memfds."""
 
     @typed
     def __init__(

@@ -8,5 +8,4 @@
 
 Tested by tests/conformance/test_socket_transport.py; door and turns by tests/unit/kv/transports.
 
-May import: kv.layout, kv.memory, kv.transports.base, process, the ground.
-"""
+May import: kv.layout, kv.memory, kv.transports.base, process, the ground."""

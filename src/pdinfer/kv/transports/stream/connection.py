@@ -1,8 +1,7 @@
 """One stream socket as a link: frames in order, and between them writes, whose payloads travel as `Payloads` says.
 
 Both directions are generators that yield the buffers that the socket must fill or empty next, so the code reads in the
-order of the bytes while the socket stays non-blocking.
-"""
+order of the bytes while the socket stays non-blocking."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
       4       1      1      2        4             8                              8       little-endian
 
 The digest is xxh3_64 of the header, frame and payload of a write. It is present when the header's flag DIGESTED is set.
-It detects bytes that the network or a bug has changed; it proves nothing about who sent them.
-"""
+It detects bytes that the network or a bug has changed; it proves nothing about who sent them."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class Buffers:
     `digest`, when given, is fed every byte just after the kernel has read or written it. `descriptors` leave with the
     first byte. `weight` is how many bytes were moved to make this part. With `payload`, every byte that
     arrives shows that the peer is alive. Without it only the last byte does: a damaged length would otherwise be waited
-    for as long as the peer sends anything. False when nothing is left.
-    """
+    for as long as the peer sends anything. False when nothing is left."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ One I/O thread moves all bytes and makes all calls to the receiver:
                                              ▲ wake-up socket                      ├─ place ─► our memory, in place
                                                                                    └─ received, placed, closed, tick
 
-A small frame with nothing before it leaves from the thread that sends it.
-"""
+A small frame with nothing before it leaves from the thread that sends it."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class Strangers:
     only few descriptors. A newcomer takes the place of the link that has waited longest, if that one has waited for
     `grace_s`. Otherwise the newcomer waits, or is turned away when its own source has used up its share. The first
     message is due within `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that are
-    out of range.
-    """
+    out of range."""
 
     max_links: int = int_field(1, MOST_LINKS, default=128)
     max_links_per_source: int = int_field(1, MOST_LINKS, default=64)
@@ -238,8 +236,7 @@ class StreamTransport(QueuingTransport):
 
     `strangers` limits how many accepted links may exist without being trusted, and for how long. All links together may
     hold no more frames, waiting to be sent or arrived in part, than MAX_WAITING_BYTES and MAX_ARRIVING_BYTES: past that
-    limit the link that stands still is closed.
-    """
+    limit the link that stands still is closed."""
 
     _io: IOThread
 
