@@ -66,21 +66,11 @@ def _by_groups(
             len(rows) if counts_E is None else experts * min(room, ROOM_SPLITS),
             triton.cdiv(width, GROUPS_OF_ROWS.tiles["GROUPS"] * GROUP.value),
         ),
-        rows,
-        out,
-        None if rounded is None else rounded.numbers_TI,
-        scales,
-        counts_E,
-        experts,
-        room,
-        rows.stride(0),
-        *((0, 0) if scales is None else scales.stride()[-2:]),
-        width,
-        GATED=gated,
-        ROUNDED=ue8m0 is not None,
-        UE8M0=bool(ue8m0 if rounded is None else rounded.ue8m0),
+        rows, out, None if rounded is None else rounded.numbers_TI, scales, counts_E, experts, room, rows.stride(0),
+        *((0, 0) if scales is None else scales.stride()[-2:]), width,
+        GATED=gated, ROUNDED=ue8m0 is not None, UE8M0=bool(ue8m0 if rounded is None else rounded.ue8m0),
         **GROUPS_OF_ROWS.constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -145,15 +135,10 @@ def round_int8(x_TI: Tensor) -> Tensor:
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     padded = triton.next_power_of_2(rows.shape[1])
     launch(
-        _round_rows_to_int8,
-        (len(rows),),
-        rows,
-        out,
-        rows.stride(0),
-        rows.shape[1],
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _round_rows_to_int8, (len(rows),),
+        rows, out, rows.stride(0), rows.shape[1],
+        WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
     return out.view(x_TI.shape)
 
 

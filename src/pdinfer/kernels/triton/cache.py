@@ -36,20 +36,10 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
     x_THR = x_THR if x_THR.stride(2) == 1 else x_THR.contiguous()
     out_THR = torch.empty(x_THR.shape, dtype=x_THR.dtype, device=x_THR.device)
     launch(
-        _rotate_heads,
-        (tokens, triton.cdiv(heads, HEADS_OF_TOKENS.tiles["HEADS"])),
-        x_THR,
-        cos_TF.contiguous(),
-        sin_TF.contiguous(),
-        out_THR,
-        x_THR.stride(0),
-        x_THR.stride(1),
-        heads,
-        width // 2,
-        INTERLEAVED=interleaved,
-        HALF=triton.next_power_of_2(width // 2),
-        **HEADS_OF_TOKENS.constants,
-    )
+        _rotate_heads, (tokens, triton.cdiv(heads, HEADS_OF_TOKENS.tiles["HEADS"])),
+        x_THR, cos_TF.contiguous(), sin_TF.contiguous(), out_THR, x_THR.stride(0), x_THR.stride(1), heads, width // 2,
+        INTERLEAVED=interleaved, HALF=triton.next_power_of_2(width // 2), **HEADS_OF_TOKENS.constants,
+    )  # fmt: skip
     return out_THR
 
 
@@ -137,29 +127,14 @@ def _store(
     groups = triton.next_power_of_2(triton.cdiv(rank, GROUP.value))
     c_TC, k_TR = as_rows(c_TC), as_rows(k_TR)
     launch(
-        _store_token,
-        (tokens,),
-        rows_SW.view(torch.float8_e4m3fn) if packed else rows_SW,
-        rows_SW.view(torch.float32) if packed else None,
-        rows_SW.view(torch.bfloat16) if packed else rows_SW,
-        slots_T.contiguous(),
-        c_TC,
-        k_TR,
-        weight_C,
-        None if cos_TF is None else cos_TF.contiguous(),
-        None if sin_TF is None else sin_TF.contiguous(),
-        rows_SW.shape[1],
-        c_TC.stride(0),
-        k_TR.stride(0),
-        rank,
-        rope // 2,
-        eps,
-        ROUNDING=KINDS[rounding],
-        PACKED=packed,
-        HALF=triton.next_power_of_2(max(1, rope // 2)),
-        GROUPS=groups,
+        _store_token, (tokens,),
+        rows_SW.view(torch.float8_e4m3fn) if packed else rows_SW, rows_SW.view(torch.float32) if packed else None,
+        rows_SW.view(torch.bfloat16) if packed else rows_SW, slots_T.contiguous(), c_TC, k_TR, weight_C,
+        None if cos_TF is None else cos_TF.contiguous(), None if sin_TF is None else sin_TF.contiguous(),
+        rows_SW.shape[1], c_TC.stride(0), k_TR.stride(0), rank, rope // 2, eps,
+        ROUNDING=KINDS[rounding], PACKED=packed, HALF=triton.next_power_of_2(max(1, rope // 2)), GROUPS=groups,
         **of_width(groups * GROUP.value).constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -226,20 +201,11 @@ def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> Non
     need(not packed or (width == padded and width % 4 == 0), f"keys are packed by powers of two from 4 on, got {width}")
     need(slots_T.shape == (len(keys_TY),), f"{len(keys_TY)} keys have {len(slots_T)} slots")
     launch(
-        _store_index_key,
-        (len(keys_TY),),
-        rows_SY.view(torch.float8_e4m3fn) if packed else rows_SY,
-        rows_SY.view(torch.float32) if packed else None,
-        slots_T.contiguous(),
-        keys_TY,
-        length,
-        keys_TY.stride(0),
-        width,
-        float(width**-0.5),
-        PACKED=packed,
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _store_index_key, (len(keys_TY),),
+        rows_SY.view(torch.float8_e4m3fn) if packed else rows_SY, rows_SY.view(torch.float32) if packed else None,
+        slots_T.contiguous(), keys_TY, length, keys_TY.stride(0), width, float(width**-0.5),
+        PACKED=packed, WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -284,17 +250,10 @@ def _copy(pool_NW: Tensor, rows_S: Tensor, parts_SW: Tensor, *, gathers: bool) -
     pool_NW, parts_SW = _in_longs(pool_NW, parts_SW)
     width = pool_NW.shape[1]
     launch(
-        _copy_words,
-        (len(rows_S), triton.cdiv(width, WORDS_OF_PAGES.tiles["WORDS"])),
-        pool_NW,
-        rows_S.contiguous(),
-        parts_SW,
-        pool_NW.stride(0),
-        parts_SW.stride(0),
-        width,
-        GATHERS=gathers,
-        **WORDS_OF_PAGES.constants,
-    )
+        _copy_words, (len(rows_S), triton.cdiv(width, WORDS_OF_PAGES.tiles["WORDS"])),
+        pool_NW, rows_S.contiguous(), parts_SW, pool_NW.stride(0), parts_SW.stride(0), width,
+        GATHERS=gathers, **WORDS_OF_PAGES.constants,
+    )  # fmt: skip
 
 
 def _in_longs(*tensors: Tensor) -> list[Tensor]:

@@ -56,15 +56,12 @@ def _contest(changed: Tensor, tops_BN: Tensor, limit_B: Tensor | None, controls:
     """Return the largest sum of logit and noise in each chunk, and its token."""
     best_BN, ids_BN = torch.empty_like(tops_BN), room(changed, *tops_BN.shape, dtype=torch.int32)
     launch(
-        _compete,
-        tuple(tops_BN.shape),
+        _compete, tuple(tops_BN.shape),
         *(changed, tops_BN, limit_B, best_BN, ids_BN),
         *(controls.temperature_B, controls.min_logit_B, controls.seed_B, controls.position_B),
         *(changed.stride(0), changed.shape[1]),
-        HAS_LIBDEVICE=not changed.is_cpu,
-        CHUNKS=triton.next_power_of_2(tops_BN.shape[1]),
-        **DRAW.constants,
-    )
+        HAS_LIBDEVICE=not changed.is_cpu, CHUNKS=triton.next_power_of_2(tops_BN.shape[1]), **DRAW.constants,
+    )  # fmt: skip
     return best_BN, ids_BN
 
 

@@ -44,19 +44,11 @@ def _combine(
     added = [None if x is None else as_rows(x) for x in (shared_TD, residual_TD)]
     need(all(x is None or x.shape == out_TD.shape for x in added), f"what is added to {tuple(out_TD.shape)} is not so")
     launch(
-        _sum_rows,
-        (tokens, triton.cdiv(width, CHANNELS_OF_TOKENS.tiles["CHANNELS"])),
-        y_SD,
-        row_TK,
-        weights_TK,
-        *added,
-        out_TD,
-        y_SD.stride(0),
-        *(0 if x is None else x.stride(0) for x in added),
+        _sum_rows, (tokens, triton.cdiv(width, CHANNELS_OF_TOKENS.tiles["CHANNELS"])),
+        y_SD, row_TK, weights_TK, *added, out_TD, y_SD.stride(0), *(0 if x is None else x.stride(0) for x in added),
         width,
-        CHOICES=0 if row_TK is None else row_TK.shape[1],
-        **CHANNELS_OF_TOKENS.constants,
-    )
+        CHOICES=0 if row_TK is None else row_TK.shape[1], **CHANNELS_OF_TOKENS.constants,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -109,18 +101,10 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     tiles = triton.cdiv(bins, COUNTS_OF_EXPERTS.tiles["EXPERTS"]) if blocks else 0
     launch(_first_rows, (tiles,), first_BE, counts_E, blocks, num_experts, BINS=bins, **COUNTS_OF_EXPERTS.constants)
     launch(
-        _place_pairs,
-        (blocks,),
-        ids_TK,
-        first_BE,
-        token_of_row_S,
-        row_TK,
-        pairs,
-        choices,
-        num_experts,
-        BINS=bins,
-        **PAIRS.constants,
-    )
+        _place_pairs, (blocks,),
+        ids_TK, first_BE, token_of_row_S, row_TK, pairs, choices, num_experts,
+        BINS=bins, **PAIRS.constants,
+    )  # fmt: skip
     return counts_E[:num_experts], token_of_row_S, row_TK
 
 

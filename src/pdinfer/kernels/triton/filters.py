@@ -36,14 +36,11 @@ def limits(changed: Tensor, tops_BN: Tensor, peaks_BN: Tensor, controls: Control
         **DRAW.constants,
     )
     launch(
-        _find_limit,
-        (batch,),
+        _find_limit, (batch,),
         *(changed, tops_BN, peaks_BN, masses_BN, near_BV, limit_B, *filters),
         *(changed.stride(0), near_BV.shape[1], vocab, num_chunks, peaks_BN.shape[1]),
-        SEGMENTS=triton.next_power_of_2(peaks_BN.shape[1]),
-        **cut,
-        **LIMIT.constants,
-    )
+        SEGMENTS=triton.next_power_of_2(peaks_BN.shape[1]), **cut, **LIMIT.constants,
+    )  # fmt: skip
     return limit_B
 
 

@@ -75,21 +75,12 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
     sums = out_BQHC.new_empty(batch, parts, rows, latent, dtype=torch.float32)
     lse = out_BQHC.new_empty(batch, parts, rows, dtype=torch.float32)
     launch(
-        _attend_to_parts,
-        (num_tiles, batch, parts),
-        q_latent_BQHC.contiguous(),
-        q_rope_BQHR.contiguous(),
-        pages_PGW,
-        cache.table_BM,
-        cache.lens_B,
-        sums,
-        lse,
-        scale * math.log2(math.e),
-        pages_PGW.shape[0] * page_size,
-        cache.table_BM.stride(0),
+        _attend_to_parts, (num_tiles, batch, parts),
+        q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous(), pages_PGW, cache.table_BM, cache.lens_B, sums, lse,
+        scale * math.log2(math.e), pages_PGW.shape[0] * page_size, cache.table_BM.stride(0),
         S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, cache.packed, upcast),
         **config.constants | tokens,
-    )
+    )  # fmt: skip
     constants = configs.JOIN_PARTS.constants
     launch(_join_parts, (batch * rows,), sums, lse, out_BQHC, parts, ROWS=rows, LATENT=latent, **constants)
     return out_BQHC

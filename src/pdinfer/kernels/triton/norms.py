@@ -60,25 +60,12 @@ def _norm(
     scales = None if rounded is None else rounded.scales_TN
     groups = triton.next_power_of_2(triton.cdiv(width, GROUP.value))
     launch(
-        _norm_rows,
-        (len(rows),),
-        rows,
-        residual,
-        weight_D.contiguous(),
-        None if bias_D is None else bias_D.contiguous(),
-        total,
-        out,
-        None if rounded is None else rounded.numbers_TI,
-        scales,
-        rows.stride(0),
-        0 if residual is None else residual.stride(0),
-        *((0, 0) if scales is None else scales.stride()),
-        width,
-        eps,
-        UE8M0=rounded is not None and rounded.ue8m0,
-        GROUPS=groups,
-        **of_width(groups * GROUP.value).constants,
-    )
+        _norm_rows, (len(rows),),
+        rows, residual, weight_D.contiguous(), None if bias_D is None else bias_D.contiguous(), total, out,
+        None if rounded is None else rounded.numbers_TI, scales, rows.stride(0),
+        0 if residual is None else residual.stride(0), *((0, 0) if scales is None else scales.stride()), width, eps,
+        UE8M0=rounded is not None and rounded.ue8m0, GROUPS=groups, **of_width(groups * GROUP.value).constants,
+    )  # fmt: skip
     return out.view(x_TD.shape), x_TD if total is None else total.view(x_TD.shape)
 
 

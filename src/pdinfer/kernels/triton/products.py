@@ -139,23 +139,12 @@ def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> 
     experts = num_rows // x.room if x.room else 1
     padded = triton.next_power_of_2(width)
     launch(
-        _round_rows,
-        (min(x.room, ROOM_SPLITS) * experts if x.form == "room" else num_rows, parts),
-        floats_SI,
-        numbers,
-        scales,
-        x.counts_E if x.form == "room" else None,
-        None if weight is None else weight.input_scale,
-        None if weight is None else weight.input_offset,
-        num_rows,
-        x.room,
-        experts,
-        floats_SI.stride(0),
-        width,
-        GATED=gated,
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _round_rows, (min(x.room, ROOM_SPLITS) * experts if x.form == "room" else num_rows, parts),
+        floats_SI, numbers, scales, x.counts_E if x.form == "room" else None,
+        None if weight is None else weight.input_scale, None if weight is None else weight.input_offset, num_rows,
+        x.room, experts, floats_SI.stride(0), width,
+        GATED=gated, WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
     return attrs.evolve(x, numbers=numbers, scales=scales, per_part=weight is not None)
 
 

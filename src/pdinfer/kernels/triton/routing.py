@@ -25,26 +25,13 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=rows.device)
     size, config = num_experts // num_groups, of_routing(num_tokens)
     launch(
-        _route_tokens,
-        (triton.cdiv(num_tokens, config.tiles["TOKENS"]),),
-        rows,
-        None if bias_E is None else bias_E.contiguous(),
-        ids_TK,
-        weights_TK,
-        rows.stride(0),
-        num_tokens,
-        num_groups,
-        size,
-        rule.scaling_factor,
-        SIGMOID=rule.sigmoid,
-        NORMALIZE=rule.normalize,
-        TOP_K=top_k,
-        TOP_K_GROUPS=rule.top_k_groups if num_groups > 1 else 0,
-        GROUPS=triton.next_power_of_2(num_groups),
-        SIZE=triton.next_power_of_2(size),
-        CHOICES=triton.next_power_of_2(top_k),
-        **config.constants,
-    )
+        _route_tokens, (triton.cdiv(num_tokens, config.tiles["TOKENS"]),),
+        rows, None if bias_E is None else bias_E.contiguous(), ids_TK, weights_TK, rows.stride(0), num_tokens,
+        num_groups, size, rule.scaling_factor,
+        SIGMOID=rule.sigmoid, NORMALIZE=rule.normalize, TOP_K=top_k,
+        TOP_K_GROUPS=rule.top_k_groups if num_groups > 1 else 0, GROUPS=triton.next_power_of_2(num_groups),
+        SIZE=triton.next_power_of_2(size), CHOICES=triton.next_power_of_2(top_k), **config.constants,
+    )  # fmt: skip
     return ids_TK, weights_TK
 
 
