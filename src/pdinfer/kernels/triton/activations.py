@@ -75,22 +75,9 @@ def _by_groups(
 
 @triton.jit
 def _groups_of_rows(
-    x_ptr,
-    out_ptr,
-    numbers_ptr,
-    scales_ptr,
-    counts_ptr,
-    num_experts,
-    room,
-    pitch,
-    scales_row,
-    scales_group,
-    width,
-    GATED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    UE8M0: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    x_ptr, out_ptr, numbers_ptr, scales_ptr, counts_ptr, num_experts, room, pitch, scales_row, scales_group, width,
+    GATED: tl.constexpr, ROUNDED: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     if counts_ptr is None:
         row = tl.program_id(0).to(tl.int64)
         _write_groups(

@@ -45,18 +45,9 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    x_token,
-    x_head,
-    heads,
-    half,
-    INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, out_ptr, x_token, x_head, heads, half,
+    INTERLEAVED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     from_ptr, to_ptr = x_ptr + token * x_token + head * x_head, out_ptr + (token * heads + head) * 2 * half
@@ -139,26 +130,10 @@ def _store(
 
 @triton.jit
 def _store_token(
-    rows_ptr,
-    scales_ptr,
-    keys_ptr,
-    slots_ptr,
-    c_ptr,
-    k_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    length,
-    c_pitch,
-    k_pitch,
-    rank,
-    half,
-    eps,
-    ROUNDING: tl.constexpr,
-    PACKED: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    rows_ptr, scales_ptr, keys_ptr, slots_ptr, c_ptr, k_ptr, weight_ptr, cos_ptr, sin_ptr, length, c_pitch, k_pitch,
+    rank, half, eps,
+    ROUNDING: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Write a token's row: after a norm and a rotation where there are weights and angles."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.load(slots_ptr + token).to(tl.int64) * length

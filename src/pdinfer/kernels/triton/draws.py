@@ -67,19 +67,9 @@ def _contest(changed: Tensor, tops_BN: Tensor, limit_B: Tensor | None, controls:
 
 @triton.jit
 def _survey(
-    logits_ptr,
-    changed_ptr,
-    largest_ptr,
-    sums_ptr,
-    tops_ptr,
-    ids_ptr,
-    peaks_ptr,
-    pitch,
-    changed_pitch,
-    vocab,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+    logits_ptr, changed_ptr, largest_ptr, sums_ptr, tops_ptr, ids_ptr, peaks_ptr, pitch, changed_pitch, vocab,
+    CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Find the largest logit of a chunk and the sum of exponentials of their differences to it; and of the changed
     logits the largest of the chunk, its first token, and the largest of each segment."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -123,22 +113,10 @@ def _noise(token, seed, position, HAS_LIBDEVICE: tl.constexpr):
 
 @triton.jit
 def _compete(
-    changed_ptr,
-    tops_ptr,
-    limit_ptr,
-    best_ptr,
-    ids_ptr,
-    temperature_ptr,
-    min_logit_ptr,
-    seed_ptr,
-    position_ptr,
-    pitch,
+    changed_ptr, tops_ptr, limit_ptr, best_ptr, ids_ptr, temperature_ptr, min_logit_ptr, seed_ptr, position_ptr, pitch,
     vocab,
-    HAS_LIBDEVICE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+    HAS_LIBDEVICE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Find the largest sum of logit and noise in a chunk, and its token, among those that may come."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -165,21 +143,10 @@ def _first_of(values, ids, vocab):
 
 @triton.jit
 def _settle(
-    logits_ptr,
-    largest_ptr,
-    sums_ptr,
-    tops_ptr,
-    top_ids_ptr,
-    best_ptr,
-    ids_ptr,
-    temperature_ptr,
-    packed_ptr,
-    pitch,
-    batch,
-    vocab,
-    num_chunks,
+    logits_ptr, largest_ptr, sums_ptr, tops_ptr, top_ids_ptr, best_ptr, ids_ptr, temperature_ptr, packed_ptr, pitch,
+    batch, vocab, num_chunks,
     CHUNKS: tl.constexpr,
-):
+):  # fmt: skip
     """Choose among the tokens of the chunks, and write what `draw` returns of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)

@@ -53,19 +53,9 @@ def _combine(
 
 @triton.jit
 def _sum_rows(
-    y_ptr,
-    row_ptr,
-    weights_ptr,
-    shared_ptr,
-    residual_ptr,
-    out_ptr,
-    y_pitch,
-    shared_pitch,
-    residual_pitch,
-    width,
-    CHOICES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    y_ptr, row_ptr, weights_ptr, shared_ptr, residual_ptr, out_ptr, y_pitch, shared_pitch, residual_pitch, width,
+    CHOICES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = at < width

@@ -88,21 +88,9 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
 
 @triton.jit
 def _attend_to_parts(
-    q_latent_ptr,
-    q_rope_ptr,
-    pages_ptr,
-    table_ptr,
-    lens_ptr,
-    sums_ptr,
-    lse_ptr,
-    scale,
-    num_slots,
-    table_pitch,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    NEWEST_N: tl.constexpr,
-):
+    q_latent_ptr, q_rope_ptr, pages_ptr, table_ptr, lens_ptr, sums_ptr, lse_ptr, scale, num_slots, table_pitch,
+    S: tl.constexpr, M: tl.constexpr, N: tl.constexpr, NEWEST_N: tl.constexpr,
+):  # fmt: skip
     """Attend with a tile of rows to a part of their sequence. Of an empty part leave nothing but a logarithm of
     -inf."""
     tile, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)

@@ -71,23 +71,10 @@ def _norm(
 
 @triton.jit
 def _norm_rows(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    out_ptr,
-    numbers_ptr,
-    scales_ptr,
-    x_pitch,
-    residual_pitch,
-    scales_row,
-    scales_group,
-    width,
-    eps,
-    UE8M0: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, numbers_ptr, scales_ptr, x_pitch, residual_pitch,
+    scales_row, scales_group, width, eps,
+    UE8M0: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Normalise a row. With a bias it is centred first."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)[:, None]

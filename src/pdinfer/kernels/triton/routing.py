@@ -49,15 +49,9 @@ def _ranked(values, index):
 
 @triton.jit
 def _of_kept_groups(
-    choice,
-    rank,
-    num_groups,
-    BIASED: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    choice, rank, num_groups,
+    BIASED: tl.constexpr, TOP_K_GROUPS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     grouped = tl.reshape(choice, [TOKENS, GROUPS, SIZE])
     rank_in_group = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     best = tl.max(rank_in_group, 2)[:, :, None]
@@ -76,24 +70,10 @@ def _of_kept_groups(
 
 @triton.jit
 def _route_tokens(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    pitch,
-    num_tokens,
-    num_groups,
-    size,
-    scaling_factor,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, pitch, num_tokens, num_groups, size, scaling_factor,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_K_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
     """Choose the experts of some tokens. A row of the tile has GROUPS * SIZE places, `size` experts in each of
     `num_groups`. With TOP_K_GROUPS of 0 all groups compete."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]

@@ -155,38 +155,16 @@ def _launch(
     need(counted == weight.experts, f"there are matrices of {weight.experts} experts, and rows of {counted}")
     has_tma = _has_tma(x.numbers) and _has_tma(numbers)
     launch(
-        product,
-        (_blocks(x, weight, config, gated=gated),),
-        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma and kind != "int4"),  # see `_x_tiles`
-        x.scales,
-        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma),
-        weight.scales,
-        weight.offsets,
-        out,
-        out_scales,
-        x.counts_E,
-        len(out),
-        x.room,
-        weight.experts,
-        width,
-        weight.part_channels,
-        x.numbers.stride(0),
-        numbers.stride(0),
-        out.stride(0),
-        *x.scale_strides,
+        product, (_blocks(x, weight, config, gated=gated),),
+        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma and kind != "int4"), x.scales,  # see `_x_tiles`
+        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma), weight.scales,
+        weight.offsets, out, out_scales, x.counts_E, len(out), x.room, weight.experts, width, weight.part_channels,
+        x.numbers.stride(0), numbers.stride(0), out.stride(0), *x.scale_strides,
         0 if weight.scales is None else weight.scales.shape[-1],
-        FORM=x.form,
-        FORMAT=kind,
-        PARTS=weight.parts,
-        PER_PART=x.per_part,
-        DTYPE=TRITON_DTYPES[x.dtype],
-        HAS_TMA=has_tma,
-        UPCAST=_upcast(kind, x),
-        EXPERTS=triton.next_power_of_2(weight.experts),
-        GATED=gated,
-        UE8M0=ue8m0,
-        **config.constants,
-    )
+        FORM=x.form, FORMAT=kind, PARTS=weight.parts, PER_PART=x.per_part, DTYPE=TRITON_DTYPES[x.dtype],
+        HAS_TMA=has_tma, UPCAST=_upcast(kind, x), EXPERTS=triton.next_power_of_2(weight.experts), GATED=gated,
+        UE8M0=ue8m0, **config.constants,
+    )  # fmt: skip
 
 
 def _upcast(kind: str, x: Rows) -> tl.dtype | None:
