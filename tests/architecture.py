@@ -210,7 +210,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("norms", "activations", "cache", "experts", "mla_decode"),
         ("tile_products", "filters", "tiles", "softmax", "latent_parts"),
         ("product_kernel",),
-        ("launch", "configs", "rounding", "rows"),
+        ("launch", "configs", "rounding"),
     ),
     "process": (
         ("ahead",),

@@ -191,7 +191,6 @@ class Sender:
 
 
 def _use(loads: Sequence[EngineLoad]) -> EngineUse:
-    """Return the use of one engine, as its loads reported it."""
     pages = [1.0 - load.num_available_pages / load.num_total_pages for load in loads]
     slots = [
         (load.num_running_requests + load.num_granted_requests) / load.max_running_requests

@@ -158,7 +158,6 @@ def _text(path: Path) -> bytes:
 
 
 def _recognized(path: Path, line: bytes) -> str:
-    """Return the format that the first line speaks for."""
     first = line.decode("utf-8", "replace").strip()
     if first.startswith("{"):
         return "mooncake"

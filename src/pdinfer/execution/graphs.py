@@ -147,7 +147,6 @@ class DecodeGraphs:
         return self._record(key)
 
     def _record(self, key: _Key) -> Tensor:
-        """Run the model and record it."""
         logits: list[Tensor] = []
         recording = Recording.of(lambda: logits.append(self._forward(key[0])))
         if recording.refusal is not None:

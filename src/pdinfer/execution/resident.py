@@ -105,7 +105,6 @@ class ResidentDecode:
         return self._rows.place(rows, owners, drafting)
 
     def _decode(self, draws: Sequence[Draw], sampler: Sampler | None) -> list[list[Drawn]]:
-        """Run a step that drafts nothing."""
         kind = kind_of(draws)
         output = self._captured(len(draws), kind) or self._run(len(draws), kind)
         self._end_step()

@@ -161,7 +161,6 @@ class _Tiles:
 
 
 def _tile() -> int:
-    """Return the rows of a tile."""
     tile: int = _call(ALIGNMENT)()
     return tile
 

@@ -212,7 +212,7 @@ class MoE(Value):
         self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None, residual_TD: Tensor | None
     ) -> Tensor:
         """Compute one half of the rows while the other half travels: for a layer that runs alone. Where all layers run,
-        `model.overlap` has halves of whole steps, which go through `phases`."""
+        `model.block` has halves of whole steps, which go through `phases`."""
         middle = -(-len(x_TD) // 2)
         halves = (x_TD[:middle], x_TD[middle:])
         live_halves = (None, None) if live_T is None else live_T.tensor_split(2)

@@ -273,7 +273,6 @@ class Groups(OfOneProcess):
 
     @property
     def _is_shared_by_fork(self) -> bool:
-        """True if a forked child would share connections."""
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     def close(self) -> None:

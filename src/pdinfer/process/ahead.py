@@ -79,7 +79,6 @@ def _compiler(flags: Sequence[str]) -> Compiler:
 
 
 def _compiler_for(cpu: str) -> tuple[str, bool, Compiler]:
-    """Return the compiler for a CPU, and whether it knows its name."""
     if not re.fullmatch(r"[\w.-]+", cpu):
         raise BackendUnavailable(f"{cpu!r} is not the name of a CPU; there are {', '.join(CPUS)}")
     try:

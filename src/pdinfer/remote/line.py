@@ -338,7 +338,6 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             self._end()
 
     def _disconnected(self) -> None:
-        """Note that nothing more will come over this connection."""
         with self.lock:
             session = self._session
         reason = str(session.loss)
@@ -351,7 +350,6 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         self._end()
 
     def _redial(self, dial: Callable[[], MessageStream]) -> None:
-        """Make another connection."""
         pause_s, left_s = REDIAL_S[0], self.config.return_s
         while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
             left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])

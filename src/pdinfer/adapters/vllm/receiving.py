@@ -89,7 +89,6 @@ class Doors:
         self._wake()
 
     def _dialled(self, door: VLLMDoor, peer: PeerAddress | None, error: PDInferError | None) -> None:
-        """Note what came of dialling an address."""
         door.peer, door.error, door.tried_at = peer, error, self._clock()
         door.is_dialling = False
         self._turns.release()

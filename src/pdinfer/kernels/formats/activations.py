@@ -54,7 +54,6 @@ class ScaledRows(Value):
         return (self.numbers_TI.to(self.scales_TN.dtype) * self._scales()).to(self.dtype)
 
     def _with(self, numbers_TI: Tensor, scales_TN: Tensor) -> Self:
-        """Return other rows of the same kind."""
         return attrs.evolve(self, numbers_TI=numbers_TI, scales_TN=scales_TN)
 
     def _scales(self) -> Tensor:

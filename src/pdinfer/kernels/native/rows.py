@@ -68,7 +68,6 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
 
 
 def _in_order(rule: RouterRule) -> tuple[float, ...]:
-    """Return a rule as the kernels take it."""
     return rule.sigmoid, rule.top_k, rule.num_groups, rule.top_k_groups, rule.normalize, rule.scaling_factor
 
 

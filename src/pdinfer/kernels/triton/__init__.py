@@ -19,8 +19,7 @@
     draws.py           draws of tokens
     filters.py         what top_k and top_p leave of a vocabulary
     rounding.py        what kernels share that round to FP8 and INT8
-    rows.py            tensors as rows that kernels read and write, and what is wrong with them
-    launch.py          starts kernels
+    launch.py          starts kernels; tensors as rows that they read and write, and what is wrong with them
     configs.py         sizes of tiles, warps and stages, as data
 
 Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.triton.configs import GROUPS_OF_ROWS, ROOM_SPLITS, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, fp8_rows_like, launch, need, rows_of_block
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need, rows_of_block
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:

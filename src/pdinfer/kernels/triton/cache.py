@@ -12,9 +12,8 @@ from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.configs import HEADS_OF_TOKENS, WORDS_OF_PAGES, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, need
 
 AS_IS, TO_FP8, TO_FP8_UE8M0, TO_INT8 = (tl.constexpr(kind) for kind in range(4))
 """How a latent is rounded before it is stored."""

@@ -14,8 +14,7 @@ from triton.language.extra import libdevice
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.triton.configs import DRAW, SETTLE
 from pdinfer.kernels.triton.filters import distances_of, largest_of, limits, room
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.triton.configs import CHANNELS_OF_TOKENS, COUNTS_OF_EXPERTS, PAIRS
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:

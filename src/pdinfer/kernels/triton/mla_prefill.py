@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.triton.configs import of_prefill
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
+from pdinfer.kernels.triton.launch import launch, need
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
 from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, table_of, tiles_of
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.triton.configs import of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, fp8_rows_like, launch, need
 from pdinfer.kernels.triton.rounding import GROUP, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need
 
 WIDEST = 32768
 """Elements of a row that fit in the registers of a block."""

@@ -16,10 +16,9 @@ from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.activations import gated_silu, gated_silu_fp8, quantize_fp8
 from pdinfer.kernels.triton.configs import ROOM_SPLITS, Multiplied, of_gated_product, of_product, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import launch, rows_of_block
 from pdinfer.kernels.triton.product_kernel import silu
 from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
-from pdinfer.kernels.triton.rows import rows_of_block
 from pdinfer.kernels.triton.tile_products import (
     TRITON_DTYPES,
     Matrices,

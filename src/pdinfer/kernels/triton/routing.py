@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.triton.configs import of_routing
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:

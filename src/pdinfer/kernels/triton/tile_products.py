@@ -15,9 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.triton.configs import Config
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 from pdinfer.kernels.triton.product_kernel import product
-from pdinfer.kernels.triton.rows import as_rows, need
 
 TMA_BYTES = 16
 """Where rows start at a multiple of this, the TMA of a GPU loads tiles. Others are loaded by pointers."""

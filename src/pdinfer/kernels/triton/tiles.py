@@ -17,8 +17,7 @@ from torch import Tensor
 from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
 from pdinfer.kernels.triton.configs import of_copy
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
+from pdinfer.kernels.triton.launch import launch, need
 
 CONTEXT_BLOCK = 128
 """Rows to which a copied context is padded. Kernels read it in blocks of this many, or of a power of two below."""

@@ -165,7 +165,6 @@ def gpu_bytes(*, nvlink: int, rdma: int) -> int:
 
 
 def _up(num_bytes: int, step: int) -> int:
-    """Return the next multiple of a step."""
     return -(-num_bytes // step) * step
 
 
