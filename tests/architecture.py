@@ -143,7 +143,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "moe": (("migration",), ("layer",), ("parallel", "balance"), ("dispatchers", "placement")),
     "moe.migration": (("rebalancing",), ("migration",), ("transfer",)),
-    "moe.balance": (("__main__",), ("solver", "process"), ("exchange", "deepseek"), ("assignment",)),
+    "moe.balance": (("__main__",), ("solver", "process"), ("exchange", "deepseek", "messages"), ("assignment",)),
     "moe.dispatchers": (
         ("choose",),
         ("deep_ep_elastic",),

@@ -16,7 +16,8 @@ import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.moe import solve_placement
 from pdinfer.moe.balance.__main__ import answer_to
-from pdinfer.moe.balance.process import PackedPlacement, SolveAnswer, SolveRequest, SolverProcess, unpack_placement
+from pdinfer.moe.balance.messages import PackedPlacement, SolveAnswer, SolveRequest
+from pdinfer.moe.balance.process import SolverProcess, unpack_placement
 from pdinfer.testing import VirtualClock
 from tests.forks import FAR_S
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.process import PackedPlacement, unpack_placement
+from pdinfer.moe.balance.messages import PackedPlacement
+from pdinfer.moe.balance.process import unpack_placement
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.testing import random_model

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.process import PackedPlacement, SolveAnswer, SolveRequest
+from pdinfer.moe.balance.messages import PackedPlacement, SolveAnswer, SolveRequest
 from pdinfer.moe.balance.solver import solve_placement
 
 
