@@ -179,7 +179,7 @@ BROKEN = [
         {"kv.transports.base": "from pdinfer.kv.channel import wire"},
         "imports kv.channel.wire, which is above it",
     ),
-    (house.layers, {"kv.layout": "from pdinfer.kv.transports.stream import door"}, "which is above it"),
+    (house.layers, {"kv.layout": "from pdinfer.kv.transports.stream import transport"}, "which is above it"),
     (
         house.layers,
         {"kv.channel.wire": "from pdinfer.kv.channel import links", "kv.channel.links": ""},

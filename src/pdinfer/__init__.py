@@ -37,8 +37,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     values        A value is shown in one short line or a table, or becomes plain data.
     errors        Every error that is raised on purpose has a class and a stable code.
 
-`kv` moves bytes and `kernels` computes; neither knows of the other.
-"""
+`kv` moves bytes and `kernels` computes; neither knows of the other."""
 
 from __future__ import annotations
 

@@ -53,7 +53,6 @@ def _build_kernels(cpus: Sequence[str], into: Path | None) -> int:
 
 
 def _line_of(built: Built) -> str:
-    """Tell what was built for which instruction sets."""
     sets = " ".join(name for name in EXTENSIONS if name in built.sets) or "no vectors"
     names = ", ".join(path.name.partition("-")[0] for path in built.files) or "nothing"
     folders = " and ".join(str(folder) for folder in dict.fromkeys(path.parent for path in built.files))

@@ -3,8 +3,7 @@
 msgspec checks them when it decodes, and names the field that breaks one: `Expected `int` >= 0 - at `$.load.kv.…`. They
 keep out values that cannot be right in any message: a count below zero, a time that is not a number, text that moves a
 terminal's cursor. Whether a value is right here and now (a grant's pages, a token of this vocabulary) is for the object
-that knows to check.
-"""
+that knows to check."""
 
 from __future__ import annotations
 

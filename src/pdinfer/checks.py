@@ -252,8 +252,7 @@ class CheckedTokens(tuple[int, ...]):
     """Token ids that this process has compared with a vocabulary. None is negative, and `largest` is the largest.
 
     Only `admission.check_request` makes them. Everything derived from them is a plain tuple again: slices, sums,
-    unpickled copies, and what another process unpacks from a message.
-    """
+    unpickled copies, and what another process unpacks from a message."""
 
     largest: int
 

@@ -12,8 +12,7 @@
     └── Forked                FORKED           a host that forked, and goes on using what belongs to its parent
 
 A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
-borders, and is what programs should look at.
-"""
+borders, and is what programs should look at."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A model folder comes from strangers. Only a plain file inside that folder is opened, never a device, a pipe or a link
 that leads out of it; the exceptions are the blobs of a hub cache that the folder is part of, and roots that the host
-names. Size, depth and number of parts are checked before anything is parsed.
-"""
+names. Size, depth and number of parts are checked before anything is parsed."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
 
     Only regular files are opened. A symbolic link is followed when it ends inside `folder`, in the blobs of the hub
     cache whose snapshot `folder` is, or in one of `trusted_roots`, so nothing else can be read under a name of the
-    model. Raises `error`.
-    """
+    model. Raises `error`."""
     path = folder / check_file_name(name, "a file to open", error)
     target = inside(path, folder, error, trusted_roots)
     try:
@@ -163,8 +161,7 @@ def parse_json(
 
     Stricter than RFC 8259: UTF-8 without a byte order mark, no duplicate keys, no NaN or Infinity, no run of more than
     `max_digits` digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is
-    checked before parsing.
-    """
+    checked before parsing."""
     if data.startswith(BOM):
         raise error(f"{source} starts with a byte order mark at position 0; save it as UTF-8 without one")
     try:

@@ -2,8 +2,7 @@
 
 A tensor's digest depends on every byte of it as the files hold it (`checkpoint.reader`). It is made for accidents, a
 wrong folder or a damaged copy, and not against who forges weights: a peer with the key is believed what it says of its
-own.
-"""
+own."""
 
 from __future__ import annotations
 

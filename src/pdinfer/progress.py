@@ -34,8 +34,7 @@ def telling(
     The line says `what` is done and how much of it: a bar that is drawn again on a terminal and in a notebook, at most
     ten times a second by `clock`. Elsewhere, as in a log, a line follows every further tenth of work that takes longer,
     and one the end, which may be that of an error. `unit` names what is counted; "bytes" are shown as MB. A stderr that
-    cannot be written to stops no work. Raises ConfigError for a `progress` of another kind.
-    """
+    cannot be written to stops no work. Raises ConfigError for a `progress` of another kind."""
     if callable(progress):
         yield progress
     elif progress is not None and not isinstance(progress, bool):

@@ -1,7 +1,6 @@
 """Loads and counts of engines, channels and Pairings, as plain values. Nothing here acts by itself.
 
-The bounds in their types apply to what a peer sends (`pdinfer.bounds`).
-"""
+The bounds in their types apply to what a peer sends (`pdinfer.bounds`)."""
 
 from __future__ import annotations
 
@@ -328,8 +327,7 @@ class PairingStats(Value):
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     `loads` are those of all ports in use, as policies see them.
-    `refused` counts the requests for which `submit` raised Overloaded, by reason.
-    """
+    `refused` counts the requests for which `submit` raised Overloaded, by reason."""
 
     _repr_html_ = as_table
 

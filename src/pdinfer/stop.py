@@ -1,8 +1,7 @@
 """Where a request has to stop: what a matcher promises, and the automaton that finds sequences in a stream.
 
 A Pairing asks `Request.stop` for a fresh function per request and calls it with each token. Sequences of tokens are
-found by an `Automaton`, and stop strings (`pdinfer.text`) by one over characters.
-"""
+found by an `Automaton`, and stop strings (`pdinfer.text`) by one over characters."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Automaton(Generic[Symbol]):
 
     A state is an int, 0 at the beginning of a stream: the longest end of the stream that begins a sequence. Any number
     of streams may share an automaton. `found[state]` is the length of the longest sequence that ends here, or 0;
-    `held[state]` is how many of the last symbols may become part of a sequence that has not ended yet.
-    """
+    `held[state]` is how many of the last symbols may become part of a sequence that has not ended yet."""
 
     found: list[int]
     held: list[int]

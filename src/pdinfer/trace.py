@@ -20,8 +20,7 @@ and only parts that wait for the device (the counts that experts need, sample) s
 CUDA_LAUNCH_BLOCKING=1 in the environment the host waits for every op, and everything is slower.
 
 The format is Google's "Trace Event Format", as a JSON object: complete events ("X"), counters ("C"), arrows ("s", "f"),
-metadata ("M"). `otherData` says which machine's clock the times are from, and how late it was by the wall clock.
-"""
+metadata ("M"). `otherData` says which machine's clock the times are from, and how late it was by the wall clock."""
 
 from __future__ import annotations
 
@@ -263,8 +262,7 @@ def join_traces(files: Iterable[str | os.PathLike[str]], into: str | os.PathLike
     Times of processes of one machine fit as they are. Those of another machine are shifted by what the wall clocks of
     both say, and are as good as these. Processes with the same number on different hosts get different ones.
 
-    Raises ConfigError without files, for a file that no engine wrote, and when one cannot be read or written.
-    """
+    Raises ConfigError without files, for a file that no engine wrote, and when one cannot be read or written."""
     clock: _Clock | None = None
     joined: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, int], int] = {}

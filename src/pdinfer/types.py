@@ -81,8 +81,7 @@ class SamplingParams(Value):
     - temperature, `top_k`, `top_p`, `min_p`.
 
     `logprobs` is how many of the best tokens come with each token in `top_logprobs`; there are fewer when the logits of
-    the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes.
-    """
+    the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -115,8 +114,7 @@ class Request(Value):
     `stop` has sequences of tokens, each of which ends the request once it is in the output, or a matcher that decides,
     such as `text.StopStrings`. The event of the token that completes a sequence is the last, with STOP. The Pairing
     looks for it in the thread that steps; engines take only `sampling.stop_token_ids`. One that is `alone` is computed
-    in steps of its own; a Pairing sets it on a request that may be what breaks engines (docs/decisions/0056).
-    """
+    in steps of its own; a Pairing sets it on a request that may be what breaks engines (docs/decisions/0056)."""
 
     request_id: str | None = None
     prompt: tuple[int, ...] = attrs.field(converter=token_ids)
@@ -206,8 +204,7 @@ class NamedState(Value):
 class Handoff(Value):
     """One writer's last message about a room: LANDED with the first token, or ABORTED with the reason.
 
-    `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in.
-    """
+    `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in."""
 
     room: Room
     writer: PeerAddress

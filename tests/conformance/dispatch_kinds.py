@@ -15,13 +15,11 @@ from pdinfer.kernels import compositions, deep_gemm
 from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows
 from pdinfer.kernels.formats.int8 import int8_activation
 from pdinfer.kernels.ops import Composed, Ops
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher, Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.parallel.topology import Topology
 from tests.conformance import fake_deep_ep

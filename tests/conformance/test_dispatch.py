@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdinfer.kernels.formats.activations import INT8Rows
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher, Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.parallel.groups import Begun, Group
 from tests.conformance.dispatch_kinds import KINDS

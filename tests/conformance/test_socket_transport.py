@@ -25,8 +25,8 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import ACCEPTS, PACE_S, Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
+from pdinfer.kv.transports.stream.transport import ACCEPTS, PACE_S, Strangers
 from tests.conformance.transport_ends import PATIENT, BytesMemory, End, Recorder, anywhere, closing, finished, say_alive
 from tests.forks import check_ended, context, fork
 from tests.waiting import TIMEOUT_S, check_returns, wait_until

@@ -16,7 +16,7 @@ from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.transport import Strangers
 from tests.waiting import TIMEOUT_S, wait_until
 
 PATIENT = Strangers(first_message_s=TIMEOUT_S, message_s=TIMEOUT_S)

@@ -19,15 +19,24 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, WriteMessage, total_bytes
-from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
+from pdinfer.kv.transports.base import (
+    MAX_ARRIVING_BYTES,
+    MAX_WAITING_BYTES,
+    Budget,
+    Limits,
+    Link,
+    Receiver,
+    Transfer,
+    WriteMessage,
+    total_bytes,
+)
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.ring import RingOffer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import StreamConnection
-from pdinfer.kv.transports.stream.payloads import InlinePayloads
+from pdinfer.kv.transports.stream.framing import InlinePayloads
 from tests.conformance.transport_ends import BytesMemory, MemfdMemory
 from tests.forks import FAR_S
 from tests.fuzz.peers import Deaf

@@ -12,8 +12,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer, WriteMessage
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transports.stream.framing import Header, MessageKind
-from pdinfer.kv.transports.stream.payloads import InlinePayloads
+from pdinfer.kv.transports.stream.framing import Header, InlinePayloads, MessageKind
 from tests.unit.kv.channel.channels import ABORTED, LAYERS, granted, handoff, pool_of
 
 TOKENS = range(4, 7)

@@ -3,8 +3,7 @@ that engine loads it.
 
     vllm/   vLLM's KV connector over a KVChannel, and vLLM as a port of a Pairing
 
-May import: checkpoint, config, engine, kv, model, process, the ground.
-"""
+May import: checkpoint, config, engine, kv, model, process, the ground."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@
     load.py                what is sent when: burst, closed loop, open loop, replay; and prompts made from prefix hashes
     traces.py              readers of traces
 
-May import: config, engine, the ground.
-"""
+May import: config, engine, the ground."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@
     order           percentiles rise, and no mean is above the greatest value
     bounds          no share is above 1, no request takes longer than its parts or than the run
 
-A check whose fields are not there is left out. `compare` refuses what repeats cannot distinguish.
-"""
+A check whose fields are not there is left out. `compare` refuses what repeats cannot distinguish."""
 
 from __future__ import annotations
 

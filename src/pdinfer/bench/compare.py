@@ -52,8 +52,7 @@ def compare(first: Summary, second: Summary) -> Comparison:
 
     Raises ConfigError, with every reason, when they are two experiments: another mode, SLO, rate, concurrency, trace or
     lengths, or when a check of either failed or finds figures that cannot be. Figures whose intervals overlap are
-    marked, not ranked.
-    """
+    marked, not ranked."""
     reasons = [
         f"{name} is {getattr(first, name)!r} in the first and {getattr(second, name)!r} in the second"
         for name in SAME

@@ -1,8 +1,7 @@
 """Result files of other tools, read into summaries: vLLM, SGLang, AIPerf, genai-bench.
 
 The notes of a summary name what it could not take over; the checks run on what is there. Times are ms in vLLM, SGLang
-and AIPerf (which names its units), seconds in genai-bench.
-"""
+and AIPerf (which names its units), seconds in genai-bench."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def from_sglang(text: bytes | str, *, resolution_s: float = 0.0, fastest_step_s:
     """Read a line of `bench_serving`, or of `bench_one_batch_server`, whose `last_ttft` is that of the slowest request.
 
     `resolution_s` is how far its times were rounded, where a table was typed in; `fastest_step_s` is the shortest
-    decode step that the engines recorded, which the client cannot have beaten.
-    """
+    decode step that the engines recorded, which the client cannot have beaten."""
     found = _object(text)
     if "batch_size" not in found:
         summary = _summary(found, SGLANG, "sglang")

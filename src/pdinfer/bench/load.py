@@ -27,8 +27,7 @@ class Load(Value):
     In the mode "closed_loop" `at_s` is when a client starts, for the first `max_concurrency` requests; each of the
     others is due when one before it ends. In other modes times do not depend on what is served, and
     `max_concurrency` only holds requests back: they still count as due. Raises ConfigError for another mode than those
-    of MODES, for what are no arrivals in order, and for a closed loop without `max_concurrency`.
-    """
+    of MODES, for what are no arrivals in order, and for a closed loop without `max_concurrency`."""
 
     mode: str = attrs.field(validator=one_of(*MODES))
     arrivals: tuple[Arrival, ...]
@@ -179,8 +178,7 @@ class PromptMaker:
 
     A block's tokens are drawn from its hash. Its first token is another one than that of every block after the same
     prefix, so that prompts differ right where their hashes do, until a prefix has been followed by as many blocks as
-    there are tokens. A prompt without hashes is a block of its own.
-    """
+    there are tokens. A prompt without hashes is a block of its own."""
 
     @typed
     def __init__(self, vocab_size: int, *, block_tokens: int = 512, seed: int = 0) -> None:

@@ -41,8 +41,7 @@ class Record(Value):
 
     `token_s` is when decode made each token, `read_s` when the host read it. `outcome` is a FinishReason's value,
     "refused" (never accepted) or "unfinished". `is_first_of_shape` says that no request of its size (prompt tokens,
-    rounded up to a power of two) came before it, so that it may have paid for a cold shape.
-    """
+    rounded up to a power of two) came before it, so that it may have paid for a cold shape."""
 
     request_id: str
     intended_s: float

@@ -63,8 +63,7 @@ def run(
     Pairing for nothing else meanwhile. `on_record` gets the record of every request when the run is over, in the order
     of intended sends: `on_record=records.append` keeps them for plots. `progress(ended, requests)` is called
     when requests have ended; True draws a line on stderr. `clock` must be that of the Pairing. Raises
-    ConfigError for an empty load.
-    """
+    ConfigError for an empty load."""
     sender = Sender(pairing, load, vocab_size=vocab_size, clock=clock)
     with telling(progress, "measuring", "requests", clock) as tell:
         records = sender.run(timeout_s, tell)
@@ -192,7 +191,6 @@ class Sender:
 
 
 def _use(loads: Sequence[EngineLoad]) -> EngineUse:
-    """Return the use of one engine, as its loads reported it."""
     pages = [1.0 - load.num_available_pages / load.num_total_pages for load in loads]
     slots = [
         (load.num_running_requests + load.num_granted_requests) / load.max_running_requests

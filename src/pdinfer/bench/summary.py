@@ -1,8 +1,7 @@
 """The result of a run: one value for measured, simulated and imported runs, in JSON `pdinfer.bench/1`.
 
 Names are those of vLLM's and SGLang's result files. Times are in ms there and here, where the name ends in `_ms`.
-An unknown figure is None, never NaN.
-"""
+An unknown figure is None, never NaN."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     clocks, `min_tpot_ms` the shortest that the client saw, of requests with 16 tokens and more. `max_step_ms` is
     the longest call of `step` in which engines of this process computed: a token may wait that long for the host.
     `time_resolution_ms` is how far a time in it may be rounded. `refusals` counts the requests that were refused, which
-    are among the failed, by reason.
-    """
+    are among the failed, by reason."""
 
     __repr__ = brief
 

@@ -1,8 +1,7 @@
 """Traces of real traffic, read as untrusted input: Mooncake, Azure, Splitwise, ShareGPT, a plain CSV.
 
 A trace has lengths, arrivals and, from Mooncake, hashes of prefixes. Files may be compressed by gzip. What is wrong in
-one raises ConfigError with file, line and field before any request is sent.
-"""
+one raises ConfigError with file, line and field before any request is sent."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ def read_trace(
     `bins` says what becomes of arrivals that the trace rounded to whole bins (the conversation trace has bins of 3 s,
     which are bursts when they are replayed): "spread" draws a time within each bin by `seed`, "keep" leaves them.
     ShareGPT has text instead of lengths: `count_tokens` counts them; without it 4 characters are taken for a token.
-    The notes of the trace say what was done. Raises ConfigError with file, line and field.
-    """
+    The notes of the trace say what was done. Raises ConfigError with file, line and field."""
     path = Path(path)
     if bins not in ("spread", "keep"):
         raise ConfigError(f"bins must be 'spread' or 'keep', got {clip(bins)}")
@@ -160,7 +158,6 @@ def _text(path: Path) -> bytes:
 
 
 def _recognized(path: Path, line: bytes) -> str:
-    """Return the format that the first line speaks for."""
     first = line.decode("utf-8", "replace").strip()
     if first.startswith("{"):
         return "mooncake"

@@ -5,5 +5,4 @@
     schemes.py    how each matrix is stored, and its value
     quantize.py   from a float checkpoint to FP8 blocks or INT8
 
-May import: config, kernels, the ground.
-"""
+May import: config, kernels, the ground."""

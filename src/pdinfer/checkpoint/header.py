@@ -3,8 +3,7 @@
 A file is 8 bytes of header length (little-endian), the header (a JSON object, padded with spaces), and the data. Each
 entry is `"name": {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}`; `__metadata__` is the one exception.
 Source: https://huggingface.co/docs/safetensors, "Format". Stricter here: tensors are not empty, have at most 8
-dimensions, and cover the data exactly.
-"""
+dimensions, and cover the data exactly."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class HeaderSource:
     """The file a header came from: its name in the folder, its path for messages, and where its data starts and how
     long it is.
 
-    `data_start` and `data_bytes` are in bytes.
-    """
+    `data_start` and `data_bytes` are in bytes."""
 
     file: str
     path: str
@@ -88,8 +86,7 @@ def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
 def parse_header(header: bytes, source: HeaderSource) -> dict[str, TensorInfo]:
     """Return the tensors of one file by name, in the order of their data.
 
-    Raises CheckpointError with the position or the tensor at fault.
-    """
+    Raises CheckpointError with the position or the tensor at fault."""
     try:
         text = header.decode("utf-8")
     except UnicodeDecodeError as failure:

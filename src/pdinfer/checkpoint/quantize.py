@@ -3,8 +3,7 @@ MXFP4 as compressed-tensors packs them.
 
 The choice of tensors follows the published checkpoints: the linear maps of attention and MLPs are quantized, but not
 embedding, head, norms and routers. INT8 leaves kv_b_proj, indexers and the layers after the last (MTP) as they are.
-INT4 and MXFP4 are for routed experts alone.
-"""
+INT4 and MXFP4 are for routed experts alone."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def quantize_checkpoint(
     what they say of another quantization, which the floats may come from, stays behind. config.json comes last, so that
     an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts bytes of the source; True draws a
     line on stderr. `trusted_roots` is as for `load_model`. Raises CheckpointError, and ConfigError, also where the
-    destination cannot be written or is full.
-    """
+    destination cannot be written or is full."""
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
     recipe = _recipe(scheme, scale_fmt, config)

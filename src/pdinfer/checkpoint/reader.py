@@ -6,8 +6,7 @@ digested while it is in the core's cache, by xxh3_128, which is faster than memo
 
 Everything a header says is checked against the size of the file before anything is allocated. Reading copies with
 `preadv` instead of mapping, so that a file which is cut short later is an error and not a SIGBUS. Other formats are
-refused by name and never opened. Format: https://huggingface.co/docs/safetensors, "Format".
-"""
+refused by name and never opened. Format: https://huggingface.co/docs/safetensors, "Format"."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class Checkpoint:
     A context manager: `close` closes the files. `unlisted` are the names of tensors that the index does not name; they
     are checked like the others and never read. `prefixes` are pairs of what names begin with in the files and here.
     `trusted_roots` are folders besides this one in which links may end. `blocks` holds, by name, the digests of what
-    `read` has read so far.
-    """
+    `read` has read so far."""
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class Checkpoint:
 
         Raises CheckpointError: no folder, no or several candidates, an adapter next to them, other formats, links that
         lead out of the folder, its hub cache's blobs and `trusted_roots`, malformed headers, and an index that
-        disagrees with its files.
-        """
+        disagrees with its files."""
         folder, roots = check_folder(folder), tuple(trusted_roots)
         files, weight_map = _find_weights(folder, roots)
         descriptors: dict[str, int] = {}

@@ -3,8 +3,7 @@
 FP8 is known by the `weight_scale_inv` next to a weight, never by its name. INT8 is known by the description file that
 modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT).
 INT4 and MXFP4 are known by the `weight_packed` that compressed-tensors has in place of a weight, and the MXFP4 of
-DeepSeek-V4 by the `scale` next to one. A weight and the tensors that belong to it may be in different files.
-"""
+DeepSeek-V4 by the `scale` next to one. A weight and the tensors that belong to it may be in different files."""
 
 from __future__ import annotations
 

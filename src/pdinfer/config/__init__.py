@@ -8,8 +8,7 @@
     families.py   a row for each family of models
     rope.py       rotary frequencies, with and without YaRN
 
-May import: process, the ground.
-"""
+May import: process, the ground."""
 
 from __future__ import annotations
 

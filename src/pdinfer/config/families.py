@@ -43,8 +43,7 @@ class Family:
     without that tensor has zeros. `text_models` are the model types that a wrapper for images may hold as its
     `text_config`. `unread_dense_layers` is the default that transformers' class writes as `first_k_dense_replace`
     whatever the `mlp_layer_types` are that it reads. `tensor_prefixes` are pairs of what tensor names begin with in the
-    files, and here.
-    """
+    files, and here."""
 
     architectures: tuple[str, ...]
     scoring_func: ScoringFunc

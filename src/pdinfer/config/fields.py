@@ -2,8 +2,7 @@
 refused by name.
 
 An unknown field may change what the model says, so it is never skipped in silence. null means "not given" everywhere.
-`docs/howto/checkpoints.md` says what to do about a field that is refused.
-"""
+`docs/howto/checkpoints.md` says what to do about a field that is refused."""
 
 from __future__ import annotations
 

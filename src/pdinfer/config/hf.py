@@ -2,8 +2,7 @@
 
 transformers 5 writes `rope_parameters` and `dtype` where files of version 4 and DeepSeek's own have `rope_theta` with
 `rope_scaling`, and `torch_dtype`. `type` and `rope_type` are one field. A field that would change the output and is not
-implemented is refused, and so is an unknown one. Fields without effect on inference are listed in `config.fields`.
-"""
+implemented is refused, and so is an unknown one. Fields without effect on inference are listed in `config.fields`."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class IndexerType(enum.Enum):
 def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     """Return values for the fields of `ModelConfig`, unchecked, among others of `raw`.
 
-    Raises ConfigError for what is unsupported, unknown or contradictory.
-    """
+    Raises ConfigError for what is unsupported, unknown or contradictory."""
     family = _family(raw)
     _check_architectures(raw, family)
     if family.text_models:

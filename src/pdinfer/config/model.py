@@ -1,8 +1,7 @@
 """The architecture of a model, as its Hugging Face config.json describes it (`ModelConfig`).
 
 A value is frozen and checked when made, so one that exists can be used. Every violation raises ConfigError with the
-field, its value and the range.
-"""
+field, its value and the range."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class ModelConfig(Value):
     `packed` says of which format weights are that have four bits. Layers
     `first_k_dense_replace` and up are mixtures of experts; in a model without experts it equals `num_hidden_layers`,
     and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
-    `indexer_types` is empty.
-    """
+    `indexer_types` is empty."""
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
     vocab_size: int = attrs.field(validator=int_in(1, MAX_VOCAB))
@@ -171,8 +169,7 @@ class ModelConfig(Value):
         """Read the configuration of a model folder: its config.json, and the end-of-sequence ids of
         generation_config.json. `trusted_roots` is as for `load_model`.
 
-        Raises ConfigError with the path of the file at fault, CheckpointError when there is no such folder.
-        """
+        Raises ConfigError with the path of the file at fault, CheckpointError when there is no such folder."""
         folder, roots = check_folder(folder), tuple(trusted_roots)
         path, generation_path = folder / "config.json", folder / "generation_config.json"
         raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, trusted_roots=roots)
@@ -190,8 +187,7 @@ class ModelConfig(Value):
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
         """Read the configuration from a parsed config.json, in the spelling of transformers 4 or 5. Raises ConfigError.
 
-        Fields without effect on inference are ignored, and listed in `config.fields`. Other unknown fields raise.
-        """
+        Fields without effect on inference are ignored, and listed in `config.fields`. Other unknown fields raise."""
         values = read_fields(raw)
         names = {field.name for field in attrs.fields(cls)}
         for field in attrs.fields(cls):

@@ -1,8 +1,7 @@
 """The host's choices: the cache, and the limits of engines, of a Pairing and of connections.
 
 All values are frozen and checked when made, so one that exists can be used. Every violation raises ConfigError with the
-field, its value and the range.
-"""
+field, its value and the range."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class CacheConfig(Value):
     With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
     begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill
     wrote, and what was computed from it, only to requests that the same prefill serves. "all" says that all prefills
-    are trusted alike, and then decode reuses pages across them.
-    """
+    are trusted alike, and then decode reuses pages across them."""
 
     page_size: int = int_field(1, 256, default=64)
     kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
@@ -142,8 +140,7 @@ class EngineConfig(Value):
     With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
     `ExpertConfig.expert_distribution_recorder_mode`. At most `rebalance_max_bytes` of weights are sent for it; None
     sends as many as need be. On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step`
-    in a step, though one expert at least; 0 moves all at once.
-    """
+    in a step, though one expert at least; 0 moves all at once."""
 
     max_running_requests: int = int_field(1, MAX_REQUESTS, default=256)
     max_queued_requests: int = int_field(1, MAX_REQUESTS, default=4096)
@@ -182,8 +179,7 @@ class ExpertConfig(Value):
     experts first. With `two_batch_overlap` half of a step's tokens travel while the other half computes.
     `expert_distribution_recorder_mode` counts the choices of routers, over the last
     `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
-    `moe.ExpertLoadRecorder`.
-    """
+    `moe.ExpertLoadRecorder`."""
 
     num_redundant_experts: int = int_field(0, 1 << 16, default=0)
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
@@ -217,8 +213,7 @@ class SLO(Value):
 
     TTFT may take max(`ttft_s`, `ttft_per_token_s` * prompt tokens), so that long prompts get more time. TPOT is
     (E2E - TTFT) / (output tokens - 1), and a request of one token has none. `itl_p99_s` bounds the 99th percentile of
-    the gaps between the tokens of one request, `e2e_s` its whole time. Raises ConfigError when there is no limit.
-    """
+    the gaps between the tokens of one request, `e2e_s` its whole time. Raises ConfigError when there is no limit."""
 
     ttft_s: float | None = float_field(0.0, 1e6, default=None)
     tpot_s: float | None = float_field(0.0, 1e6, default=None)
@@ -251,8 +246,7 @@ class PairingConfig(Value):
     says which losses are counted. With `continue_elsewhere` it does so even after it has given tokens. This is on by
     default: tokens depend on seed and position, so the stream is the one that a retraction would have given. With
     `fair_share` tenants, that is requests of equal `cache_salt`, take turns in the queue by the tokens they ask for,
-    within a priority. It is off by default, because salts need not name tenants; see docs/decisions/0022.
-    """
+    within a priority. It is off by default, because salts need not name tenants; see docs/decisions/0022."""
 
     max_queued_requests: int = int_field(1, MAX_REQUESTS, default=1024)
     max_queued_per_decode: int = int_field(1, MAX_REQUESTS, default=256)
@@ -274,8 +268,7 @@ class RemoteConfig(Value):
     `serve` goes on with what it runs, and waits as long for a client that is silent, or for another connection when it
     has a listener. `hung_s` is how long a step may take: a port whose step takes longer is lost in the same way. None
     uses what the engine says of itself, see `hung_after_s`. When the client is gone for good and a step does not end
-    for another `exit_s`, the engine's process ends without it.
-    """
+    for another `exit_s`, the engine's process ends without it."""
 
     silent_s: float = float_field(1, 3600, default=SESSIONS.silent_s, low_included=True)
     return_s: float = float_field(0, 86400, default=60.0, low_included=True)

@@ -1,8 +1,7 @@
 """What a config.json says of weights that compressed-tensors has packed to four bits.
 
 Format: https://github.com/vllm-project/compressed-tensors, `QuantizationConfig`. What would mean other numbers than
-those that are read is refused by name.
-"""
+those that are read is refused by name."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None) -> tu
     """Return the radians per position of the rope_dim / 2 pairs: theta^(-2i/rope_dim).
 
     YaRN (arXiv:2309.00071, equations 18 to 23) slows pairs that turn fewer than `beta_slow` times in the original
-    context by `factor`, leaves those above `beta_fast` alone, and blends linearly between.
-    """
+    context by `factor`, leaves those above `beta_fast` alone, and blends linearly between."""
     plain = tuple(theta ** (-2 * pair / rope_dim) for pair in range(rope_dim // 2))
     if yarn is None:
         return plain

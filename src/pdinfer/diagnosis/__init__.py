@@ -9,5 +9,4 @@
     machine.py     all that is looked at, in one value
     report.py      facts and problems, as text and as JSON
 
-May import: kernels, kv, process.
-"""
+May import: kernels, kv, process."""

@@ -45,8 +45,7 @@ def cpu_affinity(machine: Machine | None = None) -> tuple[CpuAffinity | None, ..
     """Return where the ranks of this host run, for each GPU that torch sees; None for one whose NUMA node is not known.
 
     GPUs of a node divide its cores in order, and a core with all of its threads is one rank's. Reads /sys, and starts
-    CUDA in this process. Raises ConfigError where there is no GPU. `machine` is for tests.
-    """
+    CUDA in this process. Raises ConfigError where there is no GPU. `machine` is for tests."""
     machine = machine or Machine()
     gpus = machine.gpus()
     if not gpus:

@@ -28,8 +28,7 @@ def doctor(machine: Machine | None = None) -> Diagnosis:
     `print(pd.doctor())` is the report, and `to_json()` the same for programs; on a command line, `python -m pdinfer
     doctor [--json]`. Changes nothing but the cache of compiled kernels. Imports optional libraries in processes of
     their own, which takes seconds, and starts CUDA in this one where there is a GPU. Raises nothing: a probe that fails
-    is reported. `machine` is for tests.
-    """
+    is reported. `machine` is for tests."""
     machine = machine or Machine()
     return Diagnosis(sections=tuple(_section(name, probe, machine) for name, probe in PROBES))
 

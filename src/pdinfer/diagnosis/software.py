@@ -210,7 +210,6 @@ def _native(machine: Machine, compiler: str | None, flags: frozenset[str]) -> Fo
 
 
 def _cache(machine: Machine) -> Found:
-    """The folder of compiled kernels."""
     folder = cache_path(machine.environment)
     yield Fact(name="cache folder", value=None if folder is None else str(folder))
     if folder is None:

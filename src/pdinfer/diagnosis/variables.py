@@ -2,8 +2,7 @@
 other or the machine.
 
 Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and
-https://docs.nvidia.com/nvshmem/api/gen/env.html. Gloo takes names of interfaces as they are, and no list of NCCL's.
-"""
+https://docs.nvidia.com/nvshmem/api/gen/env.html. Gloo takes names of interfaces as they are, and no list of NCCL's."""
 
 from __future__ import annotations
 

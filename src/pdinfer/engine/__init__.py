@@ -10,5 +10,4 @@
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 
-May import: config, execution, kv, model, moe, parallel, process, scheduling, the ground.
-"""
+May import: config, execution, kv, model, moe, parallel, process, scheduling, the ground."""

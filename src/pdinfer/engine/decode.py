@@ -76,8 +76,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     page by page. When the pool is exhausted, a running sequence is retracted (`rules.choose_victim`): it returns to the
     front of the queue with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so
     that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence the drafted tokens that were
-    right, and one more. A `DecodeScheduler` decides all of it; the engine obeys with pages, a channel and a runner.
-    """
+    right, and one more. A `DecodeScheduler` decides all of it; the engine obeys with pages, a channel and a runner."""
 
     role = "decode"
     _check_steps = staticmethod(_check_steps)

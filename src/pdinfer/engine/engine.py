@@ -111,8 +111,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     steps it and waits for it (`remote.serve` is such a loop). Requests go to the leader of an attention group; on any
     other rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost. A rank whose host
     does not step for as long as a collective may take counts as lost. An engine that is closed on one rank closes on
-    all of them.
-    """
+    all of them."""
 
     role = "engine"
     address: PeerAddress
@@ -312,8 +311,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
         example before `remote.serve`. A warm-up borrows free pages, touches no others, leaves the prefix cache as it
         is, counts in no `load`, and forgets what was recorded about experts. Raise Overloaded when requests are
-        unfinished or no page is free, RequestError when the engine is closed.
-        """
+        unfinished or no page is free, RequestError when the engine is closed."""
         _check_unused(self.role, self.num_unfinished, closed=self.closed)
         self._begin_call()
         line = telling(progress, f"warming up {self.role}", "steps", self._clock)

@@ -21,8 +21,7 @@ class EngineExperts(OfOneProcess):
         same step; from there on `load().placement_epoch` is `epoch` (by default one more than before). Until then the
         old placement is used, and it stays when a rank cannot go on: `load().placement_error` tells why. Raises
         ConfigError for a placement of other sizes, for a stale one (its epoch is not above the one in use, or nothing
-        changes), and while another one is staged.
-        """
+        changes), and while another one is staged."""
         self._rebalancing.stage(placement, epoch=epoch)
 
     def cancel(self) -> None:
@@ -33,15 +32,13 @@ class EngineExperts(OfOneProcess):
         """Solve a placement for the load that all ranks recorded, in a process of its own, and stage it on all ranks.
 
         Does nothing while a rebalance is under way. Call it on one rank. Raises ConfigError when nothing is recorded,
-        and when all experts are on one rank.
-        """
+        and when all experts are on one rank."""
         self._rebalancing.request_rebalance()
 
     def sum_load(self) -> None:
         """Add up what all ranks recorded, at their next step, into `load`. Call it on one rank.
 
-        Raises ConfigError when nothing is recorded.
-        """
+        Raises ConfigError when nothing is recorded."""
         self._rebalancing.request_sum()
 
     @property
@@ -49,6 +46,5 @@ class EngineExperts(OfOneProcess):
         """How many tokens chose each expert, int64 [layers, experts], over all ranks.
 
         It is from when the ranks last added it up, for a rebalance or for `sum_load`; None before. `moe.write_counts`
-        writes it to a file.
-        """
+        writes it to a file."""
         return self._rebalancing.load

@@ -47,8 +47,7 @@ class PageTables(_Tables):
 
     A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
     written: only full pages are known, and a sequence writes after them. The granted pages of a room that was given up
-    are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
-    """
+    are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them."""
 
     def __init__(self, pool: PagePool, channel: KVChannel | RankChannel, *, num_withheld: int) -> None:
         super().__init__(pool, channel, num_withheld=num_withheld)

@@ -38,8 +38,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     """Runs prompts in chunks over the pages of its `pool`, and pushes each layer as soon as it is finished.
 
     It ends no request. A prompt that fails or is cancelled here becomes an ABORTED hand-off, and decode decides. A
-    `PrefillScheduler` decides what runs; the engine obeys with pages, a channel and a runner.
-    """
+    `PrefillScheduler` decides what runs; the engine obeys with pages, a channel and a runner."""
 
     role = "prefill"
     _check_steps = staticmethod(_check_steps)

@@ -1,8 +1,7 @@
 """How an engine changes its role: another engine takes its place, over the same model, pages and end of the channel.
 
 Weights and cached pages stay where they are, and so does the address. Links and requests do not: a `Pairing` that
-switches a port drains it first, and links it anew to the ports of what is then the other side.
-"""
+switches a port drains it first, and links it anew to the ports of what is then the other side."""
 
 from __future__ import annotations
 

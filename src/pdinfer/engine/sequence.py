@@ -264,8 +264,7 @@ class Prompt(ScheduledPrompt):
     ones are the grant's own. All other pages are `held` until everything is sent. The first `num_cached` of the tokens
     in the pages are from earlier requests. Tokens up to `num_pushed` are at decode or on the way. `keys` are the keys
     of its full pages. When it came, the pool knew its first `num_found` tokens. `pushed_at` is when the first of them
-    were pushed.
-    """
+    were pushed."""
 
     request: Request
     grant: PageGrant

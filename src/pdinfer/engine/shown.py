@@ -1,8 +1,7 @@
 """What an engine shows of its requests: all that it holds at one moment, for tests and for finding faults, and in its
 trace their stages, their bytes on the channel, and arrows between engines. No engine acts upon it.
 
-Engines call the functions only when they have a trace.
-"""
+Engines call the functions only when they have a trace."""
 
 from __future__ import annotations
 

@@ -7,5 +7,4 @@
     drafting.py   tokens that the MTP layer proposes, and what becomes of them
     warm_up.py    runs every size of step once before requests come
 
-May import: config, kernels, kv, model, process, the ground.
-"""
+May import: config, kernels, kv, model, process, the ground."""

@@ -2,8 +2,7 @@
 
 The cache entry that the layer writes for a position depends on the next token and on the model's own state there. So it
 is written one step late, once the model has accepted the token and computed the state. It overwrites what drafting left
-in the pages meanwhile, which was computed from the layer's own states.
-"""
+in the pages meanwhile, which was computed from the layer's own states."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Drafter:
     """Proposes tokens with the MTP layer of `model` for the sequences in `rows`, and keeps the cache of that layer.
 
     Beside the rows it has the model's states, after its final norm, at the newest positions of every slot: those whose
-    cache entries are not written yet.
-    """
+    cache entries are not written yet."""
 
     def __init__(
         self, model: Model, mtp: MTP, memory: PageMemory, rows: DecodeRows, trace: Trace | None = None

@@ -5,8 +5,7 @@ and the pages stay where they are, and what differs from step to step lies there
 size. Its padding rows go to no expert, write to the scratch page, and their tokens are not read.
 
 On a CPU nothing is launched, but what Python does between kernels takes its time too. There the layers of a step are
-recorded when its size comes for the second time, without padding, and run as they were recorded from then on.
-"""
+recorded when its size comes for the second time, without padding, and run as they were recorded from then on."""
 
 from __future__ import annotations
 
@@ -148,7 +147,6 @@ class DecodeGraphs:
         return self._record(key)
 
     def _record(self, key: _Key) -> Tensor:
-        """Run the model and record it."""
         logits: list[Tensor] = []
         recording = Recording.of(lambda: logits.append(self._forward(key[0])))
         if recording.refusal is not None:

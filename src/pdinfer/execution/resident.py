@@ -2,8 +2,7 @@
 
 Rows go in only as far as they changed (`DecodeRows`); drafting, model, draw, acceptance and advance queue work and wait
 for nothing; then the drawn tokens are read with one wait. The work in between is one launch where it was captured, and
-on a CPU the model is the kernels that were recorded (`graphs`).
-"""
+on a CPU the model is the kernels that were recorded (`graphs`)."""
 
 from __future__ import annotations
 
@@ -106,7 +105,6 @@ class ResidentDecode:
         return self._rows.place(rows, owners, drafting)
 
     def _decode(self, draws: Sequence[Draw], sampler: Sampler | None) -> list[list[Drawn]]:
-        """Run a step that drafts nothing."""
         kind = kind_of(draws)
         output = self._captured(len(draws), kind) or self._run(len(draws), kind)
         self._end_step()

@@ -149,8 +149,7 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
     """Let torch's ops in this thread use `num_threads` threads, and afterwards as many as before. None changes nothing.
 
     torch keeps the number for each calling thread. A thread that uses torch for the first time takes the number that
-    was set last in any thread (ATen/ParallelOpenMP.cpp).
-    """
+    was set last in any thread (ATen/ParallelOpenMP.cpp)."""
     before = torch.get_num_threads()
     if num_threads is None or num_threads == before:
         yield

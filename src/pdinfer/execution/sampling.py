@@ -4,8 +4,7 @@ far), so batch, engine and re-prefill do not change it.
 The parameters of a request are applied in the order of vLLM's sampler: logit bias; repetition, frequency and presence
 penalties; `min_new_tokens`; the logits processor. Greedy decoding takes the largest logit that is left. Otherwise the
 temperature follows, then top_k, top_p and min_p, in the order of SGLang's sampler. Log-probabilities are those of the
-raw logits. What does not need the host is the op `draw`.
-"""
+raw logits. What does not need the host is the op `draw`."""
 
 from __future__ import annotations
 
@@ -184,8 +183,7 @@ def sample(
     A row fails alone, with its error in `Drawn`. It is a PDInferError when any of its raw logits is NaN or +inf, even
     if the request masks it, or when all are -inf. It is a RequestError when the logits processor raises, when no token
     is left to draw, or when the processor allowed a token whose raw logit is -inf. Reading the result on the host syncs
-    the device.
-    """
+    the device."""
     if not draws:
         return []
     changed_BV, errors = _change(logits_BV, draws)
@@ -283,8 +281,7 @@ def _penalize(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
 
     Repetition (Keskar et al. 2019, section 4.1, with negative logits as in Hugging Face): the logits of tokens in
     prompt or output are divided by the penalty when positive, otherwise multiplied. Frequency and presence (OpenAI's
-    API): subtracted once for each time that the token is in the output, and once if it is there at all.
-    """
+    API): subtracted once for each time that the token is in the output, and once if it is there at all."""
     if not any(draw.penalizes for draw in draws):
         return
     params = [draw.sampling for draw in draws]

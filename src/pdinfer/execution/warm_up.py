@@ -1,8 +1,7 @@
 """Warm-up: every size of step runs once, so that no request pays for a first use.
 
 A first use compiles, fills the caches that libraries keep per shape, and reads weights that the system has only mapped.
-The steps run on free pages and give them back. They evict nothing, and no request finds what they wrote.
-"""
+The steps run on free pages and give them back. They evict nothing, and no request finds what they wrote."""
 
 from __future__ import annotations
 

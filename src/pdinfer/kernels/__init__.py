@@ -21,8 +21,7 @@
 Tested by tests/conformance/test_ops.py. Beside it stand the suites of quantized weights, attention, sparse attention,
 routing, draws, values that are not finite, and libraries.
 
-May import: process, the ground.
-"""
+May import: process, the ground."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ class PagedCache(Value):
     entries beyond the end of one are any valid page.
 
     `of_step` has what providers made of everything but the pages, by keys of their own. The caches of all layers of a
-    step share it, and no other step does.
-    """
+    step share it, and no other step does."""
 
     pages_PGW: Tensor
     table_BM: Tensor
@@ -62,8 +61,7 @@ class DecodeCache(PagedCache):
     queries.
 
     `live_T` (bool, T = B * Q) says which queries mean something, those of a sequence first; None if all do. The row of
-    a query that is not live may never have been written.
-    """
+    a query that is not live may never have been written."""
 
     lens_B: Tensor
     live_T: Tensor | None = attrs.field(default=None, kw_only=True)
@@ -81,8 +79,7 @@ class RouterRule(Value):
     """How a router chooses `top_k` experts by scores that are the `sigmoid` or softmax of logits.
 
     With more than one group only the best `top_k_groups` compete. `normalize` divides the weights of a token by their
-    sum; `scaling_factor` multiplies them.
-    """
+    sum; `scaling_factor` multiplies them."""
 
     sigmoid: bool
     top_k: int

@@ -1,7 +1,6 @@
 """The ops of `FusedOps`, each as the sequence of ops that it stands for. `ops` are those of the model.
 
-Every step rounds to the dtype that its op returns, so a fused kernel has to round where these do.
-"""
+Every step rounds to the dtype that its op returns, so a fused kernel has to round where these do."""
 
 from __future__ import annotations
 

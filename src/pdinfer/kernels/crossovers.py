@@ -2,8 +2,7 @@
 it without code.
 
 Between two numbers of rows that were measured, the nearer one counts, by their ratio; beyond them, the last one. A card
-that was not measured takes the nearest one, by multiprocessors and bandwidth.
-"""
+that was not measured takes the nearest one, by multiprocessors and bandwidth."""
 
 from __future__ import annotations
 

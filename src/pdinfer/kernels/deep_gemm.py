@@ -5,8 +5,7 @@ sgl-deep-gemm 0.1.4. The library is known by its functions: versions of the two 
 project has its name on PyPI.
 
 Its scores of index keys are not used: it rounds queries to FP8, and `index_topk` promises scores of queries as they
-are.
-"""
+are."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ class _Tiles:
     expert's matrix.
 
     There are M slots, as many as any counts could need, and those of expert e are `slots_E[e]`. Slot m holds row
-    `row_M[m]` for expert `expert_M[m]` (int32, -1 where the slot is not used); row s is in slot `slot_S[s]`.
-    """
+    `row_M[m]` for expert `expert_M[m]` (int32, -1 where the slot is not used); row s is in slot `slot_S[s]`."""
 
     slots_E: Tensor
     row_M: Tensor
@@ -163,7 +161,6 @@ class _Tiles:
 
 
 def _tile() -> int:
-    """Return the rows of a tile."""
     tile: int = _call(ALIGNMENT)()
     return tile
 

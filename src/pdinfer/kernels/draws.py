@@ -28,8 +28,7 @@ class Controls:
     """The parameters of a draw as tensors [B] on the device of the logits: float64, and int64 from `top_k_B` on.
 
     `min_logit_B` is log(min_p), or -inf; `top_k_B` of 0 keeps all. A row of temperature 0 is greedy. `seed_B` are the
-    64 bits of a seed, and `position_B` is the index of the drawn token in its sequence.
-    """
+    64 bits of a seed, and `position_B` is the index of the drawn token in its sequence."""
 
     temperature_B: Tensor
     top_p_B: Tensor
@@ -102,8 +101,7 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
     positions are int64, a seed of 2**63 or more with its bits as they are.
 
     Seed and position become two 32-bit keys (SplitMix64: Steele, Lea, Flood 2014), which enter an integer hash of the
-    token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector).
-    """
+    token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector)."""
     keys_B = _mix(_mix(seed_B) + position_B * _GOLDEN_64 + _GOLDEN_64)
     first_B1, second_B1 = keys_B.view(torch.int32).view(-1, 2, 1).unbind(1)
     x_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) * _GOLDEN_32 + first_B1

@@ -5,8 +5,7 @@ versions differ in the plan of a call: older ones compute it in `get_mla_metadat
 to the lengths of that call. One way of calling suits both, with a plan for all layers of a step (`PagedCache.of_step`).
 
 What it does to numbers that are not finite: a score of -inf beside finite ones gets no weight, so an infinite rotary
-key, or a product that overflows, may be lost where other ops return NaN.
-"""
+key, or a product that overflows, may be lost where other ops return NaN."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class _Queries:
 
     The causal mask multiplies what it hides by 0, and a row that was never written may hold NaN. So nothing that is not
     live is within the length, behind which the library puts zeros itself (csrc/sm90/decode/dense/splitkv_mla.cuh,
-    `fill_oob_V`). Query i comes from `order_T[i]`, and its result is number `back_T[i]`; None is the same order.
-    """
+    `fill_oob_V`). Query i comes from `order_T[i]`, and its result is number `back_T[i]`; None is the same order."""
 
     lens_B: Tensor
     order_T: Tensor | None = None

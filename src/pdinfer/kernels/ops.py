@@ -188,8 +188,7 @@ class Ops(FusedOps, Protocol):
         Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
         own sequence, ascending, with -1 after the last where a token sees fewer than S. Among equal scores the lowest
         position is taken, whatever the sizes of pages, chunks and batches. A token chooses nothing, -1 everywhere, when
-        its query, its weights, a key it sees or one of its scores is not finite; `mla_sparse` turns that into NaN.
-        """
+        its query, its weights, a key it sees or one of its scores is not finite; `mla_sparse` turns that into NaN."""
 
     def index_topk_decode(self, q_BQXY: Tensor, weights_BQX: Tensor, cache: DecodeCache, *, top_k: int) -> Tensor:
         """Return what `index_topk` chooses for the last Q cached tokens of each sequence -> int64 [B, Q, S]. S =
@@ -232,8 +231,7 @@ class Ops(FusedOps, Protocol):
 
         The best expert comes first. Among equal experts the lowest id is better, and among equally good groups the
         first. When a logit or a bias is not finite, all weights of the token are NaN, and its ids are distinct experts
-        without meaning.
-        """
+        without meaning."""
 
     def group_rows(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Assign a row to each of a token's experts: (counts_E, token_of_row_S, row_TK), int64 on the device of the
@@ -276,8 +274,7 @@ class Ops(FusedOps, Protocol):
 
         Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the
         raw logits. The latter is not finite where a raw logit is NaN or +inf, or all are -inf. The token of such a row
-        means nothing, but is a token.
-        """
+        means nothing, but is a token."""
 
     def gather_pages(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
         """Copy row `rows[s]` of a pool, which is cut into N rows of equal size, to row s of `into_SW`. Rows are int64,

@@ -1,8 +1,7 @@
 """Ops over pages whose rows lie in two parts: latents and rotated keys, or index keys in INT8 and their scales.
 
 Ops of Ascend take such pages as they are. The other providers read whole rows, so here the rows in the pages of a call
-are joined first, for ops that were chosen for whole rows: a copy of the contexts in each layer.
-"""
+are joined first, for ops that were chosen for whole rows: a copy of the contexts in each layer."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ sequence of others are in `compositions.py`.
 
 Formulas: DeepSeek-V2 report (arXiv 2405.04434) section 2 for MLA, DeepSeek-V3 report (arXiv 2412.19437) section 2.1.2
 for the router with correction bias, DeepSeek-V3.2 report (arXiv 2512.02556) section 2.1 for index scores. All
-arithmetic is float32 (float64 stays float64).
-"""
+arithmetic is float32 (float64 stays float64)."""
 
 from __future__ import annotations
 

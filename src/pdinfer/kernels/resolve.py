@@ -229,8 +229,7 @@ def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtyp
     `where` is a device, a card's name ("H200") or a spec, and none of them need be here; `dtype` is that of a model
     there, which a spec says itself. A spec also tells what `weights="auto"` makes of its weight formats. For a `Model`
     the table tells what the model got, what became of its quantized weights, and what is odd about where its experts
-    are. Raises BackendUnavailable for an unknown device.
-    """
+    are. Raises BackendUnavailable for an unknown device."""
     remarks: tuple[str, ...] = ()
     if isinstance(where, str | torch.device):
         where = OpSpec(device=where, dtype=dtype)

@@ -16,8 +16,7 @@
 
 Tested by tests/unit/kv; the transports by tests/conformance.
 
-May import: config, process, the ground.
-"""
+May import: config, process, the ground."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from pdinfer.kv.transports.loopback import LoopbackTransport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.transport import Strangers
 from pdinfer.kv.view import PageMemory
 from pdinfer.stats import ChannelStats
 from pdinfer.types import HandoffStatus

@@ -239,7 +239,6 @@ def _wait(stream: torch.Stream | None, *events: torch.Event | None) -> None:
 
 
 def _numbers(spans: Spans) -> tuple[Ints, Ints]:
-    """Return the offsets and the lengths of spans."""
     offsets, lengths = np.array(spans, np.int64).reshape(-1, 2).T
     return offsets, lengths
 

@@ -3,8 +3,7 @@ digested while the core's cache holds it. The digest is xxh3_64, that of the pac
 is compiled.
 
 Calls keep the interpreter lock: given back to a busy host, it would be gone for 5 ms each time. So each should move a
-few MiB at most.
-"""
+few MiB at most."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ region, and a token's address needs no table but the page table:
 
     region(component, layer) + (page * page_size + token % page_size) * token_bytes
 
-A component with a `shape` has heads, and its axes may lie in another order; see `shapes`.
-"""
+A component with a `shape` has heads, and its axes may lie in another order; see `shapes`."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class KVLayout(Value):
     same shape and mean nothing. `weights_id` is a digest of all weights of the main model, and `mtp_weights_id` of
     those of an MTP layer, which are compared where both ends have them. An end that has not read its weights leaves
     `weights_id` empty and has `sampled_weights_id`, which depends on little of each tensor. That is compared with
-    such an end alone. Layers are global ids, so ends that hold different slices still agree.
-    """
+    such an end alone. Layers are global ids, so ends that hold different slices still agree."""
 
     model_id: Digest
     weights_id: Digest

@@ -51,8 +51,7 @@ class Pages(Protocol):
     `layout` says what the bytes mean, and `memory` holds them: for each (component, layer), component first, one region
     of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages after them are scratch, and
     the two numbers are equal where there is none. A pool of a model whose weights were read also has their `tensors`
-    (`identity.TensorDigests`): the channel names those that differ from a peer's.
-    """
+    (`identity.TensorDigests`): the channel names those that differ from a peer's."""
 
     @property
     def layout(self) -> KVLayout: ...

@@ -109,8 +109,7 @@ class PagePool(OfOneProcess):
     `free + owned + granted + cached == num_pages` always holds; a page that several requests share counts as owned
     once. A transition that does not fit raises and changes nothing. Requests get free pages first, and cached pages
     when those run out. Raises ConfigError when the pool does not fit the device's memory. On several ranks all of them
-    make their pools together, unless `num_pages` sets the size.
-    """
+    make their pools together, unless `num_pages` sets the size."""
 
     @typed
     @own_modes()

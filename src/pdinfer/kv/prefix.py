@@ -8,8 +8,7 @@ also the token after that). Only full pages have a key.
     key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
 
 A sequence whose first pages this process computed itself, and whose later ones others write, changes the root between
-them: to H(key of the last page of our own, root of those others).
-"""
+them: to H(key of the last page of our own, root of those others)."""
 
 from __future__ import annotations
 
@@ -159,8 +158,7 @@ class PrefixIndex:
         none rests.
 
         A request that uses a page uses all pages before it and releases them later, so the first page in line
-        qualifies.
-        """
+        qualifies."""
         for page in self._resting:
             if not self._nodes[page].children:
                 self._remove(page)

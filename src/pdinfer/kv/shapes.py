@@ -60,8 +60,7 @@ class PageShape(Value):
 
     A `packed` page is in a form of its kernel's own, where no token and no head has bytes of its own: such pages move
     whole, between ends with pages of one size that hold the same heads. Raises ValueError for heads that are not among
-    `num_heads`, and for a packed page whose bytes are not adjacent.
-    """
+    `num_heads`, and for a packed page whose bytes are not adjacent."""
 
     heads: range
     num_heads: Annotated[int, Meta(ge=1, le=MAX_INDEX)]

@@ -29,8 +29,7 @@ class PageMemory:
     Transports read and write host memory in place; what they move to and from a device goes through `DeviceCopies`,
     made of `ops`. With "auto" and "shared", host memory is a `memfd` on systems that have them, which other processes
     may be given to read: a forked child then shares the pages and must leave them alone. "pinned" memory is not a
-    memfd. Raises ConfigError for memory that a device does not have, and for a device without `ops`.
-    """
+    memfd. Raises ConfigError for memory that a device does not have, and for a device without `ops`."""
 
     def __init__(
         self,

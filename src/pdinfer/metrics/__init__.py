@@ -9,8 +9,7 @@
     series.py     counts and histograms, and their text
     names.py      the metrics there are
 
-May import: the ground.
-"""
+May import: the ground."""
 
 from __future__ import annotations
 

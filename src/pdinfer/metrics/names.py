@@ -1,7 +1,6 @@
 """The metrics of pdinfer: names that dashboards rely on, so that a change of one is a change for hosts.
 
-`docs/howto/observe.md` has them in a table, which a test compares with this one.
-"""
+`docs/howto/observe.md` has them in a table, which a test compares with this one."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class Recorder:
 
     Times are those of events, as decode reports them. Counters never fall, also when an engine starts again or a link
     is opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
-    Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's.
-    """
+    Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's."""
 
     def __init__(self, *, labels: Mapping[str, str] | None = None) -> None:
         self._labels = dict(labels or {})

@@ -1,7 +1,6 @@
 """The values of metrics, and Prometheus's text format for them.
 
-Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-based format".
-"""
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-based format"."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class Spans:
         spans.read(pairing.step())
 
     `tracer` is OpenTelemetry's; by default, that of its global provider. `clock_ns` is the wall clock. Any thread may
-    call any method. Raises BackendUnavailable without opentelemetry-api.
-    """
+    call any method. Raises BackendUnavailable without opentelemetry-api."""
 
     def __init__(self, tracer: Any = None, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._telemetry = _telemetry()

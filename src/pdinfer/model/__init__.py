@@ -1,8 +1,7 @@
 """The network. It reads and writes pages through a view, and knows of no channel, pool or request.
 
     model.py          embedding, blocks, head
-    block.py          one layer
-    overlap.py        two halves of a step, one of which computes while the other travels
+    block.py          one layer, and two halves of a step that take turns in them
     attention.py      the seam between a layer and its attention
     mla.py            multi-head latent attention, and what its tokens leave in the cache
     dsa.py            the indexer of sparse attention
@@ -12,10 +11,7 @@
     cache.py          the components of a cache layout, plain and packed
     activations.py    hidden states and choices of routers, for who looks into a model
     load.py           from a checkpoint to a model: the request is checked, and the ranks meet
-    load_plan.py      which tensors are read, and what they become
-    agreement.py      digests of the weights that the ranks have read
+    load_plan.py      which tensors are read, what they become, which are refused, and what ranks agree they have read
     destinations.py   where each tensor goes
-    unread.py         tensors that the model does not read: expected ones by name, all others refused
 
-May import: checkpoint, config, kernels, kv, layers, moe, parallel, process, the ground.
-"""
+May import: checkpoint, config, kernels, kv, layers, moe, parallel, process, the ground."""

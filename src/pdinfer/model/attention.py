@@ -49,8 +49,7 @@ class Attention(Protocol):
         """Return what a token leaves in the cache of `layers`.
 
         `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names; `rope_apart` and
-        `index_format` are those of `CacheConfig`. Raises ConfigError for sizes that "fp8" cannot pack.
-        """
+        `index_format` are those of `CacheConfig`. Raises ConfigError for sizes that "fp8" cannot pack."""
 
 
 ATTENTIONS: Mapping[AttentionKind, type[Attention]] = MappingProxyType({AttentionKind.MLA: MLA})

@@ -2,8 +2,7 @@
 
 With context parallelism the new tokens of every prompt are cut into pieces (`parallel.slices.context_parallel_slices`),
 and each rank runs its own. A piece is a sequence like any other. Its context ends where the piece ends and lies in the
-pages of its prompt, which every rank fills with the latents of all pieces.
-"""
+pages of its prompt, which every rank fills with the latents of all pieces."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Batch:
     tokens are not; it is None where all are live.
 
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
-    every prompt is on rank 0, where `row_ends` tells which sequences end a prompt. A single rank has no counts.
-    """
+    every prompt is on rank 0, where `row_ends` tells which sequences end a prompt. A single rank has no counts."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -252,8 +250,7 @@ def _padded(pages: Sequence[int], width: int) -> list[int]:
 class Step:
     """One pass through the layers. The model makes one at the start of a step, and the MTP layer makes its own.
 
-    `angles` are (cos_TF, sin_TF) of the batch's positions. `trace` is told which part of the model runs.
-    """
+    `angles` are (cos_TF, sin_TF) of the batch's positions. `trace` is told which part of the model runs."""
 
     batch: Batch
     view: KVView

@@ -1,8 +1,7 @@
 """The components of a cache layout, by the format asked for. Each attention says which of them its tokens leave.
 
 A component's `format` is text that is equal where bytes mean the same. "fp8" packs rows as `kernels.formats.cache_rows`
-says.
-"""
+says."""
 
 from __future__ import annotations
 

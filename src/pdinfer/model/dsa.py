@@ -2,8 +2,7 @@
 
 The index keys, one per token for all heads of the indexer, lie in the same pages as the latents. Where no context of a
 step is longer than `index_topk`, every token is chosen, and attention may take its dense way (DeepSeek-V3.2 report,
-arXiv 2512.02556, section 2.1).
-"""
+arXiv 2512.02556, section 2.1)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Indexer(Value):
 
     The weights of the heads are float32, and so is the norm of the keys, which has a mean and a bias. There are X heads
     of Y elements, and rope turns the *first* qk_rope_head_dim of them. In DeepSeek-V3.2 the pairs are (i, i + R/2),
-    unlike in its attention.
-    """
+    unlike in its attention."""
 
     num_heads: int
     top_k: int

@@ -77,7 +77,7 @@ def load_model(
     loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of
     them calls this; `experts` says how their experts are reached, and `placement` which rank holds which. With the
     `cache` of its pools, ops can be taken that are made for one page size or format; others are then refused. A tensor
-    that the model does not read is refused, unless `unread` expects it. Links in the folder may end inside it, among
+    that the model does not read is refused, unless `load_plan` expects it. Links in the folder may end inside it, among
     the blobs of the hub cache whose snapshot it is, and in `trusted_roots`.
 
     `device` is "cpu", "cuda", or what a vendor's package has brought to torch ("npu" by torch_npu). One that is no CPU
@@ -85,8 +85,7 @@ def load_model(
     summed in float32 alone, in the whole process (docs/decisions/0025-products-on-a-card.md).
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
-    BackendUnavailable, all before large allocations except for bad values.
-    """
+    BackendUnavailable, all before large allocations except for bad values."""
     begin_to_compute(torch.get_num_threads())
     topology, experts = topology or Topology(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)

@@ -1,29 +1,34 @@
-"""Which tensors of a checkpoint a rank reads, and what they become: checked, then allocated, then read."""
+"""Which tensors of a checkpoint a rank reads, and what they become: checked, then allocated, then read. Which of them
+its model does not know, and which digests of those that were read all ranks agree on."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import attrs
+import numpy as np
 import torch
+from msgspec import UNSET
 
-from pdinfer.checkpoint.reader import TensorInfo
+from pdinfer.checkpoint.reader import ABSENT, Checkpoint, TensorInfo, Words, num_blocks
 from pdinfer.checkpoint.schemes import QUANTIZED, StoredWeights
-from pdinfer.checks import check_fits
+from pdinfer.checks import check_fits, clip
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
+from pdinfer.identity import TensorDigest, TensorDigests, WeightsIdentity
 from pdinfer.kernels.formats.floats import all_finite
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.weights import as_format, assign, columns_of, dequantize, tensors_of
 from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.layers import WeightSource
 from pdinfer.log import log
-from pdinfer.model.agreement import agreed_identity
 from pdinfer.model.destinations import Destinations, Place
 from pdinfer.model.model import Model
-from pdinfer.model.unread import check_tied, refuse_unread
-from pdinfer.parallel.groups import InTouch
+from pdinfer.model.mtp import copy_names
+from pdinfer.parallel.groups import Group, InTouch
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory_bytes
 from pdinfer.progress import Tell
@@ -50,8 +55,7 @@ class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
     Formats in `kept` are held as they are stored, and matrices of the formats in `strips` in strips. `weights` is what
-    the caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
-    """
+    the caller asked for. `listed` holds every tensor of the model by name, and takes no memory."""
 
     target: Target
     build: Build
@@ -72,8 +76,7 @@ class LoadPlan:
         """Log the bytes that this rank is about to allocate.
 
         Raises CheckpointError with the names of tensors that are missing, do not fit or are left over, and ConfigError
-        when the device cannot hold the weights.
-        """
+        when the device cannot hold the weights."""
         target = self.target
         self._check_names()
         for names in refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp):
@@ -195,3 +198,124 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
     if not all(name.startswith(layer) for name in missing):
         return ""
     return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"
+
+
+IMAGE_PARTS = ("vision_tower.", "mm_projector.")
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def refuse_unread(
+    stored: StoredWeights, read: Collection[str], config: ModelConfig, *, mtp: bool
+) -> Iterable[Collection[str]]:
+    """Refuse tensors that nothing reads, whether or not the index lists them: what nobody asks for may change what the
+    model computes, so it is never skipped in silence.
+
+    A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Return the names of
+    those read, together where they differ in the number of an expert alone. Raises CheckpointError with the names of
+    the others, except those that `_needs_no_reading` knows."""
+    kinds: dict[str, list[str]] = {_kind(name): [] for name in read}
+    used: set[str] = set()
+    for name in map(stored.matrix, stored.files.tensors):
+        expert = _EXPERT.search(name)
+        elsewhere = expert is not None and int(expert[1]) < config.n_routed_experts and _kind(name) in kinds
+        if elsewhere or name in read:
+            kinds[_kind(name)].append(name)
+            used.update(stored.parts(name))
+    every = (*stored.files.tensors, *stored.files.unlisted)
+    strange = [name for name in every if name not in used and not _needs_no_reading(name, config, mtp)]
+    if strange:
+        rest = f" and {len(strange) - MAX_NAMED} more" if len(strange) > MAX_NAMED else ""
+        raise CheckpointError(
+            f"{stored.files.folder}: {len(strange)} tensors are not those of a {config.model_type} with "
+            f"num_hidden_layers = {config.num_hidden_layers} and num_nextn_predict_layers = "
+            f"{config.num_nextn_predict_layers}, and nothing here computes what they are for: "
+            f"{', '.join(clip(name) for name in strange[:MAX_NAMED])}{rest}; check that config.json is the model's own"
+        )
+    return kinds.values()
+
+
+def check_tied(stored: StoredWeights, config: ModelConfig, model: Model) -> None:
+    """Check that head and embedding are equal where the config ties them and the files hold both. Raises
+    CheckpointError."""
+    info = stored.files.tensors.get(HEAD)
+    if config.tie_word_embeddings and info is not None:
+        head = stored.files.read(info).to(model.device, model.dtype)
+        if head.shape != model.embed_VD.shape or not torch.equal(head, model.embed_VD):
+            raise CheckpointError(
+                f"{info.file}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight"
+            )
+
+
+def _kind(name: str) -> str:
+    return _EXPERT.sub(".experts.*.", name)
+
+
+def _needs_no_reading(name: str, config: ModelConfig, mtp: bool) -> bool:
+    match = _LAYER.fullmatch(name)
+    layer, part = (-1, name) if match is None else (int(match[1]), match[2])
+    first = config.num_hidden_layers
+    # angles, which are computed from the config
+    if re.fullmatch(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", part):
+        return True
+    # the head of a model that uses its embedding; `check_tied` compares the two
+    if part == HEAD and config.tie_word_embeddings:
+        return True
+    # the parts that read images, because only text is run
+    if config.family.text_models and part.removeprefix("model.").startswith(IMAGE_PARTS):
+        return True
+    # copies of the main model's tensors for MTP, and MTP layers not asked for or after the first
+    if mtp and layer == first:
+        return name in copy_names(config)
+    if first <= layer < first + config.num_nextn_predict_layers:
+        return True
+    # norms that A.X-K1 stores for its dense layers and does not use in its own code
+    if config.family.moe_output_norm and part == "post_mlp_layernorm.weight" and not config.is_moe_layer(layer):
+        return True
+    # indexers of layers that share the choice of another layer
+    is_indexer = 0 <= layer < first and config.is_sparse and part.startswith("self_attn.indexer.")
+    return is_indexer and not config.has_indexer(layer)
+
+
+def agreed_identity(
+    files: Checkpoint, read: Collection[str], world: Group, device: torch.device, config: ModelConfig, sampled: bytes
+) -> WeightsIdentity:
+    """Return the identity of the weights that the ranks of `world` have. This one has `read` these tensors, and
+    `sampled` is the digest of samples. A collective: ranks have opened folders with tensors of the same names and
+    shapes. Raises CheckpointError on every rank when two have read other bytes of a tensor."""
+    infos = [info for _, info in sorted(files.tensors.items())]
+    borders = np.cumsum([0, *map(num_blocks, infos)])
+    ours = np.full((borders[-1], 2), ABSENT, np.int64)
+    for info, start in zip(infos, borders, strict=False):
+        if info.name in read:
+            ours[start : start + num_blocks(info)] = files.blocks[info.name]
+    words = world.largest(torch.from_numpy(ours).to(device, copy=True)).cpu().numpy()
+    different = ((ours != ABSENT) & (ours != words)).any(-1).nonzero()[0]
+    firsts = torch.tensor([[*different[:1], len(ours)][0]], device=device, dtype=torch.int64)
+    first_R = world.all_gather(firsts).tolist()
+    if (first := min(first_R)) < len(ours):
+        info = infos[int(np.searchsorted(borders, first, side="right")) - 1]
+        ranks = ", ".join(str(rank) for rank, found in enumerate(first_R) if found == first)
+        raise CheckpointError(
+            f"{files.folder / info.file}: rank {ranks} has read other bytes of tensor {clip(info.name)} than another "
+            "rank: give all ranks copies of one checkpoint"
+        )
+    tensors = list(_digests(infos, np.split(words, borders[1:-1])))
+    layer = f"model.layers.{config.num_hidden_layers}."
+    mtp = [tensor for tensor in tensors if tensor.name.startswith(layer)]
+    main = [tensor for tensor in tensors if not tensor.name.startswith(layer)]
+    return WeightsIdentity(
+        weights_id=TensorDigests(main).digest(),
+        mtp_weights_id=TensorDigests(mtp).digest() if mtp else UNSET,
+        sampled_weights_id=sampled,
+        tensors=TensorDigests(tensors),
+    )
+
+
+def _digests(infos: list[TensorInfo], blocks: list[Words]) -> Iterator[TensorDigest]:
+    """Yield the digests of the tensors that any rank has read."""
+    for info, words in zip(infos, blocks, strict=True):
+        if (words != ABSENT).any():
+            form = f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+            yield TensorDigest(info.name, form, hashlib.sha256(words.astype("<i8").tobytes()).digest()[:16])

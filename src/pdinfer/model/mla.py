@@ -4,8 +4,7 @@ The cache of a token holds `kv_lora_rank` values (the normed latent c) and `qk_r
 that all heads share, its pairs interleaved as in the checkpoint). *Expanded* attention turns cached latents into keys
 and values with kv_b_proj, and suits many queries. *Absorbed* attention folds kv_b_proj into the query and the output
 instead, and suits one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, arXiv 2405.04434,
-section 2.1).
-"""
+section 2.1)."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class MLA(Value):
     `q_a` and `q_a_norm` are None in models without a query latent. `kv_b_OC` holds floats whatever its stored format,
     because absorbed attention takes it apart by heads. Nothing else reads a latent, so the cache holds it rounded as a
     quantized kv_b_proj does (`rounding`), and both forms of attention remain one function. `indexer` is None where
-    every token is read, and in layers that share the choice of an earlier one.
-    """
+    every token is read, and in layers that share the choice of an earlier one."""
 
     config: ModelConfig
     num_heads: int
@@ -133,8 +131,7 @@ class MLA(Value):
         component each, or two where `CacheConfig` has them in parts.
 
         `kv_format` is the name of a dtype or "fp8". `prefix` goes before the names of the components. Raises
-        ConfigError for sizes that "fp8" cannot pack.
-        """
+        ConfigError for sizes that "fp8" cannot pack."""
         latents = _latent_components(config, kv_format, f"{prefix}latent", tuple(layers), apart=rope_apart)
         indexed = tuple(layer for layer in layers if config.has_indexer(layer))
         if not indexed:
@@ -146,8 +143,7 @@ class MLA(Value):
         """Store this step's latents of `layer` and attend. Returns [T, D], the output of all heads, whole on each rank.
 
         An indexer first writes its choice to `step.selected_TS`. With a choice there, a token reads only those
-        positions of its sequence.
-        """
+        positions of its sequence."""
         batch, angles, pages_PGW = step.batch, step.angles, step.view.latents[layer]
         query_TL = self.query_latent(x_TD)
         if self.indexer is not None:

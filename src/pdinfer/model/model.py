@@ -24,10 +24,9 @@ from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.model.activations import Activations, Observer
 from pdinfer.model.attention import attention_of
 from pdinfer.model.batch import Batch, Row, Step
-from pdinfer.model.block import Block
+from pdinfer.model.block import Block, stream_halves
 from pdinfer.model.cache import FP8
 from pdinfer.model.mtp import MTP, Tied
-from pdinfer.model.overlap import stream_halves
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
@@ -47,8 +46,7 @@ class Model:
     """The weights and ops of one model on one device. Build it with `load_model`.
 
     Token ids are not checked here. An id outside the vocabulary is an error of the caller; engines check their
-    requests.
-    """
+    requests."""
 
     config: ModelConfig
     device: torch.device
@@ -176,8 +174,7 @@ class Model:
 
         For scoring, and as the oracle of tests. A collective: ranks that have the same requests call it with the same
         tokens and get the same logits. Raises ConfigError for what are no ints (see `tokens.ints_of`), and RequestError
-        for an empty list or a token that the model does not have.
-        """
+        for an empty list or a token that the model does not have."""
         with own_modes(self.device):
             batch, view = self._whole(self._checked(tokens))
             return self.head(batch.in_order(self.norm(self.forward(batch, view))))
@@ -196,8 +193,7 @@ class Model:
         that are MoE chose. The model runs in chunks, and only as far as the last of the layers; what is returned, and
         the latents of the tokens, is all that grows with their number. A collective, as `logits` is.
 
-        Raises what `logits` raises, and ConfigError for layers that the model does not have or a chunk of no tokens.
-        """
+        Raises what `logits` raises, and ConfigError for layers that the model does not have or a chunk of no tokens."""
         check_int("chunk_size", chunk_size, 1)
         ints = self._checked(tokens)
         with own_modes(self.device):
@@ -220,8 +216,7 @@ class Model:
         """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,
         and is computed from the state of token i and the token after it, which for the last row is `next_token`.
 
-        Raises RequestError as `logits` does, and ConfigError for a model without its MTP layer.
-        """
+        Raises RequestError as `logits` does, and ConfigError for a model without its MTP layer."""
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
         (*checked, next_token) = self._checked([*ints_of(tokens), next_token], more=1)
@@ -299,8 +294,7 @@ class Model:
         within AUTO_POOL_FRACTION of the free memory.
 
         A collective: all ranks get the number that the rank with the least memory can have, and ranks on one machine's
-        CPU share its memory evenly. Raises ConfigError, with the bytes, when not even one page fits.
-        """
+        CPU share its memory evenly. Raises ConfigError, with the bytes, when not even one page fits."""
         here, fraction = device_memory(self.device), mem_fraction_static
         free = here.total - here.in_use
         static = here.in_use - self.experts.buffer_bytes

@@ -8,8 +8,7 @@ It is layer number `num_hidden_layers` of a checkpoint (DeepSeek-V3 report, arXi
     logits of token i + 2 = head(y_i)
 
 It drafts further tokens when y_i takes the place of a true state, as transformers and SGLang do. Where a checkpoint has
-several such layers, the first is used for every draft.
-"""
+several such layers, the first is used for every draft."""
 
 from __future__ import annotations
 

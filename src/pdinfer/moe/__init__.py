@@ -9,8 +9,7 @@
 
 Tested by tests/e2e/test_expert_ranks.py too.
 
-May import: checkpoint, config, kernels, layers, parallel, process, the ground.
-"""
+May import: checkpoint, config, kernels, layers, parallel, process, the ground."""
 
 from __future__ import annotations
 

@@ -123,8 +123,7 @@ class Experts(Value):
     def write_slot(self, slot: int, data: Tensor) -> None:
         """Write into a slot, in place, what `read_slot` returned on this rank or on another.
 
-        Raises ConfigError for data of another size.
-        """
+        Raises ConfigError for data of another size."""
         if data.dtype != torch.uint8 or data.shape != (self.slot_bytes,):
             raise ConfigError(
                 f"an expert takes {self.slot_bytes} bytes here, got {data.dtype} of shape {list(data.shape)}: ranks "
@@ -149,8 +148,7 @@ class MoE(Value):
     """The layer sum_k w_k * Expert_k(x) + Shared(x), its shared experts in one MLP, n_shared_experts times as wide.
 
     `record` receives the logical experts that the router chose. `replicas` maps them to physical experts; it is None
-    where the two are the same.
-    """
+    where the two are the same."""
 
     router: Router
     experts: Experts
@@ -214,7 +212,7 @@ class MoE(Value):
         self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None, residual_TD: Tensor | None
     ) -> Tensor:
         """Compute one half of the rows while the other half travels: for a layer that runs alone. Where all layers run,
-        `model.overlap` has halves of whole steps, which go through `phases`."""
+        `model.block` has halves of whole steps, which go through `phases`."""
         middle = -(-len(x_TD) // 2)
         halves = (x_TD[:middle], x_TD[middle:])
         live_halves = (None, None) if live_T is None else live_T.tensor_split(2)

@@ -30,8 +30,7 @@ class ExpertParallel(Value):
     `layers` holds the numbers of these layers, that of an MTP layer last. They are the rows of `placement`, which is
     None in a model without experts. `epoch` numbers the placements that the model has had. On one rank there are no
     `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
-    this rank choose. The dispatcher has `buffer_bytes` of the GPU, and brings rows in INT8 with `int8_rows`.
-    """
+    this rank choose. The dispatcher has `buffer_bytes` of the GPU, and brings rows in INT8 with `int8_rows`."""
 
     group: Group
     layers: Sequence[int]
@@ -72,8 +71,7 @@ class ExpertParallel(Value):
         """Connect this rank to the experts on the others. A collective: all ranks pass the same arguments.
 
         `placement` comes from `checked_placement`. Raises ConfigError where ranks differ, and what `choose_dispatcher`
-        raises.
-        """
+        raises."""
         if placement is None:
             return cls.apart(config, ops, mtp=mtp)
         _check_same(group, placement, options, device)
@@ -135,8 +133,7 @@ class ExpertParallel(Value):
         """Check that a step of `num_tokens`, divided by `tp_size` ranks, can be dispatched. Two batches have whole
         sequences, of `num_queries` tokens each.
 
-        Raises ConfigError where a rank has too many of them; `reason` names the options that make the step so large.
-        """
+        Raises ConfigError where a rank has too many of them; `reason` names the options that make the step so large."""
         if self.dispatcher.max_tokens is not None:
             overlap = num_queries if self.two_batch_overlap else None
             check_step_fits(self.dispatcher.max_tokens, overlap, num_tokens, reason, tp_size=tp_size)
@@ -179,8 +176,7 @@ def checked_placement(
     """Return the placement to begin with, or None for a model without experts.
 
     It is `placement` where one is given, else the one with expert `p % E` in slot p. Raises ConfigError, with the
-    values, for a placement that does not fit the model or `num_ranks`.
-    """
+    values, for a placement that does not fit the model or `num_ranks`."""
     num_layers = len(_moe_layers(config, mtp))
     num_experts, redundant = config.n_routed_experts, options.num_redundant_experts
     if num_layers == 0:

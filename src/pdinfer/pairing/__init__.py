@@ -19,5 +19,4 @@
     joining.py    how a new port is linked beside the running work, and which pairing has it
     leaving.py    how a port leaves, for good or to come back in the other role
 
-May import: config, engine, execution, kv, model, process, scheduling, the ground.
-"""
+May import: config, engine, execution, kv, model, process, scheduling, the ground."""

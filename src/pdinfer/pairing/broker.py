@@ -5,8 +5,7 @@ other ports when one, or a link between two, is lost.
       ▲                      │                                                          │
       └── Refused: no room ──┴──────────────────── its decode is lost ──────────────────┘
 
-Everything here runs in the thread that steps the Pairing.
-"""
+Everything here runs in the thread that steps the Pairing."""
 
 from __future__ import annotations
 

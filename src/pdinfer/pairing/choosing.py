@@ -2,8 +2,7 @@
 
 Loads are taken once for all requests that are sent on in one step of the Pairing. What was chosen since, and what a
 prefill will get once decode has granted pages for it, is added to them: a policy that saw only what the engines know
-would send a whole burst to one of them.
-"""
+would send a whole burst to one of them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 A directory only ever adds ports. An entry that is gone says nothing about the engine: the directory may be lost, late
 or split. Whether an engine is there is known from its connection, so a port leaves when that ends, or when the engine
-itself asks for it.
-"""
+itself asks for it."""
 
 from __future__ import annotations
 

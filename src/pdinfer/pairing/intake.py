@@ -127,8 +127,7 @@ class Intake:
         """Return the request of a lower priority that gives its place in a full queue to this one, or None.
 
         Raises Overloaded when there is no place, when the request's deadline would probably pass before its turn, or
-        when it would probably miss the SLO.
-        """
+        when it would probably miss the SLO."""
         displaced, reason = None, full(self._config.max_queued_requests)
         if not self.has_room:
             displaced = gives_way(self._queued(), tracked.request.priority)
@@ -189,8 +188,7 @@ class Intake:
         """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
 
         Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
-        decode, decodes first generate what the requests ahead are expected to generate.
-        """
+        decode, decodes first generate what the requests ahead are expected to generate."""
         prefills, decodes = self._ports.brief_loads()
         requests = [tracked for tracked in list(self._broker.requests.values()) if not tracked.attempt.num_grants]
         ahead = [tracked for tracked in requests if tracked.request.priority >= priority]

@@ -26,8 +26,7 @@ def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAd
     """Connect a port to the ports of the other side, and return which of them cannot be reached now, and why.
 
     One link is enough to begin with. The others are down, and the Broker has them dialled until they are there. When
-    no port could be reached, all are tried once more, within `timeout_s` in total. Raises LayoutMismatch.
-    """
+    no port could be reached, all are tried once more, within `timeout_s` in total. Raises LayoutMismatch."""
     known = {other.address: other for other in others}
     end = time.monotonic() + timeout_s
     unlinked = _try(port, known, min(FIRST_TRY_S, timeout_s))

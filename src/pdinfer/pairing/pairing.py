@@ -4,8 +4,7 @@
 
 It holds no tensor and computes nothing. Its ports are engines in this process, or clients of engines in other processes
 (`pdinfer.remote`). There may be any number of each, and they may join and leave while it runs. This file is what a host
-calls; `pdinfer.pairing.broker` decides what happens to each request.
-"""
+calls; `pdinfer.pairing.broker` decides what happens to each request."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Pairing(OfOneProcess):
     `submit`, `cancel`, `add` and `close` may be called from any thread; `step`, `generate`, `remove` and `drain` from
     one thread at a time. Every submitted request ends in exactly one event with a `finish_reason`. The constructor
     connects the ports as `add` does and, with a `directory`, begins to follow it. Raises ConfigError when a side is
-    empty and there is no directory.
-    """
+    empty and there is no directory."""
 
     @typed
     def __init__(
@@ -159,8 +157,7 @@ class Pairing(OfOneProcess):
         Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
         that the request's deadline would probably pass before its turn, or when the request would probably miss
         `PairingConfig.slo`. Nothing was taken then. In a full queue the request takes the place of the youngest one of
-        the lowest priority below its own, which ends FAILED with Overloaded.
-        """
+        the lowest priority below its own, which ends FAILED with Overloaded."""
         return self._intake.submit(request)
 
     @typed
@@ -249,8 +246,7 @@ class Pairing(OfOneProcess):
 
         Raises TransferError when no port of the other side can be connected or the pairing is closed, LayoutMismatch
         when the layouts of two ports differ, and ConfigError when the port is part of this pairing already. The port
-        does not join then.
-        """
+        does not join then."""
         if not self._stepping.is_between:
             self._joining.add(port)
             return
@@ -292,8 +288,7 @@ class Pairing(OfOneProcess):
         that role or cannot take it; for the last one of its role, and one that holds a request which no other port can
         hold, unless `leaves_none`: then what needs the old role waits for `PairingConfig.port_wait_s`. Raises
         TransferError when the port is lost meanwhile, and what `add` raises when it cannot join; it is then out of the
-        pairing, and the host's to close.
-        """
+        pairing, and the host's to close."""
         switching = self.switching(port, role, drain_s=drain_s, leaves_none=leaves_none)
         return self._stepping.carry_out(switching)
 
@@ -315,8 +310,7 @@ class Pairing(OfOneProcess):
         A port leaves when its engine is lost, as any does, or has asked to be let go of: then as by `remove`, within
         the steps of the host. That an entry is gone removes nothing. A request waits for ports of a role of which there
         is none yet as for ports that were lost (`PairingConfig.port_wait_s`, by default a minute). Raises TransferError
-        when the pairing is closed, and ConfigError for a `drain_s` as in `remove`.
-        """
+        when the pairing is closed, and ConfigError for a `drain_s` as in `remove`."""
         check_drain(drain_s)
         followed = Followed(self.add, self.removal, self._leaving.has, self._intake.inbox.wake)
         following = Following(directory, followed, drain_s, self._clock, in_a_thread)

@@ -3,8 +3,7 @@
     loads, link ─► predict ─► Prediction ─► Door ─► taken, or Overloaded(retry_after_s=)
 
 `predict` is a pure function of snapshots. Its terms are those by which `policy.traffic_aware` chooses. A Pairing and
-`planning.simulate` have the same `Door`.
-"""
+`planning.simulate` have the same `Door`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     priority ─► streams that have begun ─► the tenant that has had least, with fair shares ─► deadline and age
 
 Every OLDEST_EVERY-th turn goes by age alone, so that low priorities are served too. A request that cannot be served now
-keeps its place until the next step, and does not block requests that need other ports.
-"""
+keeps its place until the next step, and does not block requests that need other ports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """The place of this rank among all ranks, and how ranks act together.
 
     topology.py   how ranks are divided into groups, in plain ints until `connect`
-    roll_call.py  who has not come, while ranks wait for each other
     groups.py     the collectives that pdinfer uses
     slices.py     which tokens each of several ranks computes or sends
 
 Tested by tests/e2e/test_rank_groups.py too.
 
-May import: process, the ground.
-"""
+May import: process, the ground."""

@@ -1,8 +1,7 @@
 """Ranks that act together: the few collectives that pdinfer uses, over torch.distributed.
 
 Every rank of a group makes the same calls in the same order. In a group of one rank, calls return what they were given.
-`Topology.connect` makes the groups of an engine.
-"""
+`Topology.connect` makes the groups of an engine."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Group(OfOneProcess):
     or when the `lookout`, which all groups of a rank share, knows that one is lost.
     Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
     on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same. `ends` is what has to
-    end before the connections, since a library has built it on them; all groups of a rank share it.
-    """
+    end before the connections, since a library has built it on them; all groups of a rank share it."""
 
     __repr__ = brief
 
@@ -164,8 +162,7 @@ class Group(OfOneProcess):
     def part(self, x: Tensor, together: int = 1) -> Tensor:
         """Return this rank's rows of an x that all ranks have, divided evenly in rank order.
 
-        Each of `together` adjacent ranks gets the rows of all of them.
-        """
+        Each of `together` adjacent ranks gets the rows of all of them."""
         if self.process_group is None:
             return x
         # adjacent ranks form a block, which has the rows from its first rank's border to its last one's
@@ -192,8 +189,7 @@ class Group(OfOneProcess):
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send the first send_counts[0] rows to rank 0, the next to rank 1, and so on.
 
-        Returns [sum(receive_counts), ...], the rows from rank 0 first.
-        """
+        Returns [sum(receive_counts), ...], the rows from rank 0 first."""
         return self.all_to_all_begin(x, send_counts, receive_counts).wait()
 
     def all_to_all_begin(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Begun:
@@ -263,8 +259,7 @@ class Groups(OfOneProcess):
 
     `world` is all ranks. `attention` is the ranks that have the same requests, and hosts talk to its rank 0. Of these,
     `tp` ranks have every token and divide the heads, `cp` ranks divide the tokens of a prompt. `dense_tp` ranks divide
-    the dense MLPs, `ep` ranks the experts.
-    """
+    the dense MLPs, `ep` ranks the experts."""
 
     __repr__ = brief
 
@@ -278,7 +273,6 @@ class Groups(OfOneProcess):
 
     @property
     def _is_shared_by_fork(self) -> bool:
-        """True if a forked child would share connections."""
         return self.world._is_shared_by_fork  # noqa: SLF001
 
     def close(self) -> None:
@@ -332,8 +326,7 @@ class InTouch:
     """Contact between ranks while each does work of its own.
 
     That work may take one rank much longer than another, and longer than a collective may take. When a rank dies
-    meanwhile, the others raise RankLost.
-    """
+    meanwhile, the others raise RankLost."""
 
     def __init__(self, group: Group, device: torch.device, *, every_s: float = IN_TOUCH_S) -> None:
         self._group = group

@@ -1,8 +1,7 @@
 """The division of tokens between ranks: of those that they compute, and of those that they send.
 
 Plain ranges, no tensors, no peers. Page sizes do not appear: a payload is named by its tokens, and each end finds them
-in its own pages (`KVLayout.spans`). So slices hold for any two page sizes.
-"""
+in its own pages (`KVLayout.spans`). So slices hold for any two page sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
     The sequence is cut into 2 * cp_size chunks. Rank r takes chunk r and chunk 2 * cp_size - 1 - r: a cheap one near
     the start and an expensive one near the end, as in the training of Llama 3 (arXiv:2407.21783, section 3.3.2). Chunks
     differ by one token at most. A rank may get nothing when there are few tokens. Raises ConfigError for a size below
-    1.
-    """
+    1."""
     chunks = _chunks(tokens, 2 * cp_size)
     return tuple(_joined(chunks[rank], chunks[-1 - rank]) for rank in range(cp_size))
 
@@ -29,8 +27,7 @@ def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
 def even_slices(tokens: range, size: int) -> Slices:
     """Return an equal share of adjacent tokens for each of `size` ranks that all have all tokens; some may be empty.
 
-    Raises ConfigError for a size below 1.
-    """
+    Raises ConfigError for a size below 1."""
     return tuple((share,) if share else () for share in _chunks(tokens, size))
 
 

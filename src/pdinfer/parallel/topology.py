@@ -14,10 +14,66 @@ import torch.distributed as dist
 from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import BackendUnavailable, ConfigError, RankLost
 from pdinfer.parallel.groups import Group, Groups, Lookout, timeout_of
-from pdinfer.parallel.roll_call import RollCall
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pdinfer.log import log
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+MISSING_S = 10.0
+"""How long ranks wait for each other before the log says for whom."""
+SHOWN_RANKS = 16
+
+
+class RollCall:
+    """The ranks of a world that have said in a store that they are here. It has a client of its own, since another one
+    may be waiting in a call of it."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # which torch's stub lacks
+        self._rank, self._world_size = rank, world_size
+        self._store.set(_key(rank), "here")
+
+    def missing(self) -> str:
+        """Return a sentence that names the ranks which have not come, or an empty text when all have, or nobody can
+        tell."""
+        try:
+            ranks = [rank for rank in range(self._world_size) if not self._store.check([_key(rank)])]
+        except RuntimeError:  # the store is gone
+            return ""
+        if not ranks:
+            return ""
+        more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+        names = ", ".join(map(str, ranks[:SHOWN_RANKS])) + more
+        return f"of {self._world_size} ranks {len(ranks)} have not come: {names}"
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Log once who is missing, when the block has waited for MISSING_S."""
+        met = threading.Event()
+
+        def watch() -> None:
+            if not met.wait(MISSING_S) and (missing := self.missing()):
+                log.warning("rank %d still waits after %g s: %s", self._rank, MISSING_S, missing)
+
+        threading.Thread(target=watch, name="pdinfer-roll-call", daemon=True).start()
+        try:
+            yield
+        finally:
+            met.set()  # the thread may be waiting for a store that is gone
+
+
+def _key(rank: int) -> str:
+    return f"pdinfer.here/{rank}"
+
 
 SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size", "moe_dense_tp_size")
 
@@ -27,10 +83,8 @@ class Topology:
     """Sizes of one engine's parallel groups and the place of this rank in them.
 
     Attention ranks form a grid `world_size = dp_size * cp_size * tp_size`, tensor-parallel ranks adjacent; experts are
-    spread over `ep_size` adjacent ranks, which divides `world_size`; dense MLPs are divided between
-    `moe_dense_tp_size` adjacent ranks, which divides `tp_size`. Raises ConfigError with the values where they do not
-    fit.
-    """
+    spread over `ep_size` adjacent ranks, which divides `world_size`; dense MLPs are divided between `moe_dense_tp_size`
+    adjacent ranks, which divides `tp_size`. Raises ConfigError with the values where they do not fit."""
 
     rank: int = 0
     world_size: int = attrs.field(default=1, validator=int_in(1, 65536))
@@ -62,8 +116,7 @@ class Topology:
         """Return the topology that torchrun describes in RANK and WORLD_SIZE; one rank when they are unset.
 
         What `tp_size` and `cp_size` leave of the world is data parallel. Experts are spread over the whole world unless
-        `ep_size` says otherwise. Raises ConfigError for values that do not fit.
-        """
+        `ep_size` says otherwise. Raises ConfigError for values that do not fit."""
         values = {}
         for field, name, default in (("rank", "RANK", "0"), ("world_size", "WORLD_SIZE", "1")):
             text = os.environ.get(name, default)
@@ -120,8 +173,7 @@ class Topology:
         outlives them all (docs/howto/cluster.md). `timeout_s` is how long any collective may take. With a store, the
         log says after 10 s which ranks have not come. Raises ConfigError when the ranks do not agree on sizes, are not
         those of the host, or for a store when a backend was initialized without it; BackendUnavailable for a device
-        without a backend; RankLost when a rank does not come, which with a store it names.
-        """
+        without a backend; RankLost when a rank does not come, which with a store it names."""
         if self.world_size == 1:
             return self.apart()
         try:

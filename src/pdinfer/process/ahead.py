@@ -11,8 +11,8 @@ import attrs
 from pdinfer.errors import BackendUnavailable
 from pdinfer.process.compiled import NativeLibrary, build, keep, stem_of
 from pdinfer.process.compiler import COMPILERS, FOR_THIS_CPU, CompilationError, Compiler
-from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
+from pdinfer.process.threads import loaded_openmp
 
 _AVX2 = ("-march=haswell",)
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "vnni")))
@@ -79,7 +79,6 @@ def _compiler(flags: Sequence[str]) -> Compiler:
 
 
 def _compiler_for(cpu: str) -> tuple[str, bool, Compiler]:
-    """Return the compiler for a CPU, and whether it knows its name."""
     if not re.fullmatch(r"[\w.-]+", cpu):
         raise BackendUnavailable(f"{cpu!r} is not the name of a CPU; there are {', '.join(CPUS)}")
     try:

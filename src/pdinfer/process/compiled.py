@@ -9,8 +9,7 @@ so that a library that was cut short or changed is recognised and built anew. Wh
 source, a file of this name, without the last part and with the ending .failed, keeps its words: the next process does
 not compile in vain. Without a compiler the library with most instruction sets will do of those whose sets this CPU has,
 in the cache or beside the sources. A library uses the OpenMP runtime that torch has loaded: two of them would each keep
-a thread per core spinning.
-"""
+a thread per core spinning."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ import attrs
 from pdinfer.log import log
 from pdinfer.process import compiler
 from pdinfer.process.compiler import FOR_THIS_CPU, INSTRUCTION_SETS, CompilationError, Compiler, bits_of, digest
-from pdinfer.process.openmp import loaded_openmp
 from pdinfer.process.scratch import ScratchFolder
+from pdinfer.process.threads import loaded_openmp
 
 
 @attrs.frozen(kw_only=True, eq=False)

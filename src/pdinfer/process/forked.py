@@ -2,8 +2,7 @@
 
 The copies share sockets, memory and processes with the parent, and have none of its threads. So at a fork every such
 object of the child loses its attributes: its methods raise `Forked`, except for those that end it, which do nothing. In
-the owning process no call has anything to check.
-"""
+the owning process no call has anything to check."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from pdinfer.errors import ConfigError, Forked
-from pdinfer.process.openmp import check_threads
+from pdinfer.process.threads import check_threads
 from pdinfer.process.untraced import leave_alone
 
 _WHAT_TO_DO = (

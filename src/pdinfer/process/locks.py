@@ -3,8 +3,7 @@
 Python calls handlers between any two lines of the main thread, and half a step cannot be told from a whole one.
 What a process is out of, and what another thread sets, come at any line, too, also where a `with` already has its lock
 but not yet, or no longer, the duty to give it back. So the outermost call that was interrupted opens the locks that its
-thread still holds.
-"""
+thread still holds."""
 
 from __future__ import annotations
 

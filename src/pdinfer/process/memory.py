@@ -63,8 +63,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     copies with `non_blocking=True` stop no thread, and neither side may touch the bytes before an event behind the
     copy. For a CPU it is plain memory.
 
-    Locking takes milliseconds and the memory cannot be swapped: allocate once, and reuse.
-    """
+    Locking takes milliseconds and the memory cannot be swapped: allocate once, and reuse."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if device.type == "cpu" else _page_locked(num_bytes)
 
 
@@ -76,8 +75,7 @@ def ask_huge_pages(tensor: Tensor) -> bool:
     """Ask the kernel for huge pages below a CPU tensor that nobody has written to yet, and return whether it will try.
 
     Reading then waits for fewer page walks: on one core of a Zen 3, products of one row read 13.1 GB/s of weights
-    instead of 10.6. Return False for tensors elsewhere, small ones, and where the system has no such pages.
-    """
+    instead of 10.6. Return False for tensors elsewhere, small ones, and where the system has no such pages."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.device.type != "cpu" or tensor.nbytes < LEAST_HUGE_BYTES:
         return False
@@ -113,8 +111,7 @@ def main_memory(root: Path = Path("/")) -> DeviceMemory:
     drop, and by the pages of this process's pools that have not been touched yet, which the kernel does not count.
 
     Where control groups leave less than the machine does, the group that leaves least counts. Without /proc/meminfo,
-    the most that this process ever had counts as in use.
-    """
+    the most that this process ever had counts as in use."""
     try:
         lines = (root / "proc/meminfo").read_text("ascii").splitlines()
         fields = {name: int(value.split()[0]) << 10 for name, _, value in (line.partition(":") for line in lines)}

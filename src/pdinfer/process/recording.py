@@ -4,8 +4,7 @@ Between its kernels a step on a CPU is Python: shapes that are looked at, memory
 keeps what is left when all that is known: every kernel with the addresses that it was given. `replay` calls them again,
 in their order and on the same memory. Of torch it knows views and new memory, which need no call, and ops that follow
 shapes alone, which are done again into the same results. Any other op refuses the recording, and so does any look of
-Python at a value, which would be in it for good.
-"""
+Python at a value, which would be in it for good."""
 
 from __future__ import annotations
 

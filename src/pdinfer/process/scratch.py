@@ -29,8 +29,7 @@ class ScratchFolder:
 
     Its owner holds a lock on a file in it until `close`, which removes the whole folder. In a forked child `close` does
     nothing. Making a folder first removes those beside it that are this user's and whose lock nobody holds, because
-    their owner is gone. Raises OSError when it cannot be made.
-    """
+    their owner is gone. Raises OSError when it cannot be made."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = temporary_folder() if parent is None else parent

@@ -1,8 +1,7 @@
 """How long somebody has been silent, as far as this process was awake to hear it.
 
 A process that was stopped itself has heard nothing either. So silence is not read off a clock: it is added up from one
-look to the next, and a look that comes late adds no more than `max_look_s`.
-"""
+look to the next, and a look that comes late adds no more than `max_look_s`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ runs in order; between streams, and between a stream and the host, there is no o
 and its work is done when the op returns: here it gets None.
 
 Ops of torch and kernels of Triton run on the device of their tensors. DeepGEMM, DeepEP and `torch.cuda.graph` use the
-current device of the calling thread, and a thread begins with the first one, whatever another has chosen.
-"""
+current device of the calling thread, and a thread begins with the first one, whatever another has chosen."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     child.py      that process
     orders.py     what it is told, and what it says until it serves
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
-    line.py       their sessions, which outlive a connection
-    known.py      what a client knows of its engine, and of the pages that it can find
+    line.py       their sessions, which outlive a connection, and what they know of an engine
     served.py     `serve`, where the engine is
     shared_engine.py the engine as its clients share it, and what their requests are called there
     served_client.py one of these clients, and what it has not been told yet
@@ -14,8 +13,7 @@
     messages.py   the messages
     orphan.py     ends a served process that hangs when its parent is gone
 
-May import: config, engine, execution, kv, model, process, the ground.
-"""
+May import: config, engine, execution, kv, model, process, the ground."""
 
 from __future__ import annotations
 

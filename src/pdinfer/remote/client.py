@@ -12,8 +12,7 @@ when a process is gone or stands still.
 
 A session lasts as long as its connection. A client that hears from a lost engine again asks to renew the session, and
 gets Ready when nothing runs any more of what it asked for before. So does one that asks the engine to become one of
-the other role; a client of that role takes over the session.
-"""
+the other role; a client of that role takes over the session."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ from pdinfer.kv.prefix import KeyScheme
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
-from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.line import Line
+from pdinfer.remote.line import KnownEngine, Line
 from pdinfer.remote.messages import AnyLoad, BeatMessage, Connected, PackedRequest, Ready, Report, Stepped
 from pdinfer.remote.session import MessageStream
 from pdinfer.stats import DecodeLoad, PeerStats, PrefillLoad

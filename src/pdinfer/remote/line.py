@@ -1,23 +1,208 @@
 """The line to an engine in another process: a session that is renewed when the engine was lost and is heard again, over
-another connection where the first one broke."""
+another connection where the first one broke. And what the client knows of that engine: its identity, its last report,
+and the requests sent since."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any, Generic
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, cast
 
+import attrs
+
+from pdinfer.checks import clip
 from pdinfer.config import RemoteConfig
-from pdinfer.errors import Overloaded, TransferError
+from pdinfer.errors import ConfigError, Overloaded, TransferError
+from pdinfer.kv.prefix import count_known
 from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.process.threads import start
 from pdinfer.remote import messages
-from pdinfer.remote.known import KnownEngine
-from pdinfer.remote.messages import AnyLoad, BeatMessage, Command, Connected, Report
+from pdinfer.remote.messages import (
+    KEY_BYTES,
+    AnyLoad,
+    BeatMessage,
+    Command,
+    Computing,
+    Connected,
+    PageChanges,
+    Ready,
+    Report,
+    Stepped,
+)
 from pdinfer.remote.session import MessageStream, Session
+from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad, with_queued, with_waiting
+from pdinfer.types import TokenEvent
+
+
+class MirroredPages:
+    """The pages of an engine in another process, as its last report tells."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key[:KEY_BYTES] in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        return count_known(keys, self)
+
+    def take(self, changes: PageChanges | None, *, num_pages: int) -> None:
+        """Follow the engine, which has `num_pages`. Raises TransferError when it tells of more."""
+        if changes is None:
+            return
+        if changes.forgotten:
+            self._keys = set()
+        self._keys.update(_split(changes.added))
+        self._keys.difference_update(_split(changes.dropped))
+        if len(self._keys) > num_pages:
+            raise TransferError(f"it tells of {len(self._keys)} pages and has {num_pages}")
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+class KnownEngine(Generic[AnyLoad]):
+    """An engine as its reports describe it. It `is_live` from a Ready until it is lost, for which `num_losses` are
+    counted. `pages` are those that it can find, and `computing` are the requests of which it last reported to compute
+    rows. One that `follows` begins with the Ready of its role: reports of another engine, which come before, are
+    ignored. `num_renewals` is the number of the last Renew that was sent. The line calls it under its lock."""
+
+    def __init__(self, role: str, *, follows: bool = False) -> None:
+        self.role = role
+        self._follows = follows
+        self.ready: Ready | None = None
+        self.is_live = False
+        self.num_losses = 0
+        self.pages = MirroredPages()
+        self.computing: frozenset[str] = frozenset()
+        self.num_renewals = 0
+        self._load: AnyLoad | None = None
+        self._brief: AnyLoad | None = None
+        self._num_submitted = self._num_seen = 0
+        self._unseen: list[tuple[int, int]] = []
+        self._step_age_s, self._told_at = 0.0, time.monotonic()
+
+    def load_now(self) -> AnyLoad:
+        """Return the load that the engine reported, with the requests submitted since."""
+        load, new = self._load, [tokens for _, tokens in self._unseen]
+        if isinstance(load, PrefillLoad):
+            return with_queued(load, sum(new), new)
+        assert isinstance(load, DecodeLoad)
+        return with_waiting(load, new)
+
+    def brief_load(self) -> AnyLoad:
+        """Return the part of it that policies need, which is made again only when something has changed."""
+        if self._brief is None:
+            self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
+        return self._brief
+
+    @property
+    def peers(self) -> tuple[PeerStats, ...]:
+        return () if self._load is None else self._load.kv.peers
+
+    @property
+    def step_age_s(self) -> float:
+        """How long ago its last step ended: the age in its last beat, plus the time since."""
+        return self._step_age_s + time.monotonic() - self._told_at
+
+    def beat(self, step_age_s: float) -> None:
+        self._step_age_s, self._told_at = step_age_s, time.monotonic()
+
+    def submit(self, num_tokens: int) -> bool:
+        """Number a request that is about to be sent. Return False when the port is lost and it must not be sent."""
+        if not self.is_live:
+            return False
+        self._num_submitted += 1
+        self._brief = None
+        self._unseen.append((self._num_submitted, num_tokens))
+        return True
+
+    def lose(self) -> None:
+        """Note that the port is lost, and give up what was submitted."""
+        self.is_live = False
+        self.num_losses += 1
+        self._brief = None
+        self._unseen.clear()
+
+    def take(self, report: Ready | Computing | Stepped) -> bool:
+        """Take a report, and return whether it brings a host news. Those from before a renewal are ignored. Raises
+        TransferError for what the engine cannot report now: policies rely on its load."""
+        is_renewing = self.ready is not None and not self.is_live
+        if is_renewing and (not isinstance(report, Ready) or report.session < self.num_renewals):
+            return False
+        is_ours = isinstance(report, Ready) and report.load.of_role(self.role) is not None
+        if self._follows and self.ready is None and not is_ours:
+            return False
+        if isinstance(report, Computing):
+            self.computing = frozenset(report.request_ids)
+            return False
+        load = cast(AnyLoad | None, report.load.of_role(self.role))
+        ready = report if isinstance(report, Ready) else self.ready
+        if ready is None or (load is not None and load.address != ready.address):
+            raise TransferError("it tells the load of another engine than the one it said it is")
+        if isinstance(report, Ready):
+            self._check_ready(report)
+        elif load is None:
+            raise TransferError(f"it tells of no load of a {self.role} engine")
+        elif not self._num_seen <= report.num_seen <= self._num_submitted:
+            raise TransferError(
+                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
+            )
+        else:
+            _check_tokens(report.tokens, ready.limits.vocab_size)
+        if load is not None:
+            self.pages.take(report.pages, num_pages=load.num_total_pages)
+        if isinstance(report, Ready):
+            self.ready, self.is_live, self.computing = report, True, frozenset()
+            self._num_submitted = self._num_seen = 0
+        else:
+            self._num_seen = report.num_seen
+        self._load, self._brief = load, None
+        self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
+        return True
+
+    def check_role(self, role: str) -> None:
+        """Raise ConfigError when the engine has not said that it can take this role."""
+        ready = self.ready
+        assert ready is not None
+        if role == self.role:
+            raise ConfigError(f"{ready.address} is a {role} engine already: name the other role")
+        if ready.minor < messages.BECOMING_MINOR:
+            raise ConfigError(
+                f"the process of {ready.address} speaks version {ready.version}.{ready.minor}, without a change of "
+                f"role, which came with {messages.VERSION}.{messages.BECOMING_MINOR}: update pdinfer there"
+            )
+        if role not in ready.roles:
+            raise ConfigError(
+                f"{ready.address} cannot become {clip(role)}; it can become {', '.join(ready.roles) or 'nothing'}: "
+                "one of several ranks keeps its role, and the model must be able to run the steps of the other one"
+            )
+
+    def _check_ready(self, ready: Ready) -> None:
+        if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:
+            raise TransferError("it has said who it is twice, or in two ways")
+        if ready.version != messages.VERSION:
+            raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
+        if unknown := set(ready.required) - messages.FEATURES:
+            raise TransferError(f"it requires features this end does not have: {', '.join(sorted(unknown))}")
+        if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):
+            raise TransferError("it is another engine than before")
+
+
+def _check_tokens(events: Sequence[TokenEvent], vocab_size: int) -> None:
+    for event in events:
+        ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
+        if max(ids) >= vocab_size:
+            raise TransferError(f"token {max(ids)} is not one of a vocabulary of {vocab_size}")
+
 
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first and, doubling, before every later attempt to make another connection."""
@@ -153,7 +338,6 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             self._end()
 
     def _disconnected(self) -> None:
-        """Note that nothing more will come over this connection."""
         with self.lock:
             session = self._session
         reason = str(session.loss)
@@ -166,7 +350,6 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         self._end()
 
     def _redial(self, dial: Callable[[], MessageStream]) -> None:
-        """Make another connection."""
         pause_s, left_s = REDIAL_S[0], self.config.return_s
         while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
             left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])

@@ -3,8 +3,7 @@
     spawn ── Order ──────────────────────────► child        over the pipe, so that a key is in no list of processes
     spawn ◄── Loading … Loading, Loaded or Failed ── child
 
-Functions travel by name and plain values by value: nothing is unpickled.
-"""
+Functions travel by name and plain values by value: nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A silent client has stopped or cannot be reached, and may come back. What it asked for goes on, and waits for it on the
 connection. When the connection ends, the client can come back only over another one, in a new session, and what ran in
-the old session is cancelled. In both cases it has `RemoteConfig.return_s` to come back.
-"""
+the old session is cancelled. In both cases it has `RemoteConfig.return_s` to come back."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def serve(
     return when one does, and raise RankLost when one is lost.
 
     Raises ConfigError when there is a `directory` and no listener, no address to advertise, or no way to announce;
-    and for no `max_clients`.
-    """
+    and for no `max_clients`."""
     if max_clients < 1:
         raise ConfigError(f"max_clients is how many clients share an engine, at least 1, got {max_clients}")
     announcer = None

@@ -3,8 +3,7 @@ process that stands still is noticed.
 
 There are three threads, because each may be stuck alone: one reads, one sends, one keeps time. A live process sends a
 beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or that its machine is gone. A
-long message travels in pieces, and each piece is a sign of life.
-"""
+long message travels in pieces, and each piece is a sign of life."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class Session(OfOneProcess, Generic[M]):
     other end is lost when it is gone, does not read, or has been silent for `silent_s` plus `return_s` after its first
     message. Then `loss` says how, such as "is gone". If the connection itself `broke`, another one may lead to the same
     process. `beat` makes the sign of life. `on_silence` is told when the other end falls silent, and when it is heard
-    again. All are called from the session's threads.
-    """
+    again. All are called from the session's threads."""
 
     def __init__(
         self,

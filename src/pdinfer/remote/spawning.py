@@ -1,8 +1,7 @@
 """Starts an engine in a process of its own and returns the port to it.
 
 The process is a new Python that imports pdinfer and nothing of its parent: a script needs no `__main__` guard, and a
-notebook or a prompt has no file that could be imported. It ends when its port is closed, and when its parent does.
-"""
+notebook or a prompt has no file that could be imported. It ends when its port is closed, and when its parent does."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class _Spawned(EngineClient[AnyLoad]):
         over a pipe, gets no Ctrl-C, closes its engine on SIGTERM, and ends with the port or with this process.
 
         Raises ConfigError for what cannot be handed over; what loading and making the engine raise there;
-        TransferError, with the last that it wrote, when it cannot start, ends or falls silent before it is ready.
-        """
+        TransferError, with the last that it wrote, when it cannot start, ends or falls silent before it is ready."""
         config = config or RemoteConfig()
         order = Order(
             role=cls.role,

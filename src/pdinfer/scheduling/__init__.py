@@ -5,5 +5,4 @@
     rules.py         the decisions as pure functions, and what steps take, learned from the steps themselves
     admission.py     which requests may enter, as pure functions
 
-May import: config, the ground.
-"""
+May import: config, the ground."""

@@ -41,8 +41,7 @@ SHOWN_NAMES = 120
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
     """Return the request with its prompt marked as `CheckedTokens`, so that later checks here need not scan it again.
 
-    Raise RequestError, which names the field, its value and the limit. No part of a bad request reaches a device.
-    """
+    Raise RequestError, which names the field, its value and the limit. No part of a bad request reaches a device."""
     _check_id(request.request_id)
     vocab_size = min([limit.vocab_size for limit in limits], default=2**31)
     _check_tokens("prompt", request.prompt, vocab_size)

@@ -1,8 +1,7 @@
 """What a decode engine decides: which request has pages next, what runs in a step, and who gives way.
 
 It counts pages and reads a clock. Whoever obeys has the pages, the writers and the tokens: a `DecodeEngine` real ones,
-a simulated decode counts and modelled seconds.
-"""
+a simulated decode counts and modelled seconds."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class ScheduledSequence(Scheduled, ABC):
     It has at most `max_tokens` tokens when it ends, and is expected to have `expected_tokens`. Its next grant has room
     for `reserved_tokens`; it is `protected` if that is all it can ever need. Of its `attempts`, other writers took over
     `num_taken_over`. `cuts` is how those ended that lost these writers, and `missed_at` when these writers were found
-    to be gone.
-    """
+    to be gone."""
 
     max_tokens: int
     expected_tokens: int
@@ -130,8 +128,7 @@ class DecodeScheduler(Generic[S]):
 
     A sequence has a turn only while its writers are connected, which `has_writers` tells. `retracted` are those that
     lost their pages in the last `plan`, and `stalled` says that nobody could run then. `costs` is what steps have
-    taken, for each step, each sequence and each token of the contexts.
-    """
+    taken, for each step, each sequence and each token of the contexts."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """What a prefill engine decides: which prompt may start, and how many tokens of each run in a step.
 
 It counts pages and reads a clock. Whoever obeys has the pages and the links: a `PrefillEngine` real ones, a simulated
-prefill counts and modelled seconds.
-"""
+prefill counts and modelled seconds."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class PrefillScheduler(Generic[P]):
         `decoding_s`, unless that is None.
 
         A prompt that cannot meet its deadline at the best speed so far gets what the others leave. Every
-        OLDEST_EVERY-th step begins with the oldest prompt if that has waited long.
-        """
+        OLDEST_EVERY-th step begins with the oldest prompt if that has waited long."""
         if not self.active:
             return []
         prompts = share_a_step(self.active, attrgetter("alone"), num_steps=self.num_steps)

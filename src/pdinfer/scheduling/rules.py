@@ -69,8 +69,7 @@ def due_at(submitted_at: float, deadline_at: float | None) -> float:
     """Return when a request is due, by the clock of the arguments: at its deadline, or PATIENCE_S after it came.
 
     Requests of one priority are served in this order. Those without a deadline are therefore served by age. A request
-    with a deadline may overtake them, but none is overtaken by a request that came PATIENCE_S after it.
-    """
+    with a deadline may overtake them, but none is overtaken by a request that came PATIENCE_S after it."""
     patient_until = submitted_at + PATIENCE_S
     return patient_until if deadline_at is None else min(deadline_at, patient_until)
 
@@ -130,8 +129,7 @@ def chunk_beside(
     Both together shall take `target_itl_s`, but prefill gets as much time as decode in any case, and as much as makes
     its step worth the while (WORTH_A_STEP). `costs` are the seconds of a step and of each token in it, zeros when they
     are not known. No token is thought to be faster than at `tokens_per_s`, the best speed so far: without it (0) nobody
-    knows how long a step takes, and it keeps its size.
-    """
+    knows how long a step takes, and it keeps its size."""
     step_s, token_s = costs
     if not tokens_per_s:
         return chunk_size
@@ -146,8 +144,7 @@ def plan_chunk(remaining: Sequence[int], classes: Sequence[Hashable], *, chunk_s
 
     With a `chunk_size` the step has that many tokens and prompts may be cut. Within a class one half of the step goes
     to prompts in order and the other half to the shortest. Without one (-1) prompts run whole: the first always runs,
-    and with it the shortest that fit into `max_tokens` together with it.
-    """
+    and with it the shortest that fit into `max_tokens` together with it."""
     budget = max_tokens if chunk_size == -1 else chunk_size
     counts: list[int] = []
     for _, members in groupby(zip(classes, remaining, strict=True), key=lambda pair: pair[0]):

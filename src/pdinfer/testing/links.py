@@ -4,8 +4,7 @@
     write ─► queue ─► (the peer's slot is written, soon or after an error) ─► flight ─► place ─► copied ─► placed
 
 Everything here happens in events of the simulation, so a frozen node reads, places and answers nothing, and a crashed
-node cleans up nothing.
-"""
+node cleans up nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
-from pdinfer.testing.faults import NetworkFaults, Placement
-from pdinfer.testing.simulation import Simulation
+from pdinfer.testing.simulation import NetworkFaults, Placement, Simulation
 
 MAX_PIECES = 3
 RESET_SHARE = 0.5

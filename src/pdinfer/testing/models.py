@@ -266,8 +266,7 @@ def tiny() -> Path:
     """Return the folder of the small trained model that examples and pages use; its README.md says what it answers.
 
     It is examples/tiny of the checkout that this is, or else the package `pdinfer_tiny`: 4 MB that the distribution of
-    pdinfer does without. Raises BackendUnavailable when there is neither.
-    """
+    pdinfer does without. Raises BackendUnavailable when there is neither."""
     found = importlib.util.find_spec("pdinfer_tiny")
     packages = () if found is None else found.submodule_search_locations or ()
     for folder in (Path(__file__).parents[3] / "examples" / "tiny", *map(Path, packages)):

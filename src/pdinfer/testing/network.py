@@ -4,8 +4,7 @@
     channel = SimChannel(pool, network, "prefill")
     network.cut("prefill", "decode")
 
-`simulation.freeze`, `thaw`, `crash` and `restart` act on links as they do on those of a process.
-"""
+`simulation.freeze`, `thaw`, `crash` and `restart` act on links as they do on those of a process."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import TICK_S, Link, Message, QueuingTransport, Receiver, WriteMessage
-from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Parcel, ParcelKind
-from pdinfer.testing.simulation import Simulation
+from pdinfer.testing.simulation import NetworkFaults, Placement, Simulation
 
 SCHEME = "sim://"
 LATE_SHARE = 0.3
@@ -32,8 +30,7 @@ class SimNetwork:
 
     `fired` counts the faults that happened, by name. `refusals` holds (node, reason) for every link that a receiver
     closed by raising although nothing on it had been damaged. A test of a sound protocol finds it empty. `transports`
-    are those that listen, by endpoint.
-    """
+    are those that listen, by endpoint."""
 
     def __init__(self, simulation: Simulation, faults: NetworkFaults | None = None) -> None:
         self.simulation = simulation

@@ -7,11 +7,11 @@
     simulation.run(until=lambda: done, timeout_s=60)
 
 An action takes no time unless it says so; what it starts goes through `later` again. A node is a process of the
-simulated world, known by a name and made by naming it.
-"""
+simulated world, known by a name and made by naming it. Faults between them are plain values."""
 
 from __future__ import annotations
 
+import enum
 import heapq
 import random
 import struct
@@ -19,6 +19,43 @@ from collections.abc import Callable
 
 import attrs
 import xxhash
+
+
+@attrs.frozen(kw_only=True)
+class NetworkFaults:
+    """The faults of a network: chances from 0 to 1 per message, and how long things take at most.
+
+    A message flies for `flight_s` (least, most), a `slow` one for up to `slow_s`. With `late_read`, a write's source is
+    read late, by up to `late_s`; with `late_done`, its sender learns late that it is done. With `pieces`, a payload
+    lands in pieces, with other events in between. `late_landing` is for one-sided transports: the sender hears that a
+    write failed, and it lands all the same. The others change what arrives: no message, two, the wrong order, half of
+    it, or a flipped bit. A transport over TCP does none of these; a wrong implementation of one might."""
+
+    flight_s: tuple[float, float] = (0.0001, 0.002)
+    slow: float = 0.0
+    slow_s: float = 0.5
+    late_read: float = 0.0
+    late_done: float = 0.0
+    late_s: float = 0.5
+    pieces: float = 0.0
+    late_landing: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    truncate: float = 0.0
+    flip_frame: float = 0.0
+    flip_payload: float = 0.0
+
+
+class Placement(enum.Enum):
+    """The writer of a payload into the receiver's memory, and the way: the receiver itself; in two steps, through a
+    landing slot that the sender writes; or the sender. The last breaks page rule 0, and is there to show what that rule
+    prevents."""
+
+    BY_RECEIVER = "two-sided"
+    THROUGH_SLOT = "one-sided"
+    BY_SENDER = "one-sided, straight into pages"
+
 
 Action = Callable[[], None]
 
@@ -54,8 +91,7 @@ class Simulation:
     """A world of nodes over one clock and one source of randomness. Equal seeds and equal calls give equal runs.
 
     `clock`, `random_bytes` and `rng` are for everything that takes part: any other clock or source of randomness makes
-    runs differ. Of events that are due at once, the seed picks the next.
-    """
+    runs differ. Of events that are due at once, the seed picks the next."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.adapters.vllm.dialling import AGAIN_S, MAX_DIALS, Doors
+from pdinfer.adapters.vllm.receiving import AGAIN_S, MAX_DIALS, Doors
 from pdinfer.adapters.vllm.settings import Settings
 from pdinfer.errors import Overloaded, TransferError
 from pdinfer.types import PeerAddress

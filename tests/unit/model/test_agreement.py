@@ -16,7 +16,7 @@ from pdinfer.checkpoint import reader
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.errors import CheckpointError
 from pdinfer.identity import WeightsIdentity
-from pdinfer.model.agreement import agreed_identity
+from pdinfer.model.load_plan import agreed_identity
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.testing import tiny_config
 from tests.unit.parallel.thread_groups import ThreadGroup, groups_of, on_ranks

@@ -16,7 +16,7 @@ from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
 from pdinfer.model.load import load_model
-from pdinfer.model.unread import refuse_unread
+from pdinfer.model.load_plan import refuse_unread
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 TOKENS = [5, 3, 8, 1, 9, 2]

@@ -9,8 +9,7 @@ import torch
 
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher, Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.choose import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes

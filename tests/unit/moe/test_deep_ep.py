@@ -18,9 +18,8 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPChunks, DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance import fake_deep_ep

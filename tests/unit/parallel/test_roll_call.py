@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import pdinfer as pd
-from pdinfer.parallel import roll_call
-from pdinfer.parallel.roll_call import RollCall
+from pdinfer.parallel import topology
+from pdinfer.parallel.topology import RollCall
 from tests.forks import apart
 from tests.waiting import wait_until
 
@@ -27,7 +27,7 @@ def test_who_has_not_come_is_named() -> None:
 
 
 def test_the_log_says_so_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(roll_call, "MISSING_S", 0.01)
+    monkeypatch.setattr(topology, "MISSING_S", 0.01)
     with RollCall(dist.HashStore(), 1, 3).taken():
         wait_until(lambda: caplog.records)
     assert caplog.records[0].getMessage() == "rank 1 still waits after 0.01 s: of 3 ranks 2 have not come: 0, 2"

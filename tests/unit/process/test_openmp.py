@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.process import openmp
+from pdinfer.process import threads
 from pdinfer.process.forked import begin_to_compute
 
 
@@ -22,7 +22,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
         omp_get_dynamic=lambda: answers.dynamic,
         omp_get_max_active_levels=lambda: answers.levels,
     )
-    monkeypatch.setattr(openmp, "loaded_openmp", lambda: "libgomp.so.1")
+    monkeypatch.setattr(threads, "loaded_openmp", lambda: "libgomp.so.1")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: told)
     return answers
 
@@ -50,14 +50,14 @@ def test_what_openmp_gives_is_used(runtime: Any) -> None:
 
 
 def test_the_runtime_of_torch_is_asked() -> None:
-    path = openmp.loaded_openmp()
+    path = threads.loaded_openmp()
     if path is None:
         pytest.skip("torch has another OpenMP here")
     runtime = ctypes.CDLL(path)
     runtime.omp_set_dynamic(1)
     try:
         with pytest.raises(pd.ConfigError, match="OMP_DYNAMIC"):
-            openmp.check_threads(2)
+            threads.check_threads(2)
     finally:
         runtime.omp_set_dynamic(0)
-    openmp.check_threads(2)
+    threads.check_threads(2)

@@ -7,7 +7,7 @@ import pytest
 
 from pdinfer.errors import TransferError
 from pdinfer.remote import messages
-from pdinfer.remote.known import KnownEngine
+from pdinfer.remote.line import KnownEngine
 from pdinfer.types import RequestLimits
 from tests.golden.samples import DECODE_LOAD, PREFILL_LOAD
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.remote.known import MirroredPages
+from pdinfer.remote.line import MirroredPages
 from pdinfer.remote.messages import KEY_BYTES, PageChanges
 from pdinfer.remote.served_client import PageNews
 from tests.unit.kv.test_events import keep, pool_of

@@ -12,7 +12,7 @@ import attrs
 
 import pdinfer as pd
 from pdinfer.remote import messages
-from pdinfer.remote.known import MirroredPages
+from pdinfer.remote.line import MirroredPages
 from pdinfer.remote.messages import LoadMessage, PackedRequest, Ready
 from pdinfer.remote.served_client import MAX_UNGRANTED, ServedClient, Submitted
 from pdinfer.remote.shared_engine import SharedEngine

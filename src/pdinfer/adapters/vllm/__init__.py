@@ -15,9 +15,8 @@ Inside vLLM:
     connector.py   every hook, and which half it goes to
     scheduler.py   the half in the scheduler: which requests load, wait or are sent
     worker.py      the half in the worker: the pages, the channel, and its two sides
-    receiving.py   decode: blocks that peers fill
+    receiving.py   decode: links to prefills, and blocks that they fill
     sending.py     prefill: blocks that peers get
-    dialling.py    links to prefills, made in threads of their own
     memory.py      vLLM's cache tensors as the pages of a channel
     heads.py       the layout of caches with keys and values per head
     overrides.py   settings of vLLM that change what it computes from a checkpoint, as a part of the model's id
@@ -26,8 +25,7 @@ Inside vLLM:
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 
-May import: checkpoint, config, engine, kv, model, process, the ground.
-"""
+May import: checkpoint, config, engine, kv, model, process, the ground."""
 
 from __future__ import annotations
 

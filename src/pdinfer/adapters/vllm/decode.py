@@ -4,8 +4,7 @@
     Granted ◄── prefill's channel, joined by the room ◄── the grant ◄── vLLM's worker
        └──► PrefillEngine ── pages, layer by layer ──► vLLM's worker; tokens ──► VLLMDecode ──► TokenEvent
 
-vLLM computes the last token of a loaded prompt itself, so that is what prefill leaves out. It draws every token.
-"""
+vLLM computes the last token of a loaded prompt itself, so that is what prefill leaves out. It draws every token."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ class Streamed:
 class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
     """A vLLM that goes on from prompts of prefill engines of this process: a `DecodePort`, made by `connect_decode`.
 
-    A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says.
-    """
+    A request whose prefill is lost ends or is computed by vLLM alone, as its `kv_load_failure_policy` says."""
 
     role = "decode"
 
@@ -295,8 +293,7 @@ def connect_decode(
     Their channels take offers: `KVChannel(..., takes_offers=True)`. The role of vLLM's connector is "kv_both", since it
     computes the first prompt that is compared. `server` is the URL of its HTTP server, or a function that gives the
     body of a completion to vLLM in another way and yields what it says (see `prompts.Stream`). All else is as in
-    `connect`.
-    """
+    `connect`."""
     reached = Server(server) if isinstance(server, str) else server
     engines = engines_of(prefill)
     return VLLMDecode(engines, kv, reached, key=key, max_model_len=max_model_len, max_concurrent=max_concurrent)

@@ -3,8 +3,7 @@ them.
 
 Two vLLMs of one checkpoint are one model only when these are equal. A setting with a value becomes a part of the id
 (`folded`). One without a value that both ends could compare is refused at start: functions, and weights or a
-configuration from elsewhere than the checkpoint's own files.
-"""
+configuration from elsewhere than the checkpoint's own files."""
 
 from __future__ import annotations
 

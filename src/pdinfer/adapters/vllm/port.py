@@ -51,8 +51,7 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
     and `notify` may be called from any thread, everything else from the one that steps the Pairing.
 
     Every vLLM is probed before it serves, see `Probe.check`. When it is lost, `step` raises TransferError, and
-    `recover` returns whether one is back at the same address.
-    """
+    `recover` returns whether one is back at the same address."""
 
     def __init__(
         self,
@@ -144,7 +143,6 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
     # -- for the two ports ------------------------------------------------------------------------------------------
 
     def _begin(self) -> Prompts:
-        """Return what takes prompts to vLLM."""
         return Prompts(self._complete, self._max_concurrent, self._inbox.put)
 
     def _forget(self) -> None:
@@ -170,7 +168,6 @@ class VLLMPort(OfOneProcess, Generic[AnyEngine, Item, Open]):
             raise TransferError(f"the vLLM at {self._kv} is gone: nothing here has a link to it")
 
     def _kv_stats(self) -> ChannelStats:
-        """Return the links that are open, as a load reports them."""
         return ChannelStats(
             peers=tuple(
                 PeerStats(address=engine.address, connected=engine.channel.connected(self.address))

@@ -6,8 +6,7 @@
 
 The grant goes over the link that decode's channel has to vLLM, and the prompt the way in which vLLM takes prompts. What
 decode does not want any more it reports to vLLM's worker over the link, and only the answer to that gives the pages
-back.
-"""
+back."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def connect(
     First both engines compute the same prompt, here in the calling thread, and what they leave in their caches is
     compared: a kernel that is wrong in one of them would give wrong tokens and no error. Raises LayoutMismatch when
     model, weights, dtype or these caches differ, with the field or the layer and component; TransferError when vLLM
-    cannot be reached or does not compute; ConfigError for decodes that are not served.
-    """
+    cannot be reached or does not compute; ConfigError for decodes that are not served."""
     reached = Server(server) if isinstance(server, str) else server
     engines = engines_of(decode)
     return VLLMPrefill(engines, kv, reached, key=key, max_model_len=max_model_len, max_concurrent=max_concurrent)

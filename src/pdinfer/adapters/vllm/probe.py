@@ -2,8 +2,7 @@
 
 Layouts say that both engines mean the same bytes. Only the bytes show that they compute the same: the prompt's latents
 come from vLLM's prefill over a link of their own, and are compared with those of the model here, layer by layer, the
-latent and its rotated key apart.
-"""
+latent and its rotated key apart."""
 
 from __future__ import annotations
 

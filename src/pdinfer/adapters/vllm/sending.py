@@ -10,8 +10,7 @@ A decode of several workers grants a room for each, and a request has its grant 
 each worker is sent every layer, and one that gives up costs the others nothing here.
 
 A grant is accepted when its request is computed and not when it comes: until then its decode may take it back at any
-moment, and the channel answers without a step of this engine.
-"""
+moment, and the channel answers without a step of this engine."""
 
 from __future__ import annotations
 

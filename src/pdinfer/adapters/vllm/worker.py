@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from pdinfer.adapters.vllm.dialling import Doors
 from pdinfer.adapters.vllm.heads import form_of
 from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
 from pdinfer.adapters.vllm.messages import Arrivals, Orders, TransferCounts
 from pdinfer.adapters.vllm.overrides import overrides
-from pdinfer.adapters.vllm.receiving import Receiving
+from pdinfer.adapters.vllm.receiving import Doors, Receiving
 from pdinfer.adapters.vllm.sending import VLLMSending
 from pdinfer.adapters.vllm.settings import Settings
 from pdinfer.checkpoint.reader import SAMPLE_BYTES

@@ -9,8 +9,7 @@
     runs.py                from summaries: over concurrency, stages, goodput frontier, predicted against observed
     plot.py                columns with their notes, and how they are drawn
 
-May import: bench.compare, bench.record, bench.summary, config, the ground.
-"""
+May import: bench.compare, bench.record, bench.summary, config, the ground."""
 
 from __future__ import annotations
 

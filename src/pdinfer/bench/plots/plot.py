@@ -83,8 +83,7 @@ class Plot(Value):
         pdf), and equal columns give equal bytes. With `axes`, draw into those, one per panel, instead of a new figure.
 
         Raises BackendUnavailable without matplotlib, ConfigError for another number of axes and for a suffix that
-        matplotlib does not write.
-        """
+        matplotlib does not write."""
         matplotlib = _matplotlib()
         with ExitStack() as stack:
             stack.enter_context(matplotlib.style.context(ALWAYS if axes is not None else ["default", LOOKS, ALWAYS]))

@@ -34,8 +34,7 @@ def latency_cdf(runs: Runs, metric: str = "ttft", *, slo: SLO | None = None) -> 
     `runs` are the records of one run, or a mapping from names to records; `metric` is "ttft", "tpot", "itl_p99" or
     "e2e". The tail is censored: requests that failed, were refused or did not end count and have no time, so the curve
     ends below 1. Of "tpot" and "itl_p99", completed requests of one token have none and are left out. Columns: run,
-    the metric in seconds, share. Raises ConfigError for another metric.
-    """
+    the metric in seconds, share. Raises ConfigError for another metric."""
     if metric not in METRICS:
         raise ConfigError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
     label, measure = METRICS[metric]
@@ -94,8 +93,7 @@ def load_per_engine(
     choice. Each figure is the mean over one of `num_points` equal stretches of time, so nothing falls between two
     samples. Requests whose engine, or the time it took, is unknown are left out and noted. Columns: run,
     engine, at_s (the middle of a stretch, seconds since the run began), requests, prompt_tokens (of the same
-    requests). Raises ConfigError for another role and for less than one point.
-    """
+    requests). Raises ConfigError for another role and for less than one point."""
     if role not in ("prefill", "decode"):
         raise ConfigError(f"role is 'prefill' or 'decode', got {role!r}")
     if num_points < 1:

@@ -49,8 +49,7 @@ def over_concurrency(runs: Runs) -> Plot:
 
     `runs` are the summaries of a sweep, or a mapping from names to such. In flight is what was held on average, or,
     where a summary does not have it, what was asked for. Summaries without one of the figures are left out and noted.
-    Columns: run, concurrency, output_throughput (tokens/s), median_tpot_ms.
-    """
+    Columns: run, concurrency, output_throughput (tokens/s), median_tpot_ms."""
     rows: list[tuple[Any, ...]] = []
     notes = []
     for name, summaries in by_name(runs, Summary).items():
@@ -82,8 +81,7 @@ def stage_waterfall(runs: Runs) -> Plot:
     """Plot how the stages of TTFT follow each other, as means, one panel per run: they end at the mean TTFT.
 
     `runs` is a summary, or a mapping from names to summaries. Columns: run, stage, began_ms, mean_ms, p99_ms, share
-    (of the sum of all TTFTs). Raises ConfigError for more than one summary of one name.
-    """
+    (of the sum of all TTFTs). Raises ConfigError for more than one summary of one name."""
     rows: list[tuple[Any, ...]] = []
     notes = []
     named = by_name(runs, Summary)
@@ -124,8 +122,7 @@ def goodput_frontier(runs: Runs) -> Plot:
     `runs` are summaries with an SLO, or a mapping from names, such as those of deployments, to them. The speed is
     1000 / median TPOT in ms. Goodput is per GPU where all summaries have it, else of the whole. Summaries without one
     of the figures are left out and noted. Columns: run, tokens_per_s_per_user, goodput_per_gpu or request_goodput,
-    is_on_frontier.
-    """
+    is_on_frontier."""
     named = by_name(runs, Summary)
     everything = [summary for summaries in named.values() for summary in summaries]
     is_per_gpu = bool(everything) and all(are_known(summary.goodput_per_gpu) for summary in everything)
@@ -171,8 +168,7 @@ def predicted_against_observed(
     What is on the diagonal was predicted. `metrics` are of `compare.METRICS`, in one unit. Repeats show their 95 %
     interval. Figures that one of both does not have are left out and noted, and so is what was observed as 0. Columns:
     experiment (its number), metric, predicted, observed, observed_low, observed_high, ratio (predicted / observed).
-    Raises ConfigError for what `bench.compare` refuses, for lists of two lengths, and for metrics of two units.
-    """
+    Raises ConfigError for what `bench.compare` refuses, for lists of two lengths, and for metrics of two units."""
     first, second = (by_name({"": side}, Summary)[""] for side in (predicted, observed))
     metrics = tuple(dict.fromkeys(metrics))
     if len(first) != len(second):

@@ -7,5 +7,4 @@
     messages.py   what leaders and followers tell each other
     wakeup.py     how a rank that sleeps is woken
 
-May import: execution, kv, model, moe, parallel, process, the ground.
-"""
+May import: execution, kv, model, moe, parallel, process, the ground."""

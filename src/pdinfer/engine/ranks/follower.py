@@ -1,8 +1,7 @@
 """A follower: a rank that does with its channel and its pages what the leader of its attention group did.
 
 It decides nothing, so it can never disagree: no request, clock or random number reaches it. It reports what only its
-own channel can see.
-"""
+own channel can see."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Only the engine of the leader decides. What it does travels as orders with the next agreement (`lockstep`), and what
 followers report is added to what its own channel says. Page ids in orders are the leader's, whose pool accounts for the
-pages of all ranks of the group.
-"""
+pages of all ranks of the group."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ stands still is noticed by its silence (`wakeup`), in whichever collective the o
 each rank decides alone. What must be the same on all ranks is decided from the agreement alone.
 
 Behind a step of the model all ranks meet again, so a rank may `begin` that agreement while its device computes, and
-need not wait for it later. Others may not: it is the same collective.
-"""
+need not wait for it later. Others may not: it is the same collective."""
 
 from __future__ import annotations
 

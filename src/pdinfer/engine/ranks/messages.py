@@ -1,8 +1,7 @@
 """What the leader of an attention group and its followers tell each other, as bytes in a collective.
 
 Orders say what the leader did; a follower does the same with its own channel and pages. Reports say what only a
-follower can know. Neither is answered.
-"""
+follower can know. Neither is answered."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """An engine among the ranks of its world: which rank leads, which follow, and how all step and close together.
 
 The first rank of an attention group *leads*. Its engine decides, and acts through a channel and a runner that make the
-followers do the same. A single rank is the smallest world: it leads, and nobody follows.
-"""
+followers do the same. A single rank is the smallest world: it leads, and nobody follows."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class Ranks:
     to know.
 
     The engine acts through `channel` and `runner`. `addresses` are those of all ranks of its attention group, the
-    leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader.
-    """
+    leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader."""
 
     channel: KVChannel | RankChannel
     runner: ModelRunner | RankRunner

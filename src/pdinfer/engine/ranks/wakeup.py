@@ -70,8 +70,7 @@ class Wakeup(OfOneProcess):
     others know. A notification is a number from 0; the thread calls `heard` with each. A datagram that does not
     carry the secret of the ranks is dropped. The secret travels in the clear and a datagram may be lost, so a
     notification is only a hint: it may hasten what would be done without it, and nothing else. Several beats in a row
-    would have to be lost for a rank to count as lost.
-    """
+    would have to be lost for a rank to count as lost."""
 
     def __init__(
         self,

@@ -15,8 +15,7 @@ reads it from files is a line in `checkpoint.schemes.STORED_FORMS`, what plans w
     activations.py  activations that were rounded to FP8, as a value
     cache_rows.py   what a row of a cache page holds
 
-May import: kernels.exact, the ground.
-"""
+May import: kernels.exact, the ground."""
 
 from __future__ import annotations
 

@@ -54,7 +54,6 @@ class ScaledRows(Value):
         return (self.numbers_TI.to(self.scales_TN.dtype) * self._scales()).to(self.dtype)
 
     def _with(self, numbers_TI: Tensor, scales_TN: Tensor) -> Self:
-        """Return other rows of the same kind."""
         return attrs.evolve(self, numbers_TI=numbers_TI, scales_TN=scales_TN)
 
     def _scales(self) -> Tensor:
@@ -78,8 +77,7 @@ class FP8Rows(ScaledRows):
     is not known. Kernels may be chosen by it; results do not depend on it.
 
     `expert_S` is there where sorted rows lie in the tiles of a provider, which each belong to one expert: int32, the
-    expert of each row, and -1 where it is nobody's.
-    """
+    expert of each row, and -1 where it is nobody's."""
 
     ue8m0: bool = attrs.field(default=False, kw_only=True)
     expected: int | None = attrs.field(default=None, kw_only=True)

@@ -8,8 +8,7 @@ DeepSeek-V3.2's published kernels; index keys of 128 take 132. A scale is the sm
 448, where amax is at least 1e-4. Division by it is exact, so the bytes follow from the values alone, on every machine.
 
 Index keys in INT8 lie in two parts: Y x int8, and a float16 scale per token, amax / 127 as float16 rounds it. That is
-what Ascend's indexer reads (npu_quant_lightning_indexer of torch_npu 2.11).
-"""
+what Ascend's indexer reads (npu_quant_lightning_indexer of torch_npu 2.11)."""
 
 from __future__ import annotations
 

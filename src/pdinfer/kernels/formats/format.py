@@ -2,8 +2,7 @@
 
 Values of formats are frozen, and their tensors may change in place but never move. A weight of `parts` matrices, one
 below the other, is quantized part by part. All tensors of a format but strips are cut alike along their second axis
-from the end, so that `part` need not know them.
-"""
+from the end, so that `part` need not know them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Four bits a weight, with a scale for every 32 inputs of a row: INT4 (compressed-tensors' pack-quantized, of which
 Kimi-K2-Thinking is made) and MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3).
 
-Both hold two weights in a byte, the even column in the low half.
-"""
+Both hold two weights in a byte, the even column in the low half."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ MIN_AMAX = 1e-12
 class FP8Blocks(Format):
     """e4m3 numbers with one float32 scale per block of 128 x 128. Blocks at the edges are smaller.
 
-    `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. With `ue8m0` activations get power-of-two scales.
-    """
+    `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. With `ue8m0` activations get power-of-two scales."""
 
     name = "fp8"
     units = (BLOCK, BLOCK)

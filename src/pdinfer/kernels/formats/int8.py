@@ -43,8 +43,7 @@ class Int8Static(Format):
 
     `input_scale` and `input_offset` are float32 [..., parts, 1]. `output_scale` (float32) and `output_offset` (int32)
     are [..., O, 1]: y = (x_int8 . numbers + output_offset) * output_scale. The checkpoint calls them deq_scale and
-    quant_bias.
-    """
+    quant_bias."""
 
     name = "w8a8"
     has_experts = False

@@ -3,8 +3,7 @@
 A tensor of strips is [..., strips, I / 32, parts, 2 / parts, 16, 32]. A strip is 32 rows, 16 of each part where there
 are two matrices, one below the other. For every 32 columns it holds, of each 16 of its rows, 16 pairs of neighbouring
 columns; a pair is 16 rows of 2. Weights of four bits have words of 8 columns instead of pairs, [..., 4, 64] bytes, and
-their scales are [..., 1, 16].
-"""
+their scales are [..., 1, 16]."""
 
 from __future__ import annotations
 

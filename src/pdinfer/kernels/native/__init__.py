@@ -33,5 +33,4 @@ Tested by tests/conformance/test_ops.py. The suites beside it run on these kerne
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
 May import: kernels.arguments, kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.reference,
-kernels.spec, kernels.torch, process, the ground.
-"""
+kernels.spec, kernels.torch, process, the ground."""

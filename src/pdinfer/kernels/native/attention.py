@@ -48,24 +48,11 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
             cached = cache.pages_PGW.index_select(0, part_M).flatten(0, 1)[: stop - start]
             kv_SHX = products.linear_or_torch(cached[:, :rank], kv_b_OC)
             library.mla_prefill(
-                q_THQ[at].data_ptr(),
-                kv_SHX.data_ptr(),
-                cached[:, rank:].data_ptr(),
-                cached.stride(0),
-                num_queries,
-                stop - start,
-                num_heads,
-                nope,
-                rope,
-                v_head_dim,
-                context - num_queries - start,
-                scale,
-                scratch.data_ptr(),
-                sums_THV[at].data_ptr(),
-                largest_TH[at].data_ptr(),
-                total_TH[at].data_ptr(),
+                q_THQ[at].data_ptr(), kv_SHX.data_ptr(), cached[:, rank:].data_ptr(), cached.stride(0), num_queries,
+                stop - start, num_heads, nope, rope, v_head_dim, context - num_queries - start, scale,
+                scratch.data_ptr(), sums_THV[at].data_ptr(), largest_TH[at].data_ptr(), total_TH[at].data_ptr(),
                 torch.get_num_threads(),
-            )
+            )  # fmt: skip
     return sums_THV.div_(total_TH[..., None]).to(q_THQ.dtype)
 
 
@@ -78,18 +65,9 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
     q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
     table_BM, out = cache.table_BM.to(torch.int32).contiguous(), torch.empty_like(q_latent_BQHC)
     lacking = build.library().mla_decode(
-        q_latent_BQHC.data_ptr(),
-        q_rope_BQHR.data_ptr(),
-        *_paged(cache, table_BM),
-        num_queries,
-        num_heads,
-        width,
-        rank,
-        scale,
-        PART_TOKENS,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        q_latent_BQHC.data_ptr(), q_rope_BQHR.data_ptr(), *_paged(cache, table_BM), num_queries, num_heads, width, rank,
+        scale, PART_TOKENS, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     if lacking:
         raise products.lacks(lacking, f"attention over {cache.lens_B.tolist()[:8]} tokens")
     return out

@@ -165,8 +165,7 @@ def _library() -> Kernels:
 def library_or_reason() -> Kernels | str:
     """Return the compiled kernels, or the reason why there are none. It is found out once in a process.
 
-    Where the CPU could run them, reasons are also logged, because nothing fails without them.
-    """
+    Where the CPU could run them, reasons are also logged, because nothing fails without them."""
     flags = cpu_flags()
     if not flags:
         return f"is for x86-64 CPUs, and this {platform.machine()} is none that Linux describes as one"

@@ -1,8 +1,7 @@
 """Kernels in C for bfloat16 models on x86 CPUs, compiled on first use (docs/decisions/): what is served.
 
 An op whose shape gains nothing here goes to torch, and so do inputs that the kernels cannot read: other dtypes than
-those they are made for, or strides. They use `torch.get_num_threads` threads.
-"""
+those they are made for, or strides. They use `torch.get_num_threads` threads."""
 
 from __future__ import annotations
 

@@ -172,15 +172,9 @@ def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="cpu")
     scales_TN = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32, device="cpu")
     build.library().quantize_fp8(
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        rows,
-        width,
-        ue8m0,
-        numbers_TI.data_ptr(),
-        scales_TN.data_ptr(),
+        x_TI.data_ptr(), x_TI.stride(0), rows, width, ue8m0, numbers_TI.data_ptr(), scales_TN.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return FP8Rows(numbers_TI, scales_TN, dtype=x_TI.dtype, ue8m0=ue8m0)
 
 

@@ -45,17 +45,9 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
     out = x_THR.new_empty(rows, num_heads, width)
     build.library().rotate(
-        x_THR.data_ptr(),
-        x_THR.stride(0),
-        x_THR.stride(1),
-        rows,
-        num_heads,
-        width // 2,
-        cos_TF.data_ptr(),
-        sin_TF.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_THR.data_ptr(), x_THR.stride(0), x_THR.stride(1), rows, num_heads, width // 2, cos_TF.data_ptr(),
+        sin_TF.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -69,20 +61,13 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
         torch.empty(tokens, rule.top_k, dtype=torch.float32, device="cpu"),
     )
     build.library().route(
-        logits_TE.data_ptr(),
-        None if bias_E is None else bias_E.data_ptr(),
-        tokens,
-        num_experts,
-        *_in_order(rule),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        torch.get_num_threads(),
-    )
+        logits_TE.data_ptr(), None if bias_E is None else bias_E.data_ptr(), tokens, num_experts, *_in_order(rule),
+        ids.data_ptr(), weights.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return ids, weights
 
 
 def _in_order(rule: RouterRule) -> tuple[float, ...]:
-    """Return a rule as the kernels take it."""
     return rule.sigmoid, rule.top_k, rule.num_groups, rule.top_k_groups, rule.normalize, rule.scaling_factor
 
 
@@ -95,19 +80,10 @@ def choose_experts(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule:
     logits_TE, weights_TK = weight_ED.new_empty(tokens, num_experts), weight_ED.new_empty(tokens, rule.top_k)
     ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device="cpu")
     build.library().choose_experts(
-        x_TD.data_ptr(),
-        x_TD.stride(0),
-        width,
-        weight_ED.data_ptr(),
-        None if bias_E is None else bias_E.data_ptr(),
-        tokens,
-        num_experts,
-        *_in_order(rule),
-        logits_TE.data_ptr(),
-        ids_TK.data_ptr(),
-        weights_TK.data_ptr(),
+        x_TD.data_ptr(), x_TD.stride(0), width, weight_ED.data_ptr(), None if bias_E is None else bias_E.data_ptr(),
+        tokens, num_experts, *_in_order(rule), logits_TE.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return ids_TK, weights_TK
 
 
@@ -116,17 +92,9 @@ def sort_rows(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, T
     rows, width = tokens * top_k, x_TD.shape[1]
     x_SD, counts_E, row_TK = x_TD.new_empty(rows, width), ids_TK.new_empty(num_experts), ids_TK.new_empty(tokens, top_k)
     build.library().sort_rows(
-        ids_TK.data_ptr(),
-        tokens,
-        top_k,
-        num_experts,
-        x_TD.data_ptr(),
-        width * x_TD.itemsize,
-        counts_E.data_ptr(),
-        row_TK.data_ptr(),
-        x_SD.data_ptr(),
-        torch.get_num_threads(),
-    )
+        ids_TK.data_ptr(), tokens, top_k, num_experts, x_TD.data_ptr(), width * x_TD.itemsize, counts_E.data_ptr(),
+        row_TK.data_ptr(), x_SD.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return x_SD, counts_E, row_TK
 
 
@@ -145,14 +113,9 @@ def gather_rows(x_TD: Tensor, token_S: Tensor) -> Tensor:
         return torch_experts.gather_rows(x_TD, token_S)
     token_S, out = token_S.contiguous(), x_TD.new_empty(len(token_S), x_TD.shape[1])
     outside = build.library().gather_rows(
-        x_TD.data_ptr(),
-        len(x_TD),
-        x_TD.shape[1] * x_TD.itemsize,
-        token_S.data_ptr(),
-        len(token_S),
-        out.data_ptr(),
+        x_TD.data_ptr(), len(x_TD), x_TD.shape[1] * x_TD.itemsize, token_S.data_ptr(), len(token_S), out.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     if outside:
         raise PDInferError(f"{outside} of the rows {token_S.tolist()[:8]} are not among {len(x_TD)}")
     return out
@@ -164,14 +127,9 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     out_TD = torch.empty(row_TK.shape[0], y_SD.shape[1], dtype=torch.float32, device="cpu")
     y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
     build.library().combine_rows(
-        y_SD.data_ptr(),
-        row_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        *row_TK.shape,
-        y_SD.shape[1],
-        out_TD.data_ptr(),
+        y_SD.data_ptr(), row_TK.data_ptr(), weights_TK.data_ptr(), *row_TK.shape, y_SD.shape[1], out_TD.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out_TD
 
 
@@ -227,16 +185,9 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps
     rows, width = x_TD.shape
     normed_TD, sum_TD = x_TD.new_empty(rows, width), x_TD.new_empty(rows, width)
     build.library().add_rms_norm(
-        x_TD.data_ptr(),
-        residual_TD.data_ptr(),
-        rows,
-        width,
-        weight_D.data_ptr(),
-        eps,
-        sum_TD.data_ptr(),
-        normed_TD.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_TD.data_ptr(), residual_TD.data_ptr(), rows, width, weight_D.data_ptr(), eps, sum_TD.data_ptr(),
+        normed_TD.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return normed_TD, sum_TD
 
 
@@ -262,21 +213,10 @@ def norm_rotate_store(
     cos_TF, sin_TF, slots_T = cos_TF.contiguous(), sin_TF.contiguous(), slots_T.contiguous()
     num_slots = pages_PGW.shape[0] * pages_PGW.shape[1]
     outside = build.library().norm_rotate_store(
-        c_TC.data_ptr(),
-        c_TC.stride(0),
-        k_TR.data_ptr(),
-        k_TR.stride(0),
-        *c_TC.shape,
-        k_TR.shape[1] // 2,
-        weight_C.data_ptr(),
-        eps,
-        cos_TF.data_ptr(),
-        sin_TF.data_ptr(),
-        slots_T.data_ptr(),
-        num_slots,
-        pages_PGW.data_ptr(),
-        torch.get_num_threads(),
-    )
+        c_TC.data_ptr(), c_TC.stride(0), k_TR.data_ptr(), k_TR.stride(0), *c_TC.shape, k_TR.shape[1] // 2,
+        weight_C.data_ptr(), eps, cos_TF.data_ptr(), sin_TF.data_ptr(), slots_T.data_ptr(), num_slots,
+        pages_PGW.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     if outside:
         raise PDInferError(f"{outside} of the slots {slots_T.tolist()[:8]} are not among the {num_slots} of the cache")
 
@@ -290,14 +230,8 @@ def combine_experts(
     row_TK, weights_TK = row_TK.contiguous(), weights_TK.contiguous()
     out_TD = y_SD.new_empty(row_TK.shape[0], y_SD.shape[1])
     build.library().combine_experts(
-        y_SD.data_ptr(),
-        row_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        None if shared_TD is None else shared_TD.data_ptr(),
-        None if residual_TD is None else residual_TD.data_ptr(),
-        *row_TK.shape,
-        y_SD.shape[1],
-        out_TD.data_ptr(),
+        y_SD.data_ptr(), row_TK.data_ptr(), weights_TK.data_ptr(), None if shared_TD is None else shared_TD.data_ptr(),
+        None if residual_TD is None else residual_TD.data_ptr(), *row_TK.shape, y_SD.shape[1], out_TD.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out_TD

@@ -9,5 +9,4 @@
 
 Tested by tests/conformance/test_ops.py and the suites beside it.
 
-May import: kernels.arguments, kernels.exact, kernels.formats, kernels.reference, kernels.spec, the ground.
-"""
+May import: kernels.arguments, kernels.exact, kernels.formats, kernels.reference, kernels.spec, the ground."""

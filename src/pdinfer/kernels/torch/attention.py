@@ -1,8 +1,7 @@
 """Attention in eager torch, and the choice of what it reads.
 
 Softmax and index scores stay float32. No tensor of size [tokens, tokens] is ever held, nor the keys and values of a
-long context: attention goes through blocks of queries, and through blocks of context where that is long.
-"""
+long context: attention goes through blocks of queries, and through blocks of context where that is long."""
 
 from __future__ import annotations
 

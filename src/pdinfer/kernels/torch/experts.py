@@ -2,8 +2,7 @@
 
 A device's decode step must not wait for the host, so that a CUDA graph can hold it. There experts run as one grouped
 product where torch has it, and else each on all rows, of which it keeps its own. Many rows, which are prefill's, wait
-for the counts once.
-"""
+for the counts once."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The kernel takes keys and values of one width, so the narrower ones are padded with zeros. Its causal mask begins at the
 first key it is given: what lies before the queries is a part of its own, and parts are joined by the logarithms of
-their sums. It gives a score of -inf no weight, so it is given finite numbers alone, whose products do not overflow.
-"""
+their sums. It gives a score of -inf no weight, so it is given finite numbers alone, whose products do not overflow."""
 
 from __future__ import annotations
 

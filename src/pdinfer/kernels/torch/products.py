@@ -1,8 +1,7 @@
 """Products with weights by torch: floats, FP8 blocks and INT8.
 
 What a CUDA card and its torch can multiply is data: `card` says what the card is, and the functions that choose a
-product take its spec. Shapes that these products do not take go to floats, which is slow and right.
-"""
+product take its spec. Shapes that these products do not take go to floats, which is slow and right."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def _by_blocks(rows: FP8Rows, weight: FP8Blocks) -> Tensor:
 
     Scales of rows [T, N] lie row by row of one block of channels, strides (1, T), and T is padded. Those of the matrix
     are transposed and padded, [ceil(I / 128) to a multiple of 4, ceil(O / 128)], and the first axis is the dense one
-    (cuBLAS 12.9, section on 128-element and 128 x 128 block scaling; pytorch/pytorch#166752).
-    """
+    (cuBLAS 12.9, section on 128-element and 128 x 128 block scaling; pytorch/pytorch#166752)."""
     num_rows = len(rows)
     padding = -num_rows % FP8_ROWS_STEP
     numbers_TI, scales_NT = rows.numbers_TI, rows.scales_TN.new_ones(rows.scales_TN.shape[1], num_rows + padding)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.triton.configs import GROUPS_OF_ROWS, ROOM_SPLITS, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, fp8_rows_like, launch, need, rows_of_block
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need, rows_of_block
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
@@ -66,41 +65,18 @@ def _by_groups(
             len(rows) if counts_E is None else experts * min(room, ROOM_SPLITS),
             triton.cdiv(width, GROUPS_OF_ROWS.tiles["GROUPS"] * GROUP.value),
         ),
-        rows,
-        out,
-        None if rounded is None else rounded.numbers_TI,
-        scales,
-        counts_E,
-        experts,
-        room,
-        rows.stride(0),
-        *((0, 0) if scales is None else scales.stride()[-2:]),
-        width,
-        GATED=gated,
-        ROUNDED=ue8m0 is not None,
-        UE8M0=bool(ue8m0 if rounded is None else rounded.ue8m0),
+        rows, out, None if rounded is None else rounded.numbers_TI, scales, counts_E, experts, room, rows.stride(0),
+        *((0, 0) if scales is None else scales.stride()[-2:]), width,
+        GATED=gated, ROUNDED=ue8m0 is not None, UE8M0=bool(ue8m0 if rounded is None else rounded.ue8m0),
         **GROUPS_OF_ROWS.constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _groups_of_rows(
-    x_ptr,
-    out_ptr,
-    numbers_ptr,
-    scales_ptr,
-    counts_ptr,
-    num_experts,
-    room,
-    pitch,
-    scales_row,
-    scales_group,
-    width,
-    GATED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    UE8M0: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    x_ptr, out_ptr, numbers_ptr, scales_ptr, counts_ptr, num_experts, room, pitch, scales_row, scales_group, width,
+    GATED: tl.constexpr, ROUNDED: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     if counts_ptr is None:
         row = tl.program_id(0).to(tl.int64)
         _write_groups(
@@ -145,15 +121,10 @@ def round_int8(x_TI: Tensor) -> Tensor:
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     padded = triton.next_power_of_2(rows.shape[1])
     launch(
-        _round_rows_to_int8,
-        (len(rows),),
-        rows,
-        out,
-        rows.stride(0),
-        rows.shape[1],
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _round_rows_to_int8, (len(rows),),
+        rows, out, rows.stride(0), rows.shape[1],
+        WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
     return out.view(x_TI.shape)
 
 

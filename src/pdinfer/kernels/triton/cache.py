@@ -1,4 +1,5 @@
-"""Rotary positions, and what is written into the pages of the cache. A block has a token."""
+"""Rotary positions, and what is written into the pages of the cache, where a block has a token. Copies of parts of a
+pool."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from torch import Tensor
 from pdinfer.kernels.formats.cache_rows import PACKED, SCALE_GROUP
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.triton.configs import HEADS_OF_TOKENS, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.configs import HEADS_OF_TOKENS, WORDS_OF_PAGES, of_width
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 from pdinfer.kernels.triton.rounding import GROUP, largest, rounded_to_fp8, rounded_to_int8, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, need
 
 AS_IS, TO_FP8, TO_FP8_UE8M0, TO_INT8 = (tl.constexpr(kind) for kind in range(4))
 """How a latent is rounded before it is stored."""
@@ -35,37 +35,18 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
     x_THR = x_THR if x_THR.stride(2) == 1 else x_THR.contiguous()
     out_THR = torch.empty(x_THR.shape, dtype=x_THR.dtype, device=x_THR.device)
     launch(
-        _rotate_heads,
-        (tokens, triton.cdiv(heads, HEADS_OF_TOKENS.tiles["HEADS"])),
-        x_THR,
-        cos_TF.contiguous(),
-        sin_TF.contiguous(),
-        out_THR,
-        x_THR.stride(0),
-        x_THR.stride(1),
-        heads,
-        width // 2,
-        INTERLEAVED=interleaved,
-        HALF=triton.next_power_of_2(width // 2),
-        **HEADS_OF_TOKENS.constants,
-    )
+        _rotate_heads, (tokens, triton.cdiv(heads, HEADS_OF_TOKENS.tiles["HEADS"])),
+        x_THR, cos_TF.contiguous(), sin_TF.contiguous(), out_THR, x_THR.stride(0), x_THR.stride(1), heads, width // 2,
+        INTERLEAVED=interleaved, HALF=triton.next_power_of_2(width // 2), **HEADS_OF_TOKENS.constants,
+    )  # fmt: skip
     return out_THR
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    x_token,
-    x_head,
-    heads,
-    half,
-    INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, out_ptr, x_token, x_head, heads, half,
+    INTERLEAVED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     from_ptr, to_ptr = x_ptr + token * x_token + head * x_head, out_ptr + (token * heads + head) * 2 * half
@@ -136,53 +117,22 @@ def _store(
     groups = triton.next_power_of_2(triton.cdiv(rank, GROUP.value))
     c_TC, k_TR = as_rows(c_TC), as_rows(k_TR)
     launch(
-        _store_token,
-        (tokens,),
-        rows_SW.view(torch.float8_e4m3fn) if packed else rows_SW,
-        rows_SW.view(torch.float32) if packed else None,
-        rows_SW.view(torch.bfloat16) if packed else rows_SW,
-        slots_T.contiguous(),
-        c_TC,
-        k_TR,
-        weight_C,
-        None if cos_TF is None else cos_TF.contiguous(),
-        None if sin_TF is None else sin_TF.contiguous(),
-        rows_SW.shape[1],
-        c_TC.stride(0),
-        k_TR.stride(0),
-        rank,
-        rope // 2,
-        eps,
-        ROUNDING=KINDS[rounding],
-        PACKED=packed,
-        HALF=triton.next_power_of_2(max(1, rope // 2)),
-        GROUPS=groups,
+        _store_token, (tokens,),
+        rows_SW.view(torch.float8_e4m3fn) if packed else rows_SW, rows_SW.view(torch.float32) if packed else None,
+        rows_SW.view(torch.bfloat16) if packed else rows_SW, slots_T.contiguous(), c_TC, k_TR, weight_C,
+        None if cos_TF is None else cos_TF.contiguous(), None if sin_TF is None else sin_TF.contiguous(),
+        rows_SW.shape[1], c_TC.stride(0), k_TR.stride(0), rank, rope // 2, eps,
+        ROUNDING=KINDS[rounding], PACKED=packed, HALF=triton.next_power_of_2(max(1, rope // 2)), GROUPS=groups,
         **of_width(groups * GROUP.value).constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_token(
-    rows_ptr,
-    scales_ptr,
-    keys_ptr,
-    slots_ptr,
-    c_ptr,
-    k_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    length,
-    c_pitch,
-    k_pitch,
-    rank,
-    half,
-    eps,
-    ROUNDING: tl.constexpr,
-    PACKED: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    rows_ptr, scales_ptr, keys_ptr, slots_ptr, c_ptr, k_ptr, weight_ptr, cos_ptr, sin_ptr, length, c_pitch, k_pitch,
+    rank, half, eps,
+    ROUNDING: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Write a token's row: after a norm and a rotation where there are weights and angles."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.load(slots_ptr + token).to(tl.int64) * length
@@ -225,20 +175,11 @@ def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> Non
     need(not packed or (width == padded and width % 4 == 0), f"keys are packed by powers of two from 4 on, got {width}")
     need(slots_T.shape == (len(keys_TY),), f"{len(keys_TY)} keys have {len(slots_T)} slots")
     launch(
-        _store_index_key,
-        (len(keys_TY),),
-        rows_SY.view(torch.float8_e4m3fn) if packed else rows_SY,
-        rows_SY.view(torch.float32) if packed else None,
-        slots_T.contiguous(),
-        keys_TY,
-        length,
-        keys_TY.stride(0),
-        width,
-        float(width**-0.5),
-        PACKED=packed,
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _store_index_key, (len(keys_TY),),
+        rows_SY.view(torch.float8_e4m3fn) if packed else rows_SY, rows_SY.view(torch.float32) if packed else None,
+        slots_T.contiguous(), keys_TY, length, keys_TY.stride(0), width, float(width**-0.5),
+        PACKED=packed, WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -267,3 +208,46 @@ def _hadamard(x, WIDTH: tl.constexpr):
         # the sums of neighbours, then their differences: the next step finds as neighbours what is two apart in x
         x = tl.reshape(tl.trans(tl.join(left + right, left - right)), (WIDTH,))
     return x
+
+
+def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+    _copy(pool_NW, rows_S, into_SW, gathers=True)
+
+
+def scatter_pages(pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+    _copy(pool_NW, rows_S, from_SW, gathers=False)
+
+
+def _copy(pool_NW: Tensor, rows_S: Tensor, parts_SW: Tensor, *, gathers: bool) -> None:
+    need(parts_SW.shape == (len(rows_S), pool_NW.shape[1]), f"{len(rows_S)} rows are no {tuple(parts_SW.shape)}")
+    need(pool_NW.dtype == parts_SW.dtype, f"{pool_NW.dtype} is copied from or to {parts_SW.dtype}")
+    pool_NW, parts_SW = _in_longs(pool_NW, parts_SW)
+    width = pool_NW.shape[1]
+    launch(
+        _copy_words, (len(rows_S), triton.cdiv(width, WORDS_OF_PAGES.tiles["WORDS"])),
+        pool_NW, rows_S.contiguous(), parts_SW, pool_NW.stride(0), parts_SW.stride(0), width,
+        GATHERS=gathers, **WORDS_OF_PAGES.constants,
+    )  # fmt: skip
+
+
+def _in_longs(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors as int64 where all of them can be read so."""
+    size = tensors[0].itemsize
+    parts = [part for x in tensors for part in (x.storage_offset(), x.stride(0), x.shape[1])]
+    if any(part * size % 8 for part in parts):
+        return list(tensors)
+    return [x.view(torch.int64) for x in tensors]
+
+
+@triton.jit
+def _copy_words(
+    pool_ptr, rows_ptr, parts_ptr, pool_pitch, parts_pitch, width, GATHERS: tl.constexpr, WORDS: tl.constexpr
+):
+    part = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + part)
+    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    in_pool, in_parts = pool_ptr + row * pool_pitch + at, parts_ptr + part * parts_pitch + at
+    if GATHERS:
+        tl.store(in_parts, tl.load(in_pool, at < width), at < width)
+    else:
+        tl.store(in_pool, tl.load(in_parts, at < width), at < width)

@@ -22,8 +22,7 @@ class Config:
     blocks shall fit on a multiprocessor the most registers of a thread.
 
     `blocks` is how many of its blocks a multiprocessor has room for, if more than one and a grid depends on it.
-    `exception` is the reason why it may miss a gate of tests/unit/kernels/test_aot.py, and None where it may not.
-    """
+    `exception` is the reason why it may miss a gate of tests/unit/kernels/test_aot.py, and None where it may not."""
 
     tiles: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen)
     num_warps: int = 4

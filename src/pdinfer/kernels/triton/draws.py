@@ -1,8 +1,7 @@
 """Draws of tokens without a sort.
 
 A vocabulary is cut into chunks, a block to each. The first kernel finds the largest logit of every chunk, the last but
-one adds noise to what may come, and the last one compares the chunks. Greedy rows need the first and the last alone.
-"""
+one adds noise to what may come, and the last one compares the chunks. Greedy rows need the first and the last alone."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from triton.language.extra import libdevice
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.triton.configs import DRAW, SETTLE
 from pdinfer.kernels.triton.filters import distances_of, largest_of, limits, room
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
@@ -57,33 +55,20 @@ def _contest(changed: Tensor, tops_BN: Tensor, limit_B: Tensor | None, controls:
     """Return the largest sum of logit and noise in each chunk, and its token."""
     best_BN, ids_BN = torch.empty_like(tops_BN), room(changed, *tops_BN.shape, dtype=torch.int32)
     launch(
-        _compete,
-        tuple(tops_BN.shape),
+        _compete, tuple(tops_BN.shape),
         *(changed, tops_BN, limit_B, best_BN, ids_BN),
         *(controls.temperature_B, controls.min_logit_B, controls.seed_B, controls.position_B),
         *(changed.stride(0), changed.shape[1]),
-        HAS_LIBDEVICE=not changed.is_cpu,
-        CHUNKS=triton.next_power_of_2(tops_BN.shape[1]),
-        **DRAW.constants,
-    )
+        HAS_LIBDEVICE=not changed.is_cpu, CHUNKS=triton.next_power_of_2(tops_BN.shape[1]), **DRAW.constants,
+    )  # fmt: skip
     return best_BN, ids_BN
 
 
 @triton.jit
 def _survey(
-    logits_ptr,
-    changed_ptr,
-    largest_ptr,
-    sums_ptr,
-    tops_ptr,
-    ids_ptr,
-    peaks_ptr,
-    pitch,
-    changed_pitch,
-    vocab,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+    logits_ptr, changed_ptr, largest_ptr, sums_ptr, tops_ptr, ids_ptr, peaks_ptr, pitch, changed_pitch, vocab,
+    CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Find the largest logit of a chunk and the sum of exponentials of their differences to it; and of the changed
     logits the largest of the chunk, its first token, and the largest of each segment."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -127,22 +112,10 @@ def _noise(token, seed, position, HAS_LIBDEVICE: tl.constexpr):
 
 @triton.jit
 def _compete(
-    changed_ptr,
-    tops_ptr,
-    limit_ptr,
-    best_ptr,
-    ids_ptr,
-    temperature_ptr,
-    min_logit_ptr,
-    seed_ptr,
-    position_ptr,
-    pitch,
+    changed_ptr, tops_ptr, limit_ptr, best_ptr, ids_ptr, temperature_ptr, min_logit_ptr, seed_ptr, position_ptr, pitch,
     vocab,
-    HAS_LIBDEVICE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+    HAS_LIBDEVICE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Find the largest sum of logit and noise in a chunk, and its token, among those that may come."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -169,21 +142,10 @@ def _first_of(values, ids, vocab):
 
 @triton.jit
 def _settle(
-    logits_ptr,
-    largest_ptr,
-    sums_ptr,
-    tops_ptr,
-    top_ids_ptr,
-    best_ptr,
-    ids_ptr,
-    temperature_ptr,
-    packed_ptr,
-    pitch,
-    batch,
-    vocab,
-    num_chunks,
+    logits_ptr, largest_ptr, sums_ptr, tops_ptr, top_ids_ptr, best_ptr, ids_ptr, temperature_ptr, packed_ptr, pitch,
+    batch, vocab, num_chunks,
     CHUNKS: tl.constexpr,
-):
+):  # fmt: skip
     """Choose among the tokens of the chunks, and write what `draw` returns of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)

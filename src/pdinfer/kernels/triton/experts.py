@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdinfer.kernels.triton.configs import CHANNELS_OF_TOKENS, COUNTS_OF_EXPERTS, PAIRS
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -44,36 +43,18 @@ def _combine(
     added = [None if x is None else as_rows(x) for x in (shared_TD, residual_TD)]
     need(all(x is None or x.shape == out_TD.shape for x in added), f"what is added to {tuple(out_TD.shape)} is not so")
     launch(
-        _sum_rows,
-        (tokens, triton.cdiv(width, CHANNELS_OF_TOKENS.tiles["CHANNELS"])),
-        y_SD,
-        row_TK,
-        weights_TK,
-        *added,
-        out_TD,
-        y_SD.stride(0),
-        *(0 if x is None else x.stride(0) for x in added),
+        _sum_rows, (tokens, triton.cdiv(width, CHANNELS_OF_TOKENS.tiles["CHANNELS"])),
+        y_SD, row_TK, weights_TK, *added, out_TD, y_SD.stride(0), *(0 if x is None else x.stride(0) for x in added),
         width,
-        CHOICES=0 if row_TK is None else row_TK.shape[1],
-        **CHANNELS_OF_TOKENS.constants,
-    )
+        CHOICES=0 if row_TK is None else row_TK.shape[1], **CHANNELS_OF_TOKENS.constants,
+    )  # fmt: skip
 
 
 @triton.jit
 def _sum_rows(
-    y_ptr,
-    row_ptr,
-    weights_ptr,
-    shared_ptr,
-    residual_ptr,
-    out_ptr,
-    y_pitch,
-    shared_pitch,
-    residual_pitch,
-    width,
-    CHOICES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    y_ptr, row_ptr, weights_ptr, shared_ptr, residual_ptr, out_ptr, y_pitch, shared_pitch, residual_pitch, width,
+    CHOICES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = at < width
@@ -109,18 +90,10 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     tiles = triton.cdiv(bins, COUNTS_OF_EXPERTS.tiles["EXPERTS"]) if blocks else 0
     launch(_first_rows, (tiles,), first_BE, counts_E, blocks, num_experts, BINS=bins, **COUNTS_OF_EXPERTS.constants)
     launch(
-        _place_pairs,
-        (blocks,),
-        ids_TK,
-        first_BE,
-        token_of_row_S,
-        row_TK,
-        pairs,
-        choices,
-        num_experts,
-        BINS=bins,
-        **PAIRS.constants,
-    )
+        _place_pairs, (blocks,),
+        ids_TK, first_BE, token_of_row_S, row_TK, pairs, choices, num_experts,
+        BINS=bins, **PAIRS.constants,
+    )  # fmt: skip
     return counts_E[:num_experts], token_of_row_S, row_TK
 
 

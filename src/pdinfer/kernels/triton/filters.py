@@ -2,8 +2,7 @@
 
 Whatever they keep is no further from the largest logit than some *limit*. Distances are not negative, so their bits
 order them, and a limit is found bit by bit, the highest first, by 31 sums over the row. To have these over few
-distances, those that are certainly too far are left behind before.
-"""
+distances, those that are certainly too far are left behind before."""
 
 from __future__ import annotations
 
@@ -37,14 +36,11 @@ def limits(changed: Tensor, tops_BN: Tensor, peaks_BN: Tensor, controls: Control
         **DRAW.constants,
     )
     launch(
-        _find_limit,
-        (batch,),
+        _find_limit, (batch,),
         *(changed, tops_BN, peaks_BN, masses_BN, near_BV, limit_B, *filters),
         *(changed.stride(0), near_BV.shape[1], vocab, num_chunks, peaks_BN.shape[1]),
-        SEGMENTS=triton.next_power_of_2(peaks_BN.shape[1]),
-        **cut,
-        **LIMIT.constants,
-    )
+        SEGMENTS=triton.next_power_of_2(peaks_BN.shape[1]), **cut, **LIMIT.constants,
+    )  # fmt: skip
     return limit_B
 
 
@@ -73,18 +69,9 @@ def _mass(distances):
 
 @triton.jit
 def _weigh(
-    changed_ptr,
-    tops_ptr,
-    masses_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    pitch,
-    vocab,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+    changed_ptr, tops_ptr, masses_ptr, temperature_ptr, top_p_ptr, top_k_ptr, pitch, vocab,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Weigh a chunk, where the whole row counts for top_p."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
@@ -147,24 +134,10 @@ def _weigh_nearer(near_ptr, num_near, bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find_limit(
-    changed_ptr,
-    tops_ptr,
-    peaks_ptr,
-    masses_ptr,
-    near_ptr,
-    limit_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    pitch,
-    near_pitch,
-    vocab,
-    num_chunks,
-    num_segments,
-    SEGMENTS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    changed_ptr, tops_ptr, peaks_ptr, masses_ptr, near_ptr, limit_ptr, temperature_ptr, top_p_ptr, top_k_ptr, pitch,
+    near_pitch, vocab, num_chunks, num_segments,
+    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Find the limit of a row: the largest bits below which there are fewer than `top_k` distances, and less than a
     share of `top_p` of what these weigh."""
     row = tl.program_id(0).to(tl.int64)

@@ -1,8 +1,7 @@
 """What sparse attention reads: scores of all index keys that a token sees, and the positions of the best of them.
 
 Scores of a launch lie in memory, one row per query. Queries of packed keys are transformed as the keys are. In bfloat16
-such a query is the sum of two numbers, so that it is as near to float32 as a sum of its length.
-"""
+such a query is the sum of two numbers, so that it is as near to float32 as a sum of its length."""
 
 from __future__ import annotations
 
@@ -78,19 +77,10 @@ def _queries(q_TXY: Tensor, cache: PagedCache) -> Tensor:
     parts = 2 if turned and dtype == torch.bfloat16 else 1
     out = torch.empty(parts, num_tokens, num_heads, padded(width), dtype=dtype, device=q_TXY.device)
     launch(
-        _turn,
-        (triton.cdiv(num_tokens * num_heads, TURN_QUERIES.tiles["ROWS"]),),
-        q_TXY.contiguous(),
-        out,
-        num_tokens * num_heads,
-        width,
-        width**-0.5,
-        WIDTH=out.shape[-1],
-        TURNS=turned,
-        PARTS=parts,
-        UPCAST=upcasts(q_TXY),
-        **TURN_QUERIES.constants,
-    )
+        _turn, (triton.cdiv(num_tokens * num_heads, TURN_QUERIES.tiles["ROWS"]),),
+        q_TXY.contiguous(), out, num_tokens * num_heads, width, width**-0.5,
+        WIDTH=out.shape[-1], TURNS=turned, PARTS=parts, UPCAST=upcasts(q_TXY), **TURN_QUERIES.constants,
+    )  # fmt: skip
     return out
 
 
@@ -114,28 +104,13 @@ def _score(
     if page_table_BM is not None:
         pages = (keys.stride(0), keys.stride(1), page_table_BM.stride(0), keys.shape[1])
     launch(
-        _score_keys,
-        (triton.cdiv(over[0], config.tiles["BLOCK_S"]), over[1]),
-        queries,
-        weights_TX.contiguous(),
-        keys,
-        scores,
-        tiles,
-        page_table_BM,
-        *pages,
-        len(keys),
-        num_tokens * num_heads,
-        key_width,
-        scores.stride(0),
-        PARTS=parts,
-        HEADS=num_heads,
-        PADDED_HEADS=padded(num_heads),
-        WIDTH=width,
-        NUM_QUERIES=len(scores) // over[1] if paged else 0,
-        IS_PACKED=packed,
-        UPCAST=upcasts(queries),
+        _score_keys, (triton.cdiv(over[0], config.tiles["BLOCK_S"]), over[1]),
+        queries, weights_TX.contiguous(), keys, scores, tiles, page_table_BM, *pages, len(keys), num_tokens * num_heads,
+        key_width, scores.stride(0),
+        PARTS=parts, HEADS=num_heads, PADDED_HEADS=padded(num_heads), WIDTH=width,
+        NUM_QUERIES=len(scores) // over[1] if paged else 0, IS_PACKED=packed, UPCAST=upcasts(queries),
         **config.constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,17 +192,10 @@ def _select_best(scores: Tensor, tiles: Tensor, selected_TS: Tensor, *, rows: in
     """Write the positions of the S best scores of each query. The scores have `rows` rows for
     each tile. `tiles` are those of a prefill, or with `num_queries` the lengths of contexts [B]."""
     launch(
-        _select,
-        (len(tiles) * rows,),
-        scores,
-        tiles,
-        selected_TS,
-        scores.stride(0),
-        selected_TS.shape[1],
-        ROWS=rows,
-        NUM_QUERIES=num_queries,
-        **SELECT.constants,
-    )
+        _select, (len(tiles) * rows,),
+        scores, tiles, selected_TS, scores.stride(0), selected_TS.shape[1],
+        ROWS=rows, NUM_QUERIES=num_queries, **SELECT.constants,
+    )  # fmt: skip
 
 
 @triton.jit

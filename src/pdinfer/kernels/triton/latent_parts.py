@@ -2,8 +2,7 @@
 
 It keeps a running maximum (arXiv 1805.02867, algorithm 3) and leaves sums of latents, normalised, and the logarithm to
 base 2 of the sum of exponentials. The page of the next tokens is looked up ahead, so that loads are in flight while
-these are multiplied.
-"""
+these are multiplied."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A part of a sequence is read once for all of its rows (queries times heads) that are in one tile. The grid follows from
 shapes alone, and lengths are divided into parts on the device. What every query sees needs no mask, so its latents go
 from shared memory to the tensor cores. The newest tokens are a part of their own: there some latents count for some
-queries only, or were never written, and 0 times NaN is NaN.
-"""
+queries only, or were never written, and 0 times NaN is NaN."""
 
 from __future__ import annotations
 
@@ -76,21 +75,12 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
     sums = out_BQHC.new_empty(batch, parts, rows, latent, dtype=torch.float32)
     lse = out_BQHC.new_empty(batch, parts, rows, dtype=torch.float32)
     launch(
-        _attend_to_parts,
-        (num_tiles, batch, parts),
-        q_latent_BQHC.contiguous(),
-        q_rope_BQHR.contiguous(),
-        pages_PGW,
-        cache.table_BM,
-        cache.lens_B,
-        sums,
-        lse,
-        scale * math.log2(math.e),
-        pages_PGW.shape[0] * page_size,
-        cache.table_BM.stride(0),
+        _attend_to_parts, (num_tiles, batch, parts),
+        q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous(), pages_PGW, cache.table_BM, cache.lens_B, sums, lse,
+        scale * math.log2(math.e), pages_PGW.shape[0] * page_size, cache.table_BM.stride(0),
         S=PartsShape(rows, heads, latent, rope, padded(latent), padded(rope), page_size, cache.packed, upcast),
         **config.constants | tokens,
-    )
+    )  # fmt: skip
     constants = configs.JOIN_PARTS.constants
     launch(_join_parts, (batch * rows,), sums, lse, out_BQHC, parts, ROWS=rows, LATENT=latent, **constants)
     return out_BQHC
@@ -98,21 +88,9 @@ def mla_decode(q_latent_BQHC: Tensor, q_rope_BQHR: Tensor, cache: DecodeCache, *
 
 @triton.jit
 def _attend_to_parts(
-    q_latent_ptr,
-    q_rope_ptr,
-    pages_ptr,
-    table_ptr,
-    lens_ptr,
-    sums_ptr,
-    lse_ptr,
-    scale,
-    num_slots,
-    table_pitch,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    NEWEST_N: tl.constexpr,
-):
+    q_latent_ptr, q_rope_ptr, pages_ptr, table_ptr, lens_ptr, sums_ptr, lse_ptr, scale, num_slots, table_pitch,
+    S: tl.constexpr, M: tl.constexpr, N: tl.constexpr, NEWEST_N: tl.constexpr,
+):  # fmt: skip
     """Attend with a tile of rows to a part of their sequence. Of an empty part leave nothing but a logarithm of
     -inf."""
     tile, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.triton.configs import of_prefill
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
+from pdinfer.kernels.triton.launch import launch, need
 from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
 from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, table_of, tiles_of
 
@@ -44,27 +43,11 @@ def mla_prefill(q_THQ: Tensor, kv_b_OC: Tensor, cache: PrefillCache, *, v_head_d
         kv_b = kv_b_HOC[first : first + group]
         kv_SN = F.linear(c_SC, kv_b.flatten(0, 1))
         launch(
-            _attend,
-            (len(table), len(kv_b)),
-            q_TN,
-            kv_SN,
-            k_rope_SR,
-            out_THV,
-            table,
-            num_tokens,
-            len(c_SC),
-            q_TN.shape[1],
-            kv_SN.shape[1],
-            out_THV.stride(0),
-            first,
-            v_head_dim,
-            scale * math.log2(math.e),
-            NOPE=padded(nope),
-            ROPE=padded(rope),
-            VALUE=padded(v_head_dim),
-            UPCAST=upcasts(q_TN),
-            **config.constants,
-        )
+            _attend, (len(table), len(kv_b)),
+            q_TN, kv_SN, k_rope_SR, out_THV, table, num_tokens, len(c_SC), q_TN.shape[1], kv_SN.shape[1],
+            out_THV.stride(0), first, v_head_dim, scale * math.log2(math.e),
+            NOPE=padded(nope), ROPE=padded(rope), VALUE=padded(v_head_dim), UPCAST=upcasts(q_TN), **config.constants,
+        )  # fmt: skip
     return out_THV
 
 

@@ -3,8 +3,7 @@
 With as many heads as one tile has, a block of threads has the heads of one token, and one part of its positions where
 there are few tokens; parts are joined by a second kernel. Rows come by asynchronous copies of 16 bytes, because each
 has an address of its own. With more heads each tile would look up and unpack the same rows: there a kernel of their own
-copies them one after the other, and `mla_decode` reads each token's copies as the only page of a sequence.
-"""
+copies them one after the other, and `mla_decode` reads each token's copies as the only page of a sequence."""
 
 from __future__ import annotations
 
@@ -53,26 +52,13 @@ def mla_sparse(
         sums = torch.empty(parts, *out_THC.shape, dtype=torch.float32, device=out_THC.device)
         totals, highest = torch.empty_like(sums[..., :2]).unbind(-1)
     launch(
-        _attend_to_chosen,
-        (tiles, num_tokens, parts),
-        padded_parts(q_latent_THC, (rank,), -1).contiguous(),
-        padded_parts(q_rope_THR, (rope,), -1).contiguous(),
-        pages_PGW,
-        table_BM,
-        cache.sequence_T,
-        selected_TS,
-        out_THC if sums is None else sums,
-        totals,
-        highest,
-        scale * math.log2(math.e),
-        *(rows, num_heads, rank, rope, rope_start, size, part_size, cache.page_size),
+        _attend_to_chosen, (tiles, num_tokens, parts),
+        padded_parts(q_latent_THC, (rank,), -1).contiguous(), padded_parts(q_rope_THR, (rope,), -1).contiguous(),
+        pages_PGW, table_BM, cache.sequence_T, selected_TS, out_THC if sums is None else sums, totals, highest,
+        scale * math.log2(math.e), *(rows, num_heads, rank, rope, rope_start, size, part_size, cache.page_size),
         *(pages_PGW.stride(0), pages_PGW.stride(1), table_BM.stride(0), selected_TS.stride(0)),
-        RANK=padded(rank),
-        ROPE=padded(rope),
-        IS_PACKED=cache.packed,
-        UPCAST=upcasts(q_latent_THC),
-        **config.constants,
-    )
+        RANK=padded(rank), ROPE=padded(rope), IS_PACKED=cache.packed, UPCAST=upcasts(q_latent_THC), **config.constants,
+    )  # fmt: skip
     if sums is not None:
         constants = JOIN_CHOSEN.constants
         launch(_join, (rows,), sums, totals, highest, out_THC, rows, rank, parts, RANK=padded(rank), **constants)
@@ -102,20 +88,13 @@ def _copy(cache: TokenCache, sequence_T: Tensor, selected_TS: Tensor, copies_TSW
     """Copy what tokens chose, unpacked, to the first rows of their copies."""
     (num_tokens, size), pages_PGW, config = selected_TS.shape, cache.pages_PGW, of_copy(copies_TSW.dtype)
     launch(
-        _copy_chosen,
-        (num_tokens, triton.cdiv(size, config.tiles["ROWS"])),
-        pages_PGW,
-        cache.table_BM,
-        sequence_T,
-        selected_TS,
-        copies_TSW,
+        _copy_chosen, (num_tokens, triton.cdiv(size, config.tiles["ROWS"])),
+        pages_PGW, cache.table_BM, sequence_T, selected_TS, copies_TSW,
         *(rank, rope, rank + rank // SCALE_GROUP * 4 if cache.packed else rank, size, copies_TSW.shape[1]),
         *(cache.page_size, pages_PGW.stride(0), pages_PGW.stride(1), cache.table_BM.stride(0), selected_TS.stride(0)),
-        CHUNK=min(SCALE_GROUP, triton.next_power_of_2(rank)),
-        ROPE=padded(rope),
-        IS_PACKED=cache.packed,
+        CHUNK=min(SCALE_GROUP, triton.next_power_of_2(rank)), ROPE=padded(rope), IS_PACKED=cache.packed,
         **config.constants,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.triton.configs import of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, fp8_rows_like, launch, need
 from pdinfer.kernels.triton.rounding import GROUP, to_fp8
-from pdinfer.kernels.triton.rows import as_rows, fp8_rows_like, need
 
 WIDEST = 32768
 """Elements of a row that fit in the registers of a block."""
@@ -60,47 +59,21 @@ def _norm(
     scales = None if rounded is None else rounded.scales_TN
     groups = triton.next_power_of_2(triton.cdiv(width, GROUP.value))
     launch(
-        _norm_rows,
-        (len(rows),),
-        rows,
-        residual,
-        weight_D.contiguous(),
-        None if bias_D is None else bias_D.contiguous(),
-        total,
-        out,
-        None if rounded is None else rounded.numbers_TI,
-        scales,
-        rows.stride(0),
-        0 if residual is None else residual.stride(0),
-        *((0, 0) if scales is None else scales.stride()),
-        width,
-        eps,
-        UE8M0=rounded is not None and rounded.ue8m0,
-        GROUPS=groups,
-        **of_width(groups * GROUP.value).constants,
-    )
+        _norm_rows, (len(rows),),
+        rows, residual, weight_D.contiguous(), None if bias_D is None else bias_D.contiguous(), total, out,
+        None if rounded is None else rounded.numbers_TI, scales, rows.stride(0),
+        0 if residual is None else residual.stride(0), *((0, 0) if scales is None else scales.stride()), width, eps,
+        UE8M0=rounded is not None and rounded.ue8m0, GROUPS=groups, **of_width(groups * GROUP.value).constants,
+    )  # fmt: skip
     return out.view(x_TD.shape), x_TD if total is None else total.view(x_TD.shape)
 
 
 @triton.jit
 def _norm_rows(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    out_ptr,
-    numbers_ptr,
-    scales_ptr,
-    x_pitch,
-    residual_pitch,
-    scales_row,
-    scales_group,
-    width,
-    eps,
-    UE8M0: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, numbers_ptr, scales_ptr, x_pitch, residual_pitch,
+    scales_row, scales_group, width, eps,
+    UE8M0: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Normalise a row. With a bias it is centred first."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)[:, None]

@@ -16,10 +16,9 @@ from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.triton.activations import gated_silu, gated_silu_fp8, quantize_fp8
 from pdinfer.kernels.triton.configs import ROOM_SPLITS, Multiplied, of_gated_product, of_product, of_width
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import launch, rows_of_block
 from pdinfer.kernels.triton.product_kernel import silu
 from pdinfer.kernels.triton.rounding import INT8_MIN_AMAX, to_even
-from pdinfer.kernels.triton.rows import rows_of_block
 from pdinfer.kernels.triton.tile_products import (
     TRITON_DTYPES,
     Matrices,
@@ -131,8 +130,7 @@ def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> 
     those of an expert stay undefined.
 
     With a weight they are int8 by the scale and offset of each of its parts, one part after the other. What is left to
-    multiply sums with is 1, or NaN for a row that is not finite.
-    """
+    multiply sums with is 1, or NaN for a row that is not finite."""
     floats_SI, parts = x.numbers, 1 if weight is None else len(weight.input_scale)
     num_rows, width = len(floats_SI), floats_SI.shape[1] // (2 if gated else 1)
     numbers = torch.empty(parts * num_rows, width, dtype=torch.int8, device=floats_SI.device)
@@ -140,23 +138,12 @@ def _int8(x: Rows, weight: Int8Static | None = None, *, gated: bool = False) -> 
     experts = num_rows // x.room if x.room else 1
     padded = triton.next_power_of_2(width)
     launch(
-        _round_rows,
-        (min(x.room, ROOM_SPLITS) * experts if x.form == "room" else num_rows, parts),
-        floats_SI,
-        numbers,
-        scales,
-        x.counts_E if x.form == "room" else None,
-        None if weight is None else weight.input_scale,
-        None if weight is None else weight.input_offset,
-        num_rows,
-        x.room,
-        experts,
-        floats_SI.stride(0),
-        width,
-        GATED=gated,
-        WIDTH=padded,
-        **of_width(padded).constants,
-    )
+        _round_rows, (min(x.room, ROOM_SPLITS) * experts if x.form == "room" else num_rows, parts),
+        floats_SI, numbers, scales, x.counts_E if x.form == "room" else None,
+        None if weight is None else weight.input_scale, None if weight is None else weight.input_offset, num_rows,
+        x.room, experts, floats_SI.stride(0), width,
+        GATED=gated, WIDTH=padded, **of_width(padded).constants,
+    )  # fmt: skip
     return attrs.evolve(x, numbers=numbers, scales=scales, per_part=weight is not None)
 
 

@@ -16,9 +16,11 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "norms": ("rms_norm", "layer_norm", "add_rms_norm", "add_rms_norm_fp8"),
         "activations": ("gated_silu", "gated_silu_fp8", "quantize_fp8", "round_fp8", "round_int8"),
-        "cache": ("rotate", "store_latent", "store_index_keys", "norm_rotate_store"),
+        "cache": (
+            *("rotate", "store_latent", "store_index_keys", "norm_rotate_store"),
+            *("gather_pages", "scatter_pages"),
+        ),
         "experts": ("group_rows", "combine_rows", "combine_experts"),
-        "pages": ("gather_pages", "scatter_pages"),
         "routing": ("route",),
         "draws": ("draw",),
         "mla_prefill": ("mla_prefill",),

@@ -1,7 +1,6 @@
 """What kernels share that round to FP8 and INT8. The results are those of `reference`, to the bit.
 
-A division is the IEEE one, as torch's on a CPU is; Triton's `/` of float32 is not.
-"""
+A division is the IEEE one, as torch's on a CPU is; Triton's `/` of float32 is not."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import RouterRule
 from pdinfer.kernels.triton.configs import of_routing
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import as_rows, need
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
@@ -25,26 +24,13 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> tuple[T
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=rows.device)
     size, config = num_experts // num_groups, of_routing(num_tokens)
     launch(
-        _route_tokens,
-        (triton.cdiv(num_tokens, config.tiles["TOKENS"]),),
-        rows,
-        None if bias_E is None else bias_E.contiguous(),
-        ids_TK,
-        weights_TK,
-        rows.stride(0),
-        num_tokens,
-        num_groups,
-        size,
-        rule.scaling_factor,
-        SIGMOID=rule.sigmoid,
-        NORMALIZE=rule.normalize,
-        TOP_K=top_k,
-        TOP_K_GROUPS=rule.top_k_groups if num_groups > 1 else 0,
-        GROUPS=triton.next_power_of_2(num_groups),
-        SIZE=triton.next_power_of_2(size),
-        CHOICES=triton.next_power_of_2(top_k),
-        **config.constants,
-    )
+        _route_tokens, (triton.cdiv(num_tokens, config.tiles["TOKENS"]),),
+        rows, None if bias_E is None else bias_E.contiguous(), ids_TK, weights_TK, rows.stride(0), num_tokens,
+        num_groups, size, rule.scaling_factor,
+        SIGMOID=rule.sigmoid, NORMALIZE=rule.normalize, TOP_K=top_k,
+        TOP_K_GROUPS=rule.top_k_groups if num_groups > 1 else 0, GROUPS=triton.next_power_of_2(num_groups),
+        SIZE=triton.next_power_of_2(size), CHOICES=triton.next_power_of_2(top_k), **config.constants,
+    )  # fmt: skip
     return ids_TK, weights_TK
 
 
@@ -62,15 +48,9 @@ def _ranked(values, index):
 
 @triton.jit
 def _of_kept_groups(
-    choice,
-    rank,
-    num_groups,
-    BIASED: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    choice, rank, num_groups,
+    BIASED: tl.constexpr, TOP_K_GROUPS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     grouped = tl.reshape(choice, [TOKENS, GROUPS, SIZE])
     rank_in_group = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     best = tl.max(rank_in_group, 2)[:, :, None]
@@ -89,24 +69,10 @@ def _of_kept_groups(
 
 @triton.jit
 def _route_tokens(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    pitch,
-    num_tokens,
-    num_groups,
-    size,
-    scaling_factor,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, pitch, num_tokens, num_groups, size, scaling_factor,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_K_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
     """Choose the experts of some tokens. A row of the tile has GROUPS * SIZE places, `size` experts in each of
     `num_groups`. With TOP_K_GROUPS of 0 all groups compete."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]

@@ -2,8 +2,7 @@
 (arXiv 1805.02867, algorithm 3).
 
 A kernel keeps for each row the sum of values, the sum of weights, and the largest and the smallest score. The smallest
-is there because a score of -inf has no weight: times 0 it is 0, or NaN where a score was not finite.
-"""
+is there because a score of -inf has no weight: times 0 it is 0, or NaN where a score was not finite."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pdinfer.kernels.formats.activations import FP8Rows
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.triton.configs import Config
-from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.launch import as_rows, launch, need
 from pdinfer.kernels.triton.product_kernel import product
-from pdinfer.kernels.triton.rows import as_rows, need
 
 TMA_BYTES = 16
 """Where rows start at a multiple of this, the TMA of a GPU loads tiles. Others are loaded by pointers."""
@@ -35,8 +34,7 @@ class Rows:
     belong to the only expert. With `per_part` there is a copy of all rows for each part of the matrix.
 
     `scales` is None for floats. FP8 has one per row and 128 channels, whose strides over experts (in "room"), rows and
-    groups are `scale_strides`; int8 has one per row of `numbers`. `dtype` is that of the result.
-    """
+    groups are `scale_strides`; int8 has one per row of `numbers`. `dtype` is that of the result."""
 
     numbers: Tensor
     dtype: torch.dtype
@@ -79,8 +77,7 @@ class Matrices:
 
     `scales` is None for floats. FP8 has one per 128 channels of a part and 128 of the width; int8 one per channel, and
     perhaps an int32 `offsets`, which is added before; four bits, of which a byte has two, one per channel and 32 of the
-    width.
-    """
+    width."""
 
     numbers: Tensor
     experts: int
@@ -157,38 +154,16 @@ def _launch(
     need(counted == weight.experts, f"there are matrices of {weight.experts} experts, and rows of {counted}")
     has_tma = _has_tma(x.numbers) and _has_tma(numbers)
     launch(
-        product,
-        (_blocks(x, weight, config, gated=gated),),
-        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma and kind != "int4"),  # see `_x_tiles`
-        x.scales,
-        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma),
-        weight.scales,
-        weight.offsets,
-        out,
-        out_scales,
-        x.counts_E,
-        len(out),
-        x.room,
-        weight.experts,
-        width,
-        weight.part_channels,
-        x.numbers.stride(0),
-        numbers.stride(0),
-        out.stride(0),
-        *x.scale_strides,
+        product, (_blocks(x, weight, config, gated=gated),),
+        _source(x.numbers, tiles["ROWS"], tiles["DEPTH"], has_tma and kind != "int4"), x.scales,  # see `_x_tiles`
+        _source(numbers, tiles["CHANNELS"], tiles["DEPTH"] // weight.per_element, has_tma), weight.scales,
+        weight.offsets, out, out_scales, x.counts_E, len(out), x.room, weight.experts, width, weight.part_channels,
+        x.numbers.stride(0), numbers.stride(0), out.stride(0), *x.scale_strides,
         0 if weight.scales is None else weight.scales.shape[-1],
-        FORM=x.form,
-        FORMAT=kind,
-        PARTS=weight.parts,
-        PER_PART=x.per_part,
-        DTYPE=TRITON_DTYPES[x.dtype],
-        HAS_TMA=has_tma,
-        UPCAST=_upcast(kind, x),
-        EXPERTS=triton.next_power_of_2(weight.experts),
-        GATED=gated,
-        UE8M0=ue8m0,
-        **config.constants,
-    )
+        FORM=x.form, FORMAT=kind, PARTS=weight.parts, PER_PART=x.per_part, DTYPE=TRITON_DTYPES[x.dtype],
+        HAS_TMA=has_tma, UPCAST=_upcast(kind, x), EXPERTS=triton.next_power_of_2(weight.experts), GATED=gated,
+        UE8M0=ue8m0, **config.constants,
+    )  # fmt: skip
 
 
 def _upcast(kind: str, x: Rows) -> tl.dtype | None:

@@ -2,8 +2,7 @@
 
 Kernels that read a context more than once read a copy of it, which lies row after row and sequence after sequence. The
 rows of each sequence are padded with zeros to whole blocks, so that no block holds rows of two sequences, and nothing
-that is not finite stands behind a context.
-"""
+that is not finite stands behind a context."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from torch import Tensor
 from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
 from pdinfer.kernels.triton.configs import of_copy
-from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.rows import need
+from pdinfer.kernels.triton.launch import launch, need
 
 CONTEXT_BLOCK = 128
 """Rows to which a copied context is padded. Kernels read it in blocks of this many, or of a power of two below."""
@@ -66,25 +64,12 @@ def copy_latents(cache: PrefillCache, rank: int, rope: int, dtype: torch.dtype) 
     c = torch.empty(len(blocks) * CONTEXT_BLOCK, padded_rank, dtype=dtype, device=device)
     k_rope = torch.empty(len(blocks) * CONTEXT_BLOCK, padded(rope), dtype=dtype, device=device)
     launch(
-        _copy_rows,
-        (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
-        pages_PGW,
-        cache.table_BM,
-        blocks,
-        c,
-        k_rope,
-        *_strides(pages_PGW, cache.table_BM),
-        cache.page_size,
-        rank,
-        rank + rank // SCALE_GROUP * 4 if cache.packed else rank,
-        rope,
-        padded_rank,
-        CHUNK=min(SCALE_GROUP, triton.next_power_of_2(padded_rank)),
-        ROPE=k_rope.shape[1],
-        IS_PACKED=cache.packed,
-        BLOCK=CONTEXT_BLOCK,
-        **config.constants,
-    )
+        _copy_rows, (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
+        pages_PGW, cache.table_BM, blocks, c, k_rope, *_strides(pages_PGW, cache.table_BM), cache.page_size, rank,
+        rank + rank // SCALE_GROUP * 4 if cache.packed else rank, rope, padded_rank,
+        CHUNK=min(SCALE_GROUP, triton.next_power_of_2(padded_rank)), ROPE=k_rope.shape[1], IS_PACKED=cache.packed,
+        BLOCK=CONTEXT_BLOCK, **config.constants,
+    )  # fmt: skip
     return c, k_rope
 
 
@@ -95,20 +80,10 @@ def copy_index_keys(cache: PrefillCache, width: int, dtype: torch.dtype) -> Tens
     pages = cache.pages_PGW.view(torch.int32) if cache.packed else cache.pages_PGW
     keys = torch.empty(len(blocks) * CONTEXT_BLOCK, padded(width), dtype=dtype, device=pages.device)
     launch(
-        _copy_keys,
-        (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
-        pages,
-        cache.table_BM,
-        blocks,
-        keys,
-        *_strides(pages, cache.table_BM),
-        cache.page_size,
-        width,
-        WIDTH=keys.shape[1],
-        IS_PACKED=cache.packed,
-        BLOCK=CONTEXT_BLOCK,
-        **config.constants,
-    )
+        _copy_keys, (len(blocks), CONTEXT_BLOCK // config.tiles["ROWS"]),
+        pages, cache.table_BM, blocks, keys, *_strides(pages, cache.table_BM), cache.page_size, width,
+        WIDTH=keys.shape[1], IS_PACKED=cache.packed, BLOCK=CONTEXT_BLOCK, **config.constants,
+    )  # fmt: skip
     return keys
 
 

@@ -3,8 +3,7 @@
     channel.py      one end of a channel: what engines call
     sender.py       prefill's side: accepts, pushes, finishes; which of our pages are still being read
     receiver.py     decode's side: expects, places, settles
-    links.py        links to peers: dialled, greeted, kept alive, dialled again, dropped
-    comparing.py    how two ends that have read other weights find out where
+    links.py        links to peers: dialled, greeted, kept alive, dialled again, dropped; what weights differ
     book.py         which links there are, and who is at the other end of each
     peer.py         the other end of one link, and what moved between it and us
     offers.py       the grants that decodes send over links
@@ -12,5 +11,4 @@
     wire.py         the messages between two ends, their bytes, and the tag without which no frame is accepted
     snapshot.py     what a channel holds at one moment
 
-May import: kv.layout, kv.memory, kv.transports, process, the ground.
-"""
+May import: kv.layout, kv.memory, kv.transports, process, the ground."""

@@ -1,8 +1,7 @@
 """The book of links: which links there are, who is at the other end of each, and which peers this end wants to reach.
 
 The book only keeps state; `links` and `handshake` decide. Its lock is that of the channel's condition, so the loss of a
-link and the end of its rooms are one change.
-"""
+link and the end of its rooms are one change."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ it computes and *finishes*. An end can be both at once and has any number of pee
 
 Threads: callbacks of the transport come from its I/O thread, everything else from the thread that steps the engine.
 One lock, that of the condition `_changed`, guards the state of all three roles, because the loss of a link settles
-rooms on both sides in the same moment. It is never held while the transport is called, so two ends cannot deadlock.
-"""
+rooms on both sides in the same moment. It is never held while the transport is called, so two ends cannot deadlock."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class KVChannel(OfOneProcess):
     answered ABORTED at once. `window_bytes` may be set; past it a peer `is_full`. `engine` is the one that was made
     over this end: there can be only one, and once its host has dropped it the next tick closes this end. Once
     the transport is `in_doubt` it is time to `recover`. Raises ConfigError, TransferError or Overloaded when the
-    transport cannot start.
-    """
+    transport cannot start."""
 
     @typed
     def __init__(

@@ -4,7 +4,9 @@
 
 A link that breaks is dialled again by the end that dialled it, until that end drops the peer or has failed to reach it
 for RELINK_S.
-"""
+
+Two ends that have read other weights find a tensor in which they differ: each message names the first sixteenth of a
+part that differs, and what is in it, until few tensors are left."""
 
 from __future__ import annotations
 
@@ -14,17 +16,54 @@ import attrs
 
 from pdinfer.checks import typed
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
-from pdinfer.identity import TensorDigests
+from pdinfer.identity import DIGITS, FEW_TENSORS, TensorDigests
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import REDIAL_S, LinkBook
-from pdinfer.kv.channel.comparing import MAX_COMPARES, answer, found, is_findable, told
 from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
-from pdinfer.kv.channel.wire import check_key
-from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.channel.wire import Compare, check_key
+from pdinfer.kv.layout import WEIGHTS_IDS, KVLayout
 from pdinfer.kv.transports.base import Transport
 from pdinfer.log import log
 from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
+
+MAX_COMPARES = 32
+"""How many such messages an end reads from a peer: two for each digit of a part's name."""
+
+
+def is_findable(error: LayoutMismatch, ours: KVLayout, theirs: KVLayout) -> bool:
+    """Return whether nothing but weights differs that both ends have read."""
+    have_read = all(layout.weights_id and layout.sampled_weights_id for layout in (ours, theirs))
+    return have_read and all(name in WEIGHTS_IDS for name, _, _ in error.fields)
+
+
+def told(tensors: TensorDigests, part: str) -> Compare:
+    """Return the message that tells what is in a part: its tensors when they are few, else digests of its parts."""
+    few = tensors.of(part)
+    return Compare(part, (), tuple(few)) if len(few) <= FEW_TENSORS else Compare(part, tensors.digests(part))
+
+
+def answer(tensors: TensorDigests, message: Compare) -> Compare:
+    """Return what to tell whoever has told this."""
+    if not message.digests:
+        return told(tensors, message.part)
+    pairs = zip(DIGITS, tensors.digests(message.part), message.digests, strict=True)
+    return told(tensors, message.part + next((digit for digit, ours, theirs in pairs if ours != theirs), ""))
+
+
+def found(tensors: TensorDigests, message: Compare) -> tuple[tuple[str, str, str], ...]:
+    """Return the tensors that differ as (name, ours, theirs), once both ends have told theirs of a part; none before
+    that."""
+    ours = {tensor.name: tensor for tensor in tensors.of(message.part)}
+    if message.digests or len(ours) > FEW_TENSORS:
+        return ()
+    theirs = {tensor.name: tensor for tensor in message.tensors}
+    return tuple(
+        (f"weights.{name}", str(ours.get(name, "absent")), str(theirs.get(name, "absent")))
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    )
+
 
 HANDSHAKE_S = 10.0
 RELINK_S = 60.0
@@ -157,8 +196,7 @@ class Handshake:
 
         There is one link per identity. If there were two, closing either would look like proof that the peer has
         stopped writing, while it still writes over the other. A Welcome is queued first, so that no frame from another
-        thread overtakes it.
-        """
+        thread overtakes it."""
         with self._book.changed:
             key = peer_key(message.address)
             if self._book.peer_at(key) is not None:
@@ -315,8 +353,7 @@ class ChannelLinks:
         """Dial a peer, because of a wish if there is one, and return the record of the link.
 
         The peer's first frame may arrive before `connect` returns and it is known who should answer. So this end
-        introduces itself from the thread that comes second: this one, or the one that reads that frame.
-        """
+        introduces itself from the thread that comes second: this one, or the one that reads that frame."""
         key, peer = peer_key(address), self.book.at(self._transport.connect(address.endpoints, timeout_s=timeout_s))
         with self._changed:
             if self.book.peer_at(key) is not None:

@@ -130,8 +130,7 @@ class Peer:
     reason, and `num_compared` how often the peer has told of tensors. `stepped_at` is the time, by our clock, when the
     engine of that end last looked at its channel.
 
-    `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock.
-    """
+    `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock."""
 
     link: Link
     transport: Transport

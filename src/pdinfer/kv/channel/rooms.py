@@ -92,8 +92,7 @@ class Coverage:
     """The tokens of each head of each layer that a room's writers have announced, and how many have not yet arrived and
     verified.
 
-    The announced tokens of a head are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined.
-    """
+    The announced tokens of a head are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined."""
 
     layers: range
     tokens: range

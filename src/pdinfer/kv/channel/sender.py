@@ -3,8 +3,7 @@
 accept ──► push … push ──► finish          a decode may stop a room at any time: `take_stops`, then finish ABORTED
    └──► turned away: answered ABORTED as soon as there is a link to its decode
 
-A grant comes from the host, or over the link from its decode: `offered`, then `take_offers`.
-"""
+A grant comes from the host, or over the link from its decode: `offered`, then `take_offers`."""
 
 from __future__ import annotations
 

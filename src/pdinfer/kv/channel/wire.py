@@ -7,8 +7,7 @@ The tag after each frame makes a link's frames one sequence that cannot be broke
 nonces of both ends), the direction, and the frame's number, which is counted and never sent. So the check fails at the
 next frame, and the link is closed, when a frame was lost, doubled, reordered, altered, replayed from another session or
 reflected. Without a key the tag is xxh3_64 and finds accidents. With a key it is HMAC-SHA256, which only an end that
-has the key can compute.
-"""
+has the key can compute."""
 
 from __future__ import annotations
 

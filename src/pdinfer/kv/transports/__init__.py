@@ -3,7 +3,6 @@ file or a folder here; yours may live anywhere. Either passes the suite: a test 
 tests/conformance/transport_suite.py, or `ProcessTransportSuite` when its ends may be in different processes.
 
     base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`; what the transports here share
-    budget.py     a bound on what all links of a transport hold together
     loopback.py   inside one process
     socket.py     TCP and Unix sockets
     mooncake.py   the Mooncake Transfer Engine
@@ -16,5 +15,4 @@ needed.
 
 Tested by tests/conformance/test_transport_conformance.py; Mooncake by tests/conformance/test_mooncake_transport.py.
 
-May import: kv.copies, kv.fused, kv.layout, kv.memfd, kv.memory, process, the ground.
-"""
+May import: kv.copies, kv.fused, kv.layout, kv.memfd, kv.memory, process, the ground."""

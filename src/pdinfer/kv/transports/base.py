@@ -11,14 +11,14 @@ sender never names an address of its peer.
                     Transfer.done              receiver.placed(link, frame, error)
 
 `source` and `where` are spans, each in the memory of its own end; see `kv/memory.py`. A transport may call `place` when
-the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it.
-"""
+the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits after it."""
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 
@@ -26,6 +26,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.process.forked import NotCopied, OfOneProcess
+from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS
 from pdinfer.values import Value
 
@@ -81,8 +82,7 @@ class Receiver(Protocol):
     I/O thread or from inside a call to the transport. An exception raised from one closes the link, except from `tick`.
 
     `authenticates` means that only peers that prove a shared key pass the handshake. A transport may then listen where
-    other machines reach it without being told that the network is trusted.
-    """
+    other machines reach it without being told that the network is trusted."""
 
     @property
     def authenticates(self) -> bool: ...
@@ -137,7 +137,7 @@ class Transport(Protocol):
         Raise ConfigError for a frame that no transport carries.
 
         A peer may live and not read, so what waits must be bounded. Past the bound, close a link or raise
-        TransferError, for which the caller closes this one. `StreamTransport` lets `budget.MAX_WAITING_BYTES` wait over
+        TransferError, for which the caller closes this one. `StreamTransport` lets MAX_WAITING_BYTES wait over
         all its links. Past that it raises nothing. Of the links that hold an even share or more, it closes the one that
         has not moved for the longest time."""
 
@@ -311,3 +311,75 @@ class QueuingTransport(OfOneProcess, Transport):
         if self._owned is None:
             raise ConfigError("register a memory and a receiver first")
         return self._owned
+
+
+MAX_WAITING_BYTES = 32 << 20
+"""Frames that may wait to be sent, over all links. More wait only when peers live and do not read."""
+MAX_ARRIVING_BYTES = 16 << 20
+"""Frames that have arrived in part, over all links."""
+
+H = TypeVar("H", bound=Hashable)
+
+
+@attrs.define
+class _Share:
+    num_bytes: int
+    moved_at: float
+
+
+@attrs.define(eq=False)
+class Budget(Generic[H]):
+    """Bytes that the holders have, `num_bytes` in all and at most `limit_bytes`. Any thread may call it.
+
+    Past the limit, one holder gives way: of those with at least an even share, the one that has not moved for the
+    longest. A holder that takes what it is sent, or that holds little, never gives way before one that stands still."""
+
+    _limit_bytes: int
+    _clock: Callable[[], float]
+    num_bytes: int = 0
+    _lock: threading.RLock = attrs.field(factory=new_lock)
+    _shares: dict[H, _Share] = attrs.field(factory=dict)
+
+    def take(self, holder: H, num_bytes: int) -> H | None:
+        """Give the holder so many more bytes. Return the holder that must give way and no longer counts, or None."""
+        with self._lock:
+            share = self._shares.get(holder)
+            if share is None:
+                share = self._shares[holder] = _Share(0, self._clock())
+            share.num_bytes += num_bytes
+            self.num_bytes += num_bytes
+            if self.num_bytes <= self._limit_bytes:
+                return None
+            even = self.num_bytes / len(self._shares)
+            large = (each for each, share in self._shares.items() if share.num_bytes >= even)
+            slowest = min(large, key=lambda each: self._shares[each].moved_at)
+            self.num_bytes -= self._shares.pop(slowest).num_bytes
+            return slowest
+
+    def give(self, holder: H, num_bytes: int) -> None:
+        """Take back so many of the holder's bytes: they have moved on."""
+        with self._lock:
+            share = self._shares.get(holder)
+            if share is None:
+                return
+            share.num_bytes -= num_bytes
+            share.moved_at = self._clock()
+            self.num_bytes -= num_bytes
+            if share.num_bytes <= 0:
+                self.num_bytes -= share.num_bytes
+                del self._shares[holder]
+
+    def drop(self, holder: H) -> None:
+        with self._lock:
+            share = self._shares.pop(holder, None)
+            self.num_bytes -= 0 if share is None else share.num_bytes
+
+
+@attrs.frozen
+class Limits(Generic[H]):
+    """What all links of a transport may hold: frames that wait, and frames that have arrived in part. A holder that
+    must give way is passed to `crowded`, with the reason."""
+
+    waiting: Budget[H]
+    arriving: Budget[H]
+    crowded: Callable[[H, str], None]

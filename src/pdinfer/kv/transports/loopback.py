@@ -3,8 +3,7 @@ same.
 
 Deliveries run in the thread that sends. Every end of a link has an inbox, which one thread at a time empties. A message
 sent from inside a delivery, or while another thread delivers, waits in that inbox, so the order holds without a lock
-around any callback.
-"""
+around any callback."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ SCHEME = "loopback://"
 class LoopbackHub:
     """The transports that can be reached in this process, by endpoint. Every transport of one hub sees every other.
 
-    `lock` guards the hub and the links of all its transports, and is never held during a callback.
-    """
+    `lock` guards the hub and the links of all its transports, and is never held during a callback."""
 
     def __init__(self) -> None:
         self.lock = new_lock()
@@ -181,8 +179,7 @@ class LoopbackTransport(QueuingTransport):
 
     A write is done when `write` returns, unless it had to wait for a delivery of its link that was under way. A
     callback may fence its own link. Fencing from inside a callback a link to which another thread is delivering waits
-    for that thread.
-    """
+    for that thread."""
 
     @typed
     def __init__(self, hub: LoopbackHub) -> None:

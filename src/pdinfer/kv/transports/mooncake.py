@@ -1,8 +1,7 @@
 """The Mooncake Transfer Engine: RDMA between hosts, and TCP where there is no NIC for it.
 
 Mooncake moves the bytes; `kv/transports/one_sided/transport.py` says how its writes are kept out of pages. The engine
-is configured by the environment, so this module sets what it needs there, where unset, and logs all of it.
-"""
+is configured by the environment, so this module sets what it needs there, where unset, and logs all of it."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import endpoint_of
+from pdinfer.kv.transports.stream.transport import Strangers
 from pdinfer.log import log
 
 PROTOCOLS = ("tcp", "rdma")
@@ -122,8 +121,7 @@ class MooncakeEngine(NamedEngine):
 
     `host` is the name by which peers reach this machine. `protocol` is "tcp" or "rdma"; `devices` are the RDMA devices
     to use, all of them when empty. Transports may share an engine: the one who made it closes it after them. Raises
-    BackendUnavailable when the library or the hardware is missing.
-    """
+    BackendUnavailable when the library or the hardware is missing."""
 
     @typed
     def __init__(self, *, host: str = "127.0.0.1", protocol: str = "tcp", devices: Sequence[str] = ()) -> None:
@@ -197,8 +195,7 @@ class MooncakeTransport(RingTransport):
     pool, where the NIC reads and writes them. That needs RDMA, nvidia_peermem, ordered writes over PCIe, memory in one
     piece (no expandable_segments), and digest=False, so nothing tells a good slot from one that was hit late; it has
     not run on a GPU yet. `strangers` limits links that are not trusted yet. Raises ConfigError for an address or size
-    that cannot be used, BackendUnavailable when Mooncake or its hardware is missing.
-    """
+    that cannot be used, BackendUnavailable when Mooncake or its hardware is missing."""
 
     @typed
     def __init__(

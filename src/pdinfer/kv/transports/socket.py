@@ -10,7 +10,6 @@ from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver
-from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import (
     TCP,
     UNIX,
@@ -20,8 +19,8 @@ from pdinfer.kv.transports.stream.endpoints import (
     listen_tcp,
     listen_unix,
 )
-from pdinfer.kv.transports.stream.payloads import InlinePayloads, Payloads
-from pdinfer.kv.transports.stream.transport import StreamTransport
+from pdinfer.kv.transports.stream.framing import InlinePayloads, Payloads
+from pdinfer.kv.transports.stream.transport import Strangers, StreamTransport
 
 
 class SocketTransport(StreamTransport):
@@ -36,8 +35,7 @@ class SocketTransport(StreamTransport):
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
     trusted network. Without either, making the channel raises ConfigError, as it does for an address that cannot be
-    used.
-    """
+    used."""
 
     @typed
     def __init__(

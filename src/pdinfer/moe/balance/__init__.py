@@ -7,5 +7,4 @@
     messages.py     a request to a solver, and its answer
     process.py      the solver in a process of its own, where `__main__.py` runs
 
-May import: moe.placement, process, the ground.
-"""
+May import: moe.placement, process, the ground."""

@@ -1,8 +1,7 @@
 """Experts assigned to the slots of ranks, for many layers at once, and the passes that even out the load of ranks.
 
 A pass takes one step in every layer at a time, so it costs a few numpy calls, whatever the number of layers. A "row"
-below is one problem of assignment: a layer, or one node's part of it.
-"""
+below is one problem of assignment: a layer, or one node's part of it."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def deal(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
 
     Every rank gets one copy per round, and the heaviest of a round goes to the rank that has least. Copies of one
     expert are neighbours in that order, and there are at most as many as ranks. So they fall into one round, or into
-    the end of one and the beginning of the next, where ranks that have the expert are passed over.
-    """
+    the end of one and the beginning of the next, where ranks that have the expert are passed over."""
     num_layers, num_experts = load_LE.shape
     num_slots = int(counts_LE[0].sum())
     rows = np.arange(num_layers)[:, None]
@@ -63,8 +61,7 @@ class Assignment:
     """Which expert lies in each slot, and how much of its load that slot carries. The passes change it in place.
 
     `load_LE` is the load of experts. `experts`, int64 [L, ranks, slots per rank], is the expert of each slot, and
-    `parts`, float64 of the same shape, what the slot carries. `rank_load` [L, ranks] is the sum of parts.
-    """
+    `parts`, float64 of the same shape, what the slot carries. `rank_load` [L, ranks] is the sum of parts."""
 
     load_LE: Floats
     experts: Ints
@@ -157,8 +154,7 @@ class Assignment:
         """Divide every replicated expert of those rows over its slots, one after another, `sweeps` times.
 
         Each division lowers the sum of squares of rank loads, which is smooth and convex in the parts. Repetition
-        converges to the division whose fullest rank is the lowest that these slots allow.
-        """
+        converges to the division whose fullest rank is the lowest that these slots allow."""
         if not len(rows):
             return
         part = self.take(rows)
@@ -179,8 +175,7 @@ def swap_pairs(assignment: Assignment, enough_L: Floats, rounds: int) -> None:
     closest to even.
 
     Every round makes other pairs and treats all of them at once, which is coarse and fast. Rows whose fullest rank has
-    no more than `enough_L` are left alone.
-    """
+    no more than `enough_L` are left alone."""
     half = assignment.num_ranks // 2
     for turn in range(rounds if half else 0):
         live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]

@@ -23,8 +23,7 @@ def check_load(load: Any) -> Floats:
 
     `load` is nested lists, an array, or a tensor on the host. It holds counts or any other measure, as only the
     proportions within a layer matter. Raises ConfigError for another shape, and for a load that is NaN, negative, or
-    infinite as a float64; the text names layer and expert.
-    """
+    infinite as a float64; the text names layer and expert."""
     table = table_of("load", load, "iufO", "experts")
     huge = table.dtype.kind == "O"  # ints beyond 64 bits
     if huge and not all(map(is_int, table.flat)):
@@ -48,8 +47,7 @@ def _as_float(value: int) -> float:
 def scaled(load_LE: Floats, exponent: int) -> Floats:
     """Return each layer's loads times the power of two that brings the highest into [2^(exponent - 1), 2^exponent).
 
-    What is then below LEAST_LOAD is too far from the highest to change anything, and becomes 0.
-    """
+    What is then below LEAST_LOAD is too far from the highest to change anything, and becomes 0."""
     _, highest = np.frexp(load_LE.max(1, keepdims=True))
     scaled_LE = np.ldexp(load_LE, exponent - highest)
     return np.where(scaled_LE < LEAST_LOAD, 0.0, scaled_LE)
@@ -74,8 +72,7 @@ def rebalance_experts(
     padded with -1, and logcnt [L, E], all int64. Two copies may land on one GPU, which `solve_placement` avoids. Raises
     ConfigError for sizes that do not divide and loads that `check_load` refuses.
 
-    Source: https://github.com/deepseek-ai/EPLB, whose example is among our tests.
-    """
+    Source: https://github.com/deepseek-ai/EPLB, whose example is among our tests."""
     load_LE = scaled(check_load(weight), FLOAT32_EXPONENT).astype(np.float32)
     num_layers, num_experts = load_LE.shape
     sizes = {"num_replicas": num_replicas, "num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
@@ -110,8 +107,7 @@ def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
     """Return every expert once, in order, then repeatedly the one with the highest load per copy.
 
     The results are the expert of each copy and the number of this copy, both [L, num_slots], and how many copies each
-    expert has, [L, E].
-    """
+    expert has, [L, E]."""
     num_layers, num_experts = load_LE.shape
     rows = np.arange(num_layers)
     experts = np.tile(np.arange(num_slots), (num_layers, 1))
@@ -129,8 +125,7 @@ def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
 def _pack_greedily(weight: Any, num_packs: int) -> Ints:
     """Deal items to packs of one size, heaviest first, each to the lightest pack with room.
 
-    Returns the items pack by pack, in the order in which they were dealt: [L, items].
-    """
+    Returns the items pack by pack, in the order in which they were dealt: [L, items]."""
     num_layers, num_items = weight.shape
     size = num_items // num_packs
     if size == 1:

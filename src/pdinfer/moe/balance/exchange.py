@@ -20,8 +20,7 @@ class Homes:
     """Where experts should be, if it matters.
 
     `node_LE` is the node of each expert's group, `rank_node` the node of each rank. `weight` is what it would cost if
-    no expert were at home, in loads of a mean rank; infinity forbids it.
-    """
+    no expert were at home, in loads of a mean rank; infinity forbids it."""
 
     node_LE: Ints
     rank_node: Ints
@@ -54,8 +53,7 @@ class Homes:
 class _Step:
     """The best step of each row: the load of the fuller of the two ranks after it, and the two slots.
 
-    Where `copies` is set, the slot of the other rank takes a copy of the hot rank's expert instead of an exchange.
-    """
+    Where `copies` is set, the slot of the other rank takes a copy of the hot rank's expert instead of an exchange."""
 
     score: Floats
     copies: Bools
@@ -77,8 +75,7 @@ def relieve(
 
     It ends when that load is `enough_L`, no step lowers it, or the moves are used up; the fullest layers come first. A
     step exchanges an expert of the fullest rank with one of another rank (two moves). With `may_copy`, it may instead
-    put a copy of one of its experts in the place of a copy whose siblings can take over (one move).
-    """
+    put a copy of one of its experts in the place of a copy whose siblings can take over (one move)."""
     moves = 0
     copying = np.full(assignment.num_layers, may_copy)
     live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]
@@ -141,8 +138,7 @@ def _spared(part: Assignment) -> Bools:
     """Return which slots can be spared: [rows, ranks, slots] bool.
 
     The other copies of their expert can take the load without filling a rank more than halfway from the mean to the
-    fullest.
-    """
+    fullest."""
     level = (part.rank_load.mean(1) + part.rank_load.max(1)) / 2
     room = np.maximum(level[:, None] - part.rank_load, 0.0)[:, :, None] + np.zeros(part.per_rank)
     num_experts = part.load_LE.shape[1]
@@ -185,8 +181,7 @@ def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes | None) -
     """Return the assignment changed towards `counts_LE` copies of each expert, with equal shares.
 
     Each step takes the most loaded expert that has too few copies. It puts a copy in a slot of an expert that has too
-    many, on the emptiest rank that lacks it, at home where that matters. It ends when no such step is left.
-    """
+    many, on the emptiest rank that lacks it, at home where that matters. It ends when no such step is left."""
     experts = assignment.experts.copy()
     num_layers = len(experts)
     rows = np.arange(num_layers)

@@ -3,8 +3,7 @@
     request ──file──► python -m pdinfer.moe.balance ──file──► answer
 
 Every request has a process of its own, which keeps no memory afterwards. When it dies, hangs or writes nonsense, that
-costs one answer.
-"""
+costs one answer."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class SolverProcess(OfOneProcess):
         """Return the answer, for `unpack_placement`, or b"" while there is none.
 
         Raises OSError when the process is gone, late, or wrote nonsense; ConfigError, with its words, when it cannot
-        solve the load.
-        """
+        solve the load."""
         assert self._process is not None
         code = self._process.poll()
         if code is None and self._clock() <= self._asked_at + self._deadline_s:

@@ -5,8 +5,7 @@
     spread    uneven shares for the copies of an expert                     (assignment)
 
 With a previous placement, relieving and spreading start from it. A layer is laid out anew only where that does not come
-near enough to the best layout known for it.
-"""
+near enough to the best layout known for it."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def solve_placement(
     takes the place of the second, one move each; layers for which `max_moves` does not allow that stay as they are.
 
     Raises ConfigError for sizes that do not divide, loads that `check_load` refuses, and a previous placement of other
-    sizes.
-    """
+    sizes."""
     load_LE = scaled(check_load(load), 0)
     sizes = _Sizes(
         num_ranks=num_ranks,

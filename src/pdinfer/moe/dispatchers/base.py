@@ -5,8 +5,7 @@ Both ways have two halves, so that ranks can compute while rows travel:
     dispatch_begin   ...   dispatch_end   the experts   combine_begin   ...   combine_end
 
 Between the halves of one batch there may be halves of another, if `max_live` allows for two. Every rank makes the same
-calls in the same order, even a rank without tokens.
-"""
+calls in the same order, even a rank without tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Contiguous(Value):
 
     Expert e has `counts_E[e]` rows (integers, on the device of the rows). Rows behind the last may hold anything.
     Results are multiplied by `weights_S` (float32) where the experts run, unless it is None: then the dispatcher does
-    that when it combines.
-    """
+    that when it combines."""
 
     x_SD: Tensor | ScaledRows
     counts_E: Tensor
@@ -40,8 +38,7 @@ class Masked(Value):
     """Rows for the experts of this rank, in room for N rows per expert.
 
     The first `counts_E[e]` rows of expert e are present (integers, on the device of the rows); the others may hold
-    anything. `weights_EN` is as in `Contiguous`.
-    """
+    anything. `weights_EN` is as in `Contiguous`."""
 
     x_END: Tensor | ScaledRows
     counts_E: Tensor
@@ -83,8 +80,7 @@ class TokenDispatcher(Protocol):
         """Start sending rows: token t to the physical experts `ids_TK[t]` (int64, all different, or -1 for none).
 
         For experts in FP8 the rows come in both forms, and the dispatcher sends the one that it can. The tensors must
-        not change until `combine_end`.
-        """
+        not change until `combine_end`."""
 
     def dispatch_end(self, pending: Any) -> Dispatched:
         """Return the rows that came for the experts of this rank."""

@@ -10,13 +10,11 @@ import torch
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.all_to_all_int8 import Int8AllToAllDispatcher
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher, Int8AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 
 _Kind = (
@@ -37,8 +35,7 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
     """Check that `options.moe_a2a_backend` can carry rows of these sizes between ranks on such a device.
 
     Raises ConfigError, with the values, for sizes or a number of ranks it cannot serve, and BackendUnavailable for a
-    device it cannot serve.
-    """
+    device it cannot serve."""
     backend = options.moe_a2a_backend
     if backend == "local" and sizes.num_ranks > 1:
         raise ConfigError(
@@ -89,8 +86,7 @@ def choose_dispatcher(
 ) -> TokenDispatcher:
     """Return the dispatcher that `options.moe_a2a_backend` names. A collective.
 
-    Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve.
-    """
+    Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve."""
     check_dispatcher(sizes, options, device)
     kind, room = _kind(group.size, options), options.num_max_dispatch_tokens_per_rank
     if kind is LocalDispatcher:

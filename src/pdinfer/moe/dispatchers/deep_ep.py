@@ -1,8 +1,7 @@
 """Experts on several ranks, reached by DeepEP's first API, `Buffer`: kernels for prefill ("normal") and decode ("low
 latency"). This is the only file that imports deep_ep.
 
-Source: deepseek-ai/DeepEP, docs/legacy.md.
-"""
+Source: deepseek-ai/DeepEP, docs/legacy.md."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
-from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.moe.dispatchers.deep_ep_limits import ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
 from pdinfer.parallel.groups import Group
 from pdinfer.process.modes import own_modes
 from pdinfer.process.streams import is_current
@@ -76,8 +74,7 @@ class DeepEPNormal:
 
     A token travels once to each rank that has experts for it. There the results are weighted and summed, and the sum
     travels back as one bfloat16 row. The token's rank adds the rows up in float32. The host waits for the counts of
-    received rows.
-    """
+    received rows."""
 
     buffer: Any
     group: Group
@@ -184,8 +181,7 @@ class DeepEPLowLatency:
     """The dispatcher for few tokens: at most `max_tokens` per rank and step.
 
     Every (token, expert) pair travels as a row, into memory reserved for it; for experts in FP8 the kernel rounds it
-    on the way. Its result returns in bfloat16 and is weighted on the token's rank.
-    """
+    on the way. Its result returns in bfloat16 and is weighted on the token's rank."""
 
     buffer: Any
     sizes: ExpertSizes
@@ -199,8 +195,7 @@ class DeepEPLowLatency:
     def connect(cls, group: Group, sizes: ExpertSizes, max_tokens: int, *, device: torch.device) -> DeepEPLowLatency:
         """Make the buffer of this rank, for sizes that were checked. A collective.
 
-        Raises BackendUnavailable without deep_ep, ConfigError where ranks differ in `max_tokens`.
-        """
+        Raises BackendUnavailable without deep_ep, ConfigError where ranks differ in `max_tokens`."""
         library = import_deep_ep("Buffer", "low_latency_dispatch")
         check_current(device)
         check_same_room(group, max_tokens, device)

@@ -1,7 +1,6 @@
 """Experts on several ranks, reached by DeepEP's second API, `ElasticBuffer`: the same kernels for prefill and decode.
 
-Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in csrc/elastic/buffer.hpp.
-"""
+Sources: deepseek-ai/DeepEP 2.1, deep_ep/buffers/elastic.py and the checks in csrc/elastic/buffer.hpp."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class DeepEPElastic:
 
     A token travels once to each rank that has experts for it. There it becomes one row per expert, sorted. The host
     waits for the counts of received rows; a capture cannot, and has room for all tokens of all ranks. Experts weight
-    their results, and sums travel back as bfloat16 rows.
-    """
+    their results, and sums travel back as bfloat16 rows."""
 
     buffer: Any
     sizes: ExpertSizes
@@ -62,8 +60,7 @@ class DeepEPElastic:
         """Make the buffer of this rank, for sizes that were checked. A collective. Without `num_sms` DeepEP computes
         how many multiprocessors its kernels take, as if routers chose evenly among all experts.
 
-        Raises BackendUnavailable without this API of deep_ep, ConfigError where ranks differ in `max_tokens`.
-        """
+        Raises BackendUnavailable without this API of deep_ep, ConfigError where ranks differ in `max_tokens`."""
         library = import_deep_ep("ElasticBuffer", "dispatch")
         check_current(device)
         check_same_room(group, max_tokens, device)

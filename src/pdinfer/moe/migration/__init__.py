@@ -6,5 +6,4 @@
 
 Tested by tests/e2e/test_rebalancing.py too.
 
-May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
-"""
+May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground."""

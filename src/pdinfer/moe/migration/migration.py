@@ -14,8 +14,7 @@ Every rank takes the same step, because it follows from what all ranks said of t
 | READY | ALIKE | writes every slot in place | APPLIED |
 | any but APPLIED | CANCELLED, BROKEN | forgets what has come | DROPPED |
 
-`docs/protocol.md` names the test of every row. A rank whose state is FAILED says so, and all ranks hear BROKEN next.
-"""
+`docs/protocol.md` names the test of every row. A rank whose state is FAILED says so, and all ranks hear BROKEN next."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Migration:
     """One placement on its way into use. Any thread may make it; everything else is for the thread that steps.
 
     `prepare` plans the transfer and may raise. `digest` stands for the placement and its epoch. `error` says why the
-    state is FAILED.
-    """
+    state is FAILED."""
 
     def __init__(
         self, placement: ExpertPlacement, epoch: int, prepare: Callable[[ExpertPlacement], ExpertTransfer]
@@ -107,8 +105,7 @@ class Migration:
     def follow(self, verdict: Verdict, statuses: Sequence[ExpertStatus]) -> None:
         """Take the step that follows from what all ranks said. Raises RankLost.
 
-        Raises RuntimeError when ranks have taken different numbers of steps, which no legal sequence brings about.
-        """
+        Raises RuntimeError when ranks have taken different numbers of steps, which no legal sequence brings about."""
         if verdict is Verdict.DIFFERENT:
             return
         if verdict is not Verdict.ALIKE:
@@ -146,8 +143,7 @@ class Migration:
 def checked_epoch(experts: ExpertParallel, placement: ExpertPlacement, epoch: int | None) -> int:
     """Return the epoch under which `placement` may follow the one in use: `epoch`, or by default one more than now.
 
-    Raises ConfigError, with the values, for a placement of other sizes, one that runs already, and a stale epoch.
-    """
+    Raises ConfigError, with the values, for a placement of other sizes, one that runs already, and a stale epoch."""
     running = experts.placement
     if running is None:
         raise ConfigError("a placement was given and the model has no experts")
@@ -185,8 +181,7 @@ class ExpertStatus(Value):
 
     `staged` is the digest of the placement that is staged here, `failed` that of a placement which this rank cannot go
     on with; a digest is positive. `num_advances` counts how often the staged placement has advanced. `answer_bytes` is
-    the size of the solver's answer: None while there is none, 0 for an answer without a placement.
-    """
+    the size of the solver's answer: None while there is none, 0 for an answer without a placement."""
 
     staged: int | None = None
     failed: int | None = None

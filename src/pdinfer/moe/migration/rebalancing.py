@@ -4,8 +4,7 @@
 
 What a rank does follows from what all ranks said in the same agreement (see `lockstep`), so all begin, send, apply and
 drop at the same step. A single rank agrees with itself. Until a placement is applied, the old one is used and nothing
-of it is touched. A placement comes from the host, or from a solver that was given the load of all ranks.
-"""
+of it is touched. A placement comes from the host, or from a solver that was given the load of all ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ from pdinfer.process.locks import new_lock
 class Solving:
     """One rank's part. `report` is called on rank 0 with the reason why there will be no placement.
 
-    `load` is what all ranks recorded when they last added it up, int64 [layers, experts]; None before.
-    """
+    `load` is what all ranks recorded when they last added it up, int64 [layers, experts]; None before."""
 
     def __init__(self, world: Group, solver: SolverProcess, report: Callable[[str], None]) -> None:
         self.is_awaited = False
@@ -108,8 +106,7 @@ class Rebalancing:
 
     `stage`, `cancel`, `request_sum` and `request_rebalance` may be called from any thread; the rest is for the
     lockstep. `wake` is called when an agreement would bring something forward, which none does while it `is_calm`.
-    `error` says why the newest placement did not come into use.
-    """
+    `error` says why the newest placement did not come into use."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 plan    cut the moves into parts of limited size                       the same on every rank
 pack    read the outgoing experts of a part, allocate for the rest     may fail, touches nothing in use
 send    exchange the part                                              all ranks of the group
-apply   write what came into its slots, and send tokens there          all ranks, between two steps
-"""
+apply   write what came into its slots, and send tokens there          all ranks, between two steps"""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class ExpertTransfer:
     """The transfer of one model's experts to `placement`, made alike on every rank.
 
     `layers` are the rows of the placement. A rank sends and receives at most `part_bytes` in a part, but at least one
-    expert; None puts everything into one part.
-    """
+    expert; None puts everything into one part."""
 
     def __init__(
         self, experts: ExpertParallel, layers: Sequence[MoE], placement: ExpertPlacement, part_bytes: int | None = None

@@ -6,5 +6,4 @@
     files.py        files of placements and counts, in SGLang's formats
     difference.py   what has to be copied to get from one placement to another
 
-May import: checkpoint, the ground.
-"""
+May import: checkpoint, the ground."""

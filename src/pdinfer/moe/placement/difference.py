@@ -33,8 +33,7 @@ def plan_migration(
 
     A slot that changes takes its expert from its own rank, else from its node, else from any rank; among several
     holders, from the one that has sent the least. Raises ConfigError where the placements differ in layers, experts,
-    slots or ranks.
-    """
+    slots or ranks."""
     per_node = check_ranks_per_node(ranks_per_node, old.num_ranks)
     check_sizes("the new placement", new, "the old one has", old)
     per_rank = old.slots_per_rank
@@ -77,8 +76,7 @@ def keep_slots(old: Ints, new: Ints, num_nodes: int) -> Ints:
     """Reorder `new` so that many experts stay where they are in `old`.
 
     Nodes, ranks of a node and slots of a rank change places with their like. Both maps are [L, ranks, slots per rank].
-    The result, [L, P], is the slot of `new` to put into each slot, numbered over all ranks.
-    """
+    The result, [L, P], is the slot of `new` to put into each slot, numbered over all ranks."""
     num_layers, num_ranks, per_rank = old.shape
     by_node = (num_layers, num_nodes, -1)
     node = _match(_overlap(old.reshape(by_node), new.reshape(by_node)))
@@ -110,8 +108,7 @@ def _overlap(old: Ints, new: Ints) -> Floats:
 def _match(overlap: Floats) -> Ints:
     """Pair each first index with one second index, the pair with most in common first: [L, parts, parts] -> [L, parts].
 
-    Pairs below 0 are taken only when nothing else is left.
-    """
+    Pairs below 0 are taken only when nothing else is left."""
     num_layers, parts, _ = overlap.shape
     rows = np.arange(num_layers)
     overlap = overlap.copy()

@@ -3,8 +3,7 @@
 JSON, one object: `physical_to_logical_map` [layers][slots], or `logical_count` [layers][experts] or
 [steps][layers][experts], which are summed. Safetensors: the same names, int64 or int32, and `slot_shares` (float32),
 which SGLang does not know. Its layers are all of the model's; ours are those with experts, so both directions take
-`num_dense_layers`, the layers before the first of them. Fields as in SGLang's `srt/eplb/expert_location.py`.
-"""
+`num_dense_layers`, the layers before the first of them. Fields as in SGLang's `srt/eplb/expert_location.py`."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class ExpertLocation(Value):
     """What a file holds: a map from slots to experts, with or without shares, or counts of experts, summed over steps.
 
     Tables are [layers with experts, ...], int64 but for the shares. One of `physical_to_logical_map` and
-    `logical_count` is None.
-    """
+    `logical_count` is None."""
 
     physical_to_logical_map: Ints | None = None
     slot_shares: Shares | None = None
@@ -55,8 +53,7 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
 
     Raises ConfigError for other formats (for .pt with the command that converts it), for neither or both of the two
     names, and for tables that are ragged, too large, of other types, with negative entries, or with no layer that has
-    experts.
-    """
+    experts."""
     path = Path(path)
     check_int("num_dense_layers", num_dense_layers, 0)
     if path.suffix == ".json":
@@ -87,8 +84,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
     """Write a map in the format that the suffix of `path` names. Dense layers get rows that are never read.
 
     SGLang's JSON has no shares. Raises ConfigError for another suffix, and for JSON where copies have unequal shares:
-    `attrs.evolve(placement, slot_shares=None)` gives them up.
-    """
+    `attrs.evolve(placement, slot_shares=None)` gives them up."""
     path = Path(path)
     check_int("num_dense_layers", num_dense_layers, 0)
     if path.suffix == ".json" and placement.slot_shares is not None:
@@ -108,8 +104,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
 def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers: int = 0) -> None:
     """Write [layers, experts] counts in the format that the suffix of `path` names. Dense layers get zeros.
 
-    Raises ConfigError for another suffix, and for a table that does not hold counts.
-    """
+    Raises ConfigError for another suffix, and for a table that does not hold counts."""
     path = Path(path)
     check_int("num_dense_layers", num_dense_layers, 0)
     table = _checked(np.asarray(counts), COUNT, "counts")

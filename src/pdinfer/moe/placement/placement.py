@@ -2,8 +2,7 @@
 
 All ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first
 of rank r + 1. A logical expert (what the router chooses) lies in one slot or in several. Two copies on one rank are
-legal, and DeepSeek's balancer makes such maps. Both are used, though they even out nothing.
-"""
+legal, and DeepSeek's balancer makes such maps. Both are used, though they even out nothing."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class ExpertPlacement(Value):
     `slot_shares`, float32 [L, P] and read-only, is the part of its expert's tokens that each slot receives. The shares
     of an expert's slots sum to 1; None means equal shares. Placements compare by value. Raises ConfigError, with the
     values, for slots that do not divide over ranks, experts out of range, an expert without a slot, and shares that do
-    not fit.
-    """
+    not fit."""
 
     physical_to_logical_map: Ints = attrs.field(
         converter=_int_map, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False

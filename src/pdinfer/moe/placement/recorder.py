@@ -19,8 +19,7 @@ class ExpertLoadRecorder:
     `mode` "window" keeps the last `window` steps, "stat" all steps since `reset`. `step_LE` is the open step, int64
     [layers, experts] on the device. `record` always writes to that address, so it may be captured in a graph. Only
     `counts` waits for the device. A window takes 4 bytes per step, layer and expert on the device. Raises ConfigError
-    for sizes below 1.
-    """
+    for sizes below 1."""
 
     def __init__(
         self, num_layers: int, num_experts: int, *, device: torch.device | str, mode: str = "window", window: int = 1000

@@ -21,8 +21,7 @@ class DispatchRule(enum.Enum):
 
     DYNAMIC: any copy, by the shares. STATIC: from a given rank always the same copy; the share of a copy says how many
     ranks use it. NEAREST: a copy on the token's rank, else on its node, else any; equally near copies alike, whatever
-    their shares.
-    """
+    their shares."""
 
     STATIC = "static"
     DYNAMIC = "dynamic"
@@ -42,8 +41,7 @@ class LayerReplicas(Value):
         """Map logical experts, int64, to physical ones, and -1 to -1. Syncs nothing.
 
         The choice between several copies follows from the token's place in the batch and the rank. So shares are met
-        closely, and the same tokens go the same way each time.
-        """
+        closely, and the same tokens go the same way each time."""
         place_T = torch.arange(len(ids_TK), device=ids_TK.device, dtype=torch.int64) * self.num_ranks + self.rank
         # 24 bits are exact in float32, and so stay below 1
         u_T = ((place_T * GOLDEN & 0xFFFFFFFF) >> 8).float() * 2.0**-24
@@ -109,8 +107,7 @@ def candidates(
     -1; `until` float32 alike, padded with 1 like its last bound.
 
     Node n has the ranks from `n * ranks_per_node` up to the first of the next node; without `ranks_per_node` there is
-    one node. Raises ConfigError for uneven nodes.
-    """
+    one node. Raises ConfigError for uneven nodes."""
     per_node = check_ranks_per_node(ranks_per_node, placement.num_ranks)
     slots = placement.logical_to_all_physical_map
     if rule is DispatchRule.NEAREST:

@@ -13,8 +13,7 @@ returns a `Choice`, or None to let the request wait. It may score each side by i
 What a policy is asked twice with equal arguments it answers twice with equal choices. Ports that are as good as each
 other have their turns by `shape.ordinal`, so that none gets a whole burst because it is the first in a list.
 
-May import: the ground.
-"""
+May import: the ground."""
 
 from __future__ import annotations
 

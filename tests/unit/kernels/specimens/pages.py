@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdinfer.kernels.triton import pages
+from pdinfer.kernels.triton import cache
 from tests.unit.kernels.aot import Specimen
 
 
@@ -17,6 +17,6 @@ def chosen() -> torch.Tensor:
 
 
 SPECIMENS = (
-    Specimen("gather_pages of 73.7 KB", lambda: pages.gather_pages(rows(61_000), chosen(), rows(61 * 128))),
-    Specimen("scatter_pages of 73.7 KB", lambda: pages.scatter_pages(rows(61_000), chosen(), rows(61 * 128))),
+    Specimen("gather_pages of 73.7 KB", lambda: cache.gather_pages(rows(61_000), chosen(), rows(61 * 128))),
+    Specimen("scatter_pages of 73.7 KB", lambda: cache.scatter_pages(rows(61_000), chosen(), rows(61 * 128))),
 )

@@ -13,7 +13,7 @@ from pdinfer.errors import LayoutMismatch, TransferError
 from pdinfer.identity import NO_TENSORS, TensorDigest, TensorDigests
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.comparing import MAX_COMPARES
+from pdinfer.kv.channel.links import MAX_COMPARES
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool

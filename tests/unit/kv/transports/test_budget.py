@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.base import Budget
 from pdinfer.testing import VirtualClock
 from tests.unit.kv.channel.channels import Case, handoff
 from tests.waiting import wait_until

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.kv.transports.base import Link
-from pdinfer.kv.transports.stream.door import LOOPBACK, Door, Strangers, source_of
+from pdinfer.kv.transports.stream.transport import LOOPBACK, Door, Strangers, source_of
 
 
 class Stranger:

@@ -7,6 +7,4 @@
 
 Tested by tests/conformance/test_ring_transport.py.
 
-May import: kv.copies, kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process,
-the ground.
-"""
+May import: kv.copies, kv.layout, kv.memory, kv.transports.base, process, the ground."""

@@ -6,8 +6,7 @@
                  ◄─────────────────── CREDIT (slot)┘
 
 An engine answers a write with success, or with nothing that can be relied upon: a write that failed or took too long
-may still land at any later time. But it can only land where it was sent, and that is never a page.
-"""
+may still land at any later time. But it can only land where it was sent, and that is never a page."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ class SignalMemory:
     nothing.
 
     So frames pass as they are, under the limits that the stream has for them anyway, and everything that concerns rings
-    is a write, which is refused like every write until the link is trusted.
-    """
+    is a write, which is refused like every write until the link is trusted."""
 
     def __init__(self) -> None:
         self._bytes = memoryview(bytearray(max(Signal)))
@@ -169,8 +167,7 @@ class RingIncoming:
     lands in it.
 
     Belongs to the I/O thread. Each method raises TransferError when the link must be closed. `credit` is called with
-    every slot that is free again.
-    """
+    every slot that is free again."""
 
     _link: Link
     _memory: Memory

@@ -5,8 +5,7 @@
                     │                └──────────┴──► place, placed     (the stream's I/O thread)
                     └─────── engine ──► ring ──────────┘
 
-Beside the frames the stream carries what the two ends of a ring say to each other (`ring.Signal`).
-"""
+Beside the frames the stream carries what the two ends of a ring say to each other (`ring.Signal`)."""
 
 from __future__ import annotations
 
@@ -21,8 +20,16 @@ from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transports.base import Link, Message, QueuingTransport, Receiver, Transport, WriteMessage
-from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
+from pdinfer.kv.transports.base import (
+    MAX_WAITING_BYTES,
+    Budget,
+    Link,
+    Message,
+    QueuingTransport,
+    Receiver,
+    Transport,
+    WriteMessage,
+)
 from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
@@ -68,8 +75,7 @@ class RingTransport(QueuingTransport):
     the pool is. With `digest`, which must be the same on both ends, each slot is verified after it was copied. Without
     it, nothing tells a good slot from one that was hit late or by a stranger; on a device, which both ends then have, a
     random number behind each part says that the part is there. A write that has not landed after
-    `timeout_s` counts as failed. The `ready` of a write runs in its link's own thread.
-    """
+    `timeout_s` counts as failed. The `ready` of a write runs in its link's own thread."""
 
     _engine: NamedEngine
     _make_block: MakeBlock

@@ -6,8 +6,7 @@
 
 A write that is not known to have landed holds two places: the block that it reads and the slot that it hits. Repeated
 from the same block into the same slot it is harmless whenever it lands, since the bytes are the same. Afterwards
-neither place is used for other bytes while the link lives.
-"""
+neither place is used for other bytes while the link lives."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory, take
-from pdinfer.kv.transports.base import Link, Message, Transfer, WriteMessage
-from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.base import Budget, Link, Message, Transfer, WriteMessage
 from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, RingBlock
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, RingOffer, Signal
 from pdinfer.log import log
@@ -58,8 +56,7 @@ class RingWriter:
     """The sending direction of a link: frames and writes leave in the order in which they were queued.
 
     `send` and `say` queue on the stream next to the engine and never block; `fail` closes the link. Any thread may call
-    the public methods, which do not block. A transfer is done when its bytes are gathered.
-    """
+    the public methods, which do not block. A transfer is done when its bytes are gathered."""
 
     _link: Link
     _segment: NamedEngine

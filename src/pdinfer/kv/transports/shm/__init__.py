@@ -7,5 +7,4 @@
 Tested by tests/conformance/test_shm_transport.py and tests/conformance/test_shm_peers.py.
 
 May import: kv.fused, kv.layout, kv.memfd, kv.memory, kv.transports.base, kv.transports.socket,
-kv.transports.stream, process, the ground.
-"""
+kv.transports.stream, process, the ground."""

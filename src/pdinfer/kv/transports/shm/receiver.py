@@ -30,8 +30,16 @@ from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import WriteMessage, check_arriving
 from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, Lender, packed_spans
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read, framed
-from pdinfer.kv.transports.stream.payloads import Payloads
+from pdinfer.kv.transports.stream.framing import (
+    DIGEST_BYTES,
+    HEADER,
+    Buffers,
+    Header,
+    MessageKind,
+    Payloads,
+    Read,
+    framed,
+)
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2

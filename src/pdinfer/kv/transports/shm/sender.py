@@ -2,8 +2,7 @@
 
 Only its own process writes a pool, and a receiver copies at its own pace. A receiver that was stopped in the middle of
 a copy may go on after this end has closed the link and its pages hold something else. So before this end lets go of any
-page, it writes REVOKED to its control page. A receiver counts a copy only when REVOKED is not there after the copy.
-"""
+page, it writes REVOKED to its control page. A receiver counts a copy only when REVOKED is not there after the copy."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.endpoints import Listener, listen_unix
-from pdinfer.kv.transports.stream.payloads import Payloads
-from pdinfer.kv.transports.stream.transport import StreamTransport
+from pdinfer.kv.transports.stream.framing import Payloads
+from pdinfer.kv.transports.stream.transport import Strangers, StreamTransport
 from pdinfer.process.scratch import ScratchFolder
 
 SCHEME = "shm://"
@@ -43,8 +42,7 @@ class ShmTransport(StreamTransport):
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
     copy that the end of its sender may have disturbed is never used. `strangers` limits links that are not trusted yet.
-    Raises ConfigError on systems without memfds.
-    """
+    Raises ConfigError on systems without memfds."""
 
     @typed
     def __init__(

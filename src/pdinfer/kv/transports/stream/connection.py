@@ -1,8 +1,7 @@
 """One stream socket as a link: frames in order, and between them writes, whose payloads travel as `Payloads` says.
 
 Both directions are generators that yield the buffers that the socket must fill or empty next, so the code reads in the
-order of the bytes while the socket stays non-blocking.
-"""
+order of the bytes while the socket stays non-blocking."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.transports.base import Link, Message, Receiver, WriteMessage, check_arriving
-from pdinfer.kv.transports.budget import Limits
+from pdinfer.kv.transports.base import Limits, Link, Message, Receiver, WriteMessage, check_arriving
 from pdinfer.kv.transports.stream.endpoints import complete_dial
 from pdinfer.kv.transports.stream.framing import (
     AHEAD_BYTES,
@@ -27,9 +25,9 @@ from pdinfer.kv.transports.stream.framing import (
     Buffers,
     Header,
     MessageKind,
+    Payloads,
     framed,
 )
-from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock, open_lock
 
 TURN_BYTES = 4 << 20

@@ -146,8 +146,7 @@ def dial(
     With `timeout_s` 0 the socket is still opening, unless something went wrong at once: call `complete_dial` when it
     can be written to. Otherwise the socket is connected, or TransferError is raised. Looking up a host's name waits for
     the system's resolver; with `timeout_s` 0 that is done only for an endpoint that is not in `known`, where found
-    addresses are kept.
-    """
+    addresses are kept."""
     endpoint = next((e for e in endpoints if e.startswith(tuple(schemes))), None)
     if endpoint is None:
         needed = " or ".join(f"{scheme}{'host:port' if scheme == TCP else '/path'}" for scheme in schemes)

@@ -3,8 +3,7 @@ held up by those that say much.
 
 other threads: post ──► commands ──┐
 sockets that are ready ────────────┼──► each link's turn ──► tick, when it is due
-a listener with newcomers ─────────┘
-"""
+a listener with newcomers ─────────┘"""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class IOThread:
     """The I/O thread, with the connections that it serves and the listener that it watches.
 
     From `start` on it calls `accept` when newcomers wait at the listener, and `sweep` before every tick. When it ends,
-    for any reason, it closes the connections and the listener.
-    """
+    for any reason, it closes the connections and the listener."""
 
     def __init__(self, listener: Listener, receiver: Receiver, clock: Callable[[], float]) -> None:
         self.connections: dict[Link, StreamConnection] = {}
