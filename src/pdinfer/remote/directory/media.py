@@ -175,6 +175,6 @@ def host_and_port(endpoint: str, error: type[PDInferError]) -> tuple[str, int]:
     """Invert `endpoint_of`. Raises `error` for what is no endpoint."""
     host, _, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise error(f"an endpoint is a host and a port, such as 10.42.0.7:7000, got {clip(endpoint)}")
     return host, int(port)
