@@ -159,6 +159,20 @@ def test_a_folder_that_is_gone_is_an_error_and_comes_back(tmp_path: Path) -> Non
     assert len(directory.watch()) == 1
 
 
+def test_an_entry_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file is stale that was replaced after it was opened."""
+    directory = Directory(Folder(tmp_path), key=KEY)
+    for number in (1, 2):
+        directory.announce(announcement(number))
+    opened, stale = media.open_regular, f"{announcement(1).name}.json"
+
+    def open_regular(folder: Path, name: str, error: type[pd.PDInferError]) -> int:
+        return os.open(folder / name, os.O_WRONLY) if name == stale else opened(folder, name, error)
+
+    monkeypatch.setattr(media, "open_regular", open_regular)
+    assert [entry.endpoint for entry in directory.watch()] == ["10.0.0.2:7000"]
+
+
 def test_writers_remove_what_was_left_behind(tmp_path: Path) -> None:
     directory = Directory(Folder(tmp_path), key=KEY)
     directory.announce(announcement(1))
