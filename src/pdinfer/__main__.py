@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from pdinfer.diagnosis.doctor import doctor
 from pdinfer.errors import BackendUnavailable
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "build-kernels":
         return _build_kernels([name for name in options.cpus.split(",") if name], options.into)
     diagnosis = doctor()
-    sys.stdout.write((diagnosis.to_json().decode() if options.json else str(diagnosis)) + "\n")
+    _tell(diagnosis.to_json().decode() if options.json else str(diagnosis), sys.stdout)
     return diagnosis.exit_code
 
 
@@ -42,14 +43,20 @@ def _build_kernels(cpus: Sequence[str], into: Path | None) -> int:
     status = 0
     try:
         for built in build_ahead((*families(), SOURCES), cpus, into):
-            sys.stdout.write(_line_of(built) + "\n")
+            _tell(_line_of(built), sys.stdout)
             for failure in built.failures:
-                sys.stderr.write(f"for {built.cpu}: {failure}\n")
+                _tell(f"for {built.cpu}: {failure}", sys.stderr)
                 status = 1
     except (BackendUnavailable, OSError) as error:
-        sys.stderr.write(f"build-kernels: {error}\n")
+        _tell(f"build-kernels: {error}", sys.stderr)
         return 1
     return status
+
+
+def _tell(line: str, stream: TextIO | None) -> None:
+    """Write a line, unless whoever started this has closed the stream: the status says the most."""
+    if stream is not None:
+        stream.write(line + "\n")
 
 
 def _line_of(built: Built) -> str:

@@ -83,8 +83,8 @@ class AsyncPairing(NotCopied):
         return f"AsyncPairing({self.num_unfinished} streams, {self.pairing!r})"
 
     async def __aenter__(self) -> AsyncPairing:
-        if self._loop is not None:
-            raise ConfigError("an AsyncPairing can be entered once; make another one of another Pairing")
+        if self._loop is not None or self._is_closing:
+            raise ConfigError("an AsyncPairing can be entered once, and not behind `close`; make another one")
         self._loop = asyncio.get_running_loop()
         try:
             with starting("pdinfer-submit"):

@@ -27,6 +27,8 @@ Fits = Callable[[Any], bool]
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 SHOWN_CHARACTERS = 60
+MAX_WAIT_S = 2e6
+"""The longest wait in one call of the system, 23 days: some count milliseconds in 32 bits, and raise for more."""
 
 
 def clip(value: object) -> str:

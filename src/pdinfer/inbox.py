@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from pdinfer.checks import MAX_WAIT_S
 from pdinfer.log import log
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import EXHAUSTED, HeldBack, new_lock
@@ -76,4 +77,5 @@ class Inbox(OfOneProcess, Generic[T]):
     def wait(self, timeout_s: float) -> bool:
         """Sleep until `wake` or the end of `timeout_s`. Return whether it was woken."""
         with self._changed:  # whose clock is not one that a host's tests have stopped
-            return self._awake or (timeout_s > 0 and self._changed.wait_for(lambda: self._awake, timeout_s))
+            wait_s = min(timeout_s, MAX_WAIT_S)
+            return self._awake or (wait_s > 0 and self._changed.wait_for(lambda: self._awake, wait_s))

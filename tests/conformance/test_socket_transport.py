@@ -530,6 +530,8 @@ class TestAddresses:
     def test_a_host_of_another_machine(self) -> None:
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
             SocketTransport(host="192.0.2.1", allow_remote=True).register(BytesMemory(8), Recorder())
+        with pytest.raises(ConfigError, match=r"cannot listen on host '\.\.'"):  # no name can be encoded so
+            SocketTransport(host="..", allow_remote=True).register(BytesMemory(8), Recorder())
 
     def test_a_wildcard_is_announced_by_name(self, open_end: Callable[..., End]) -> None:
         end = open_end(SocketTransport(host="0.0.0.0", allow_remote=True))

@@ -223,8 +223,11 @@ async def test_a_host_is_entered_before_it_streams_and_is_entered_once() -> None
     with pytest.raises(pd.ConfigError, match="max_unread must be an int of at least 1, got 0"):
         pd.aio.AsyncPairing(pairing, max_unread=0)
     unused: Any = Scripted()
-    await pd.aio.AsyncPairing(unused).close()
+    closed = pd.aio.AsyncPairing(unused)
+    await closed.close()
     assert unused.is_closed
+    with pytest.raises(pd.ConfigError, match="not behind `close`; make another one"):
+        await closed.__aenter__()
 
 
 # -- readers that leave -----------------------------------------------------------------------------------------------

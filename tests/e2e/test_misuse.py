@@ -22,7 +22,19 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import PROMPT, by_request, collect, join, local, model_of, pool_of, reference, request, tokens_of
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    join,
+    local,
+    model_of,
+    pool_of,
+    reference,
+    remote,
+    request,
+    tokens_of,
+)
 from tests.forks import FAR_S
 from tests.waiting import check_ends, started
 
@@ -260,3 +272,19 @@ def test_a_sleep_ends_where_a_hosts_tests_have_stopped_the_clock(monkeypatch: py
         monkeypatch.setattr(time, "monotonic", lambda: 5.0)
         for each in (setup.pairing, *setup.engines):
             check_ends(started(each.wait, 0.01))
+
+
+@pytest.mark.parametrize("forever_s", [float("inf"), 1e10, 2**62], ids=str)
+def test_a_host_may_wait_for_ever(forever_s: float) -> None:
+    """Python raises OverflowError for more seconds than the calls of the system take."""
+    prefill, decode, third = (pool_of(model_of()) for _ in range(3))
+    with join(model_of(), "tcp", prefill_pools=[prefill], decode_pools=[decode]) as setup:
+        ends = [engine.channel for engine in setup.engines]
+        with remote(pd.DecodeEngine(model_of(), pd.KVChannel(third, pd.kv.SocketTransport()))) as client:
+            client.connect(ends[0].address, timeout_s=forever_s)
+            ends[1].connect(client.address, timeout_s=forever_s)
+            assert ends[1].links.dial(*client.address.endpoints, timeout_s=forever_s) == client.address
+            sleeping = [started(each.wait, forever_s) for each in (setup.pairing, *setup.engines, *ends, client)]
+            assert all(end.drain(forever_s) for end in ends)
+    for each in sleeping:
+        check_ends(each)

@@ -163,9 +163,10 @@ def cache_path(environment: Mapping[str, str]) -> Path | None:
     home."""
     named = Path(environment.get("XDG_CACHE_HOME", ""))
     try:
-        return (named if named.is_absolute() else Path.home() / ".cache") / "pdinfer"
+        cache = named if named.is_absolute() else Path.home() / ".cache"
     except RuntimeError:
         return None
+    return cache / "pdinfer" if cache.is_absolute() else None
 
 
 def is_open_to_others(folder: Path) -> bool:

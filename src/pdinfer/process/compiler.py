@@ -125,7 +125,7 @@ class Compiler:
         """Compile a header that many sources include, in `folder`, for `compile`; None where that fails. Reading the
         intrinsics of x86-64 takes longer than most of our sources."""
         made = folder / header.name
-        made.write_text(f'#include "{header}"\n')
+        made.write_bytes(b'#include "%s"\n' % os.fsencode(header))
         threads = ["-fopenmp"] if openmp else []
         ending = "pch" if self.is_clang else "gch"  # what they look for behind the name that -include gives
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -32,13 +33,16 @@ def starting(name: str) -> Iterator[None]:
         ) from error
 
 
-def loaded_openmp() -> str | None:
-    """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2]):
-            return path
-    return None
+def loaded_openmp(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels. None where there
+    is none, and where /proc is not there to say it."""
+    try:
+        lines = os.fsdecode(maps.read_bytes()).split("\n")
+    except OSError:
+        return None
+    # a path comes after five columns, and may have spaces
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    return next((path for path in paths if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2])), None)
 
 
 def check_threads(num_threads: int) -> None:

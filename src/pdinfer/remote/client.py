@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic
 
 import attrs
 
-from pdinfer.checks import typed
+from pdinfer.checks import MAX_WAIT_S, typed
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
 from pdinfer.inbox import Inbox
@@ -99,6 +99,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         if timeout_s <= 0:
             self._line.post(messages.ConnectMessage(peer, timeout_s))
             return
+        timeout_s = min(timeout_s, MAX_WAIT_S)
         waits_s = timeout_s + CONNECT_MARGIN_S
         with self._answered:
             self._answers[peer] = None
@@ -249,7 +250,7 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
 
     def _await_ready(self, timeout_s: float) -> Ready:
         with self._answered:
-            self._answered.wait_for(lambda: self._engine.ready or self._line.is_gone, timeout_s)
+            self._answered.wait_for(lambda: self._engine.ready or self._line.is_gone, min(timeout_s, MAX_WAIT_S))
         if (ready := self._engine.ready) is None:
             raise self._line.loss() if self._line.is_gone else self._no_answer(timeout_s)
         self._know(ready)

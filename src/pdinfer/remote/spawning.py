@@ -20,7 +20,7 @@ from typing import Any, Self
 import attrs
 import msgspec
 
-from pdinfer.checks import clip
+from pdinfer.checks import MAX_WAIT_S, clip
 from pdinfer.config import CacheConfig, EngineConfig, RemoteConfig
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
@@ -238,7 +238,7 @@ class _Child:
         """Return the next message, and keep the last of what the process writes meanwhile."""
         stderr = self._stderr.fileno()
         sources: list[Connection | int] = [self.connection, stderr]
-        while ready := wait(sources, timeout_s):
+        while ready := wait(sources, min(timeout_s, MAX_WAIT_S)):
             if stderr in ready and not self._read_stderr():
                 sources.remove(stderr)
             if self.connection in ready:

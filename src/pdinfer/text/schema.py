@@ -232,9 +232,8 @@ class _Guided:
     """A place as llguidance knows it."""
 
     def __init__(self, matcher: Any) -> None:
-        if matcher.is_error():
-            raise RequestError(f"llguidance does not take the JSON schema: {escaped(matcher.get_error())[:300]}")
         self._matcher = matcher
+        self._check("does not take")
 
     def after(self, token: int) -> State:
         matcher = self._matcher.deep_copy()
@@ -243,7 +242,13 @@ class _Guided:
         return _Guided(matcher)
 
     def allowed(self) -> NDArray[np.bool_]:
-        return _bits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8))
+        allowed = _bits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8))
+        self._check("cannot go on with")  # it would end the answer here, whole or not
+        return allowed
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"llguidance {what} the JSON schema: {escaped(self._matcher.get_error())[:300]}")
 
 
 def _xgrammar(tokenizer: Tokenizer, eos: int) -> Callable[[str], State]:

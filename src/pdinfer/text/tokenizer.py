@@ -173,7 +173,8 @@ class Tokenizer:
 
     def has_text(self, token: int) -> bool:
         """Return whether a token is known and not special."""
-        return token not in self._special_ids and self.library.id_to_token(token) is not None
+        is_known = 0 <= token < MAX_VOCAB and self.library.id_to_token(token) is not None
+        return is_known and token not in self._special_ids
 
     def joined(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, all of which have text."""

@@ -537,6 +537,9 @@ def test_the_command_line_prints_a_report_or_json(
         told = json.loads(capsys.readouterr().out)
         assert (told["schema"], told["exit_code"]) == ("pdinfer.doctor/1", status)
         assert [section["name"] for section in told["sections"]] == [name for name, _ in PROBES]
+        with monkeypatch.context() as closed:
+            closed.setattr(sys, "stdout", None)  # as with >&-
+            assert main(["doctor"]) == status
     levels = [problem["level"] for section in told["sections"] for problem in section["problems"]]
     assert levels == ["failure"]
     with pytest.raises(SystemExit, match="2"):

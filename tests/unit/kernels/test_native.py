@@ -417,6 +417,10 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, build
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     build()
     assert len(kept(tmp_path)) == 2
+    monkeypatch.setattr(Path, "home", lambda: Path("relative"))
+    monkeypatch.chdir(tmp_path)
+    assert not build().reasons
+    assert not Path("relative").exists()
 
 
 @can_build

@@ -152,7 +152,10 @@ def test_what_is_no_load_is_refused(load: Any, says: str) -> None:
         ({"num_ranks": 4, "num_groups": 3}, "experts 8 cannot be divided evenly over num_groups 3"),
         ({"num_ranks": 2, "num_redundant": 10}, "18 slots on 2 ranks are more than 8 experts can fill"),
         ({"num_ranks": 4, "num_nodes": 2, "cross_node_weight": 1.0}, "needs groups that divide over nodes"),
-        ({"num_ranks": 4, "cross_node_weight": math.nan}, "cross_node_weight must be a number of at least 0, got nan"),
+        ({"num_ranks": 4, "cross_node_weight": -1.0}, "cross_node_weight must be a number of at least 0, got -1"),
+        ({"num_ranks": 4, "cross_node_weight": math.nan}, "cross_node_weight must be float, got nan"),
+        ({"num_ranks": 4, "cross_node_weight": 10**400}, "cross_node_weight must be float, got an int of 1329 bits"),
+        ({"num_ranks": 4, "previous": "x"}, r"previous must be ExpertPlacement \| None, got 'x'"),
         ({"num_ranks": 0}, "num_ranks must be an int from 1"),
         ({"num_ranks": 4, "num_redundant": -4}, "num_redundant must be an int from 0"),
         ({"num_ranks": 4, "tolerance": -1.0}, "tolerance must be a finite number"),
@@ -317,7 +320,7 @@ def test_a_layer_laid_out_anew_keeps_the_ranks_and_slots_it_can() -> None:
     later = load.copy()
     hot, cold = load[0].argmax(), load[0].argmin()
     later[0, [hot, cold]] = load[0, [cold, hot]]
-    followed = solve_placement(later, num_ranks=4, previous=previous, tolerance=0.0)
+    followed = solve_placement(later, num_ranks=4, previous=previous, tolerance=0)
     assert count_arrivals(by_rank(previous), by_rank(followed)).sum() <= 2
 
 

@@ -18,7 +18,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.process import ahead
 from pdinfer.process.ahead import Built, build_ahead
 from pdinfer.process.compiled import NativeLibrary, find_or_build
-from pdinfer.process.compiler import COMPILERS
+from pdinfer.process.compiler import COMPILERS, Compiler
 from tests.backends import ROOT, child_environment
 from tests.compilers import why_no_compiler
 
@@ -183,3 +183,14 @@ def test_the_line_of_the_page_about_containers_serves_this_cpu_without_a_compile
     command = [sys.executable, "-c", "import pdinfer as pd; print(pd.explain_backends('cpu'))"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     assert re.search(r"^linear +native$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_header_is_compiled_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"gespr\xe4ch")
+    folder.mkdir()
+    (folder / "lanes.h").write_text("#define LANES 8\n")
+    (tmp_path / "lanes.c").write_text("int lanes(void) { return LANES; }\n")
+    cc = Compiler.here()
+    assert cc is not None
+    header = cc.precompile(folder / "lanes.h", tmp_path, openmp=False)
+    assert cc.compile(tmp_path / "lanes.c", tmp_path, openmp=False, header=header).exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +44,18 @@ def test_threads_that_openmp_may_not_give_are_refused(runtime: Any, name: str, v
     with pytest.raises(pd.ConfigError, match=f"4 threads were to compute, and OpenMP may give fewer: {told}"):
         begin_to_compute(4)
     begin_to_compute(1)
+
+
+@pytest.mark.parametrize("folder", [b"/my venv/lib", b"/gespr\xe4ch/lib", "/\x85\u3000é/lib".encode()])
+def test_the_runtime_is_found_in_any_folder(folder: bytes, tmp_path: Path) -> None:
+    """In one with a space its end was loaded, so that no model could be."""
+    path, maps = folder + b"/libgomp-24e2ab19.so.1.0.0", tmp_path / "maps"
+    maps.write_bytes(
+        b"7f00-7f01 r-xp 00000000 fe:00 1234    /lib/libm.so.6 (deleted)\n7f02-7f03 rw-p 00000000 00:00 0 \n"
+        b"7f04-7f05 r-xp 00000000 fe:00 1235    " + path + b"\n7f06-7f07 r--p 00000000 00:00 0    [vvar]\n"
+    )
+    assert threads.loaded_openmp(maps) == os.fsdecode(path)
+    assert threads.loaded_openmp(tmp_path / "there is no proc here") is None
 
 
 def test_what_openmp_gives_is_used(runtime: Any) -> None:

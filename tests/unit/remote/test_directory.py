@@ -159,6 +159,20 @@ def test_a_folder_that_is_gone_is_an_error_and_comes_back(tmp_path: Path) -> Non
     assert len(directory.watch()) == 1
 
 
+def test_an_entry_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file is stale that was replaced after it was opened."""
+    directory = Directory(Folder(tmp_path), key=KEY)
+    for number in (1, 2):
+        directory.announce(announcement(number))
+    opened, stale = media.open_regular, f"{announcement(1).name}.json"
+
+    def open_regular(folder: Path, name: str, error: type[pd.PDInferError]) -> int:
+        return os.open(folder / name, os.O_WRONLY) if name == stale else opened(folder, name, error)
+
+    monkeypatch.setattr(media, "open_regular", open_regular)
+    assert [entry.endpoint for entry in directory.watch()] == ["10.0.0.2:7000"]
+
+
 def test_writers_remove_what_was_left_behind(tmp_path: Path) -> None:
     directory = Directory(Folder(tmp_path), key=KEY)
     directory.announce(announcement(1))
@@ -466,6 +480,7 @@ def test_whoever_does_not_prove_the_key_becomes_no_port(monkeypatch: pytest.Monk
         assert f"no engine answers at {at}: EOFError" in dialled(at)
     assert "ConnectionRefusedError" in dialled(at)
     assert "an endpoint is a host and a port" in dialled("nowhere")
+    assert "an endpoint is a host and a port" in dialled("127.0.0.1:0655359")
     assert "no engine answers at a..b:7000: Unicode" in dialled("a..b:7000")
 
     def speak(listener: Listener, said: bytes) -> None:
@@ -546,8 +561,9 @@ def test_whoever_does_not_prove_the_key_at_the_door_is_let_go(
     ("arguments", "message"),
     [
         (("127.0.0.1", 0, b"short"), "at least 16 random bytes"),
-        (("203.0.113.7", 0, KEY), "no engine can listen at 203.0.113.7, port 0: OSError"),
-        (("127.0.0.1", 70000, KEY), "a port is an int from 0 to 65535, got 70000"),
+        (("203.0.113.7", 0, KEY), r"cannot listen on 203\.0\.113\.7 port 0: .*; port 0 takes any free one"),
+        (("\udcff", 0, KEY), r"cannot listen on host '\\udcff': .*; use an address of this machine"),
+        (("127.0.0.1", 70000, KEY), "port 70000 is not a TCP port; use 1 to 65535, or 0 for any free one"),
     ],
 )
 def test_a_door_that_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> None:

@@ -77,6 +77,13 @@ def test_what_is_no_schema_is_refused(library: str, argument: str) -> None:
         pd.text.json_schema(argument, checkpoint=TINY, library=library)
 
 
+@pytest.mark.needs("llguidance")
+def test_where_the_library_gives_up_the_answer_fails_and_does_not_end() -> None:
+    processor = pd.text.json_schema('{"$ref": "#"}', checkpoint=TINY, library="llguidance")
+    with pytest.raises(pd.RequestError, match="llguidance cannot go on with the JSON schema: NoExtensionBias"):
+        processor((), (), torch.zeros(264))
+
+
 @each_library
 def test_a_processor_is_a_function_of_the_output_alone(library: str) -> None:
     once = pd.text.json_schema('{"enum": ["ab", "cd"]}', checkpoint=TINY, library=library)

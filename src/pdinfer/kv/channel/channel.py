@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from pdinfer.checks import typed
+from pdinfer.checks import MAX_WAIT_S, typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.identity import NO_TENSORS
 from pdinfer.inbox import tell
@@ -111,7 +111,7 @@ class KVChannel(OfOneProcess):
         is dialled again automatically. With `timeout_s` 0 the call does not wait, and dialling goes on until
         `connected`, for at most a minute. Raises LayoutMismatch, which names each field that differs, and TransferError
         when the peer cannot be reached, does not answer in time, or is not the one that `peer` describes."""
-        self.links.connect(peer, timeout_s=timeout_s)
+        self.links.connect(peer, timeout_s=min(timeout_s, MAX_WAIT_S))
 
     @typed
     def drop_peer(self, peer: PeerAddress) -> None:
@@ -254,14 +254,14 @@ class KVChannel(OfOneProcess):
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is news or the time is over. Return whether there is news."""
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self.has_news or self.is_closed, timeout_s))
+            return bool(self._changed.wait_for(lambda: self.has_news or self.is_closed, min(timeout_s, MAX_WAIT_S)))
 
     @typed
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything pushed has left or the time is over. Return whether it has left."""
         self.sender.flush()
         with self._changed:
-            return bool(self._changed.wait_for(lambda: not self.sender.pushes.unsent_bytes, timeout_s))
+            return bool(self._changed.wait_for(lambda: not self.sender.pushes.unsent_bytes, min(timeout_s, MAX_WAIT_S)))
 
     def close(self) -> None:
         """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing, or what the first

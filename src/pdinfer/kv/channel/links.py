@@ -14,7 +14,7 @@ from functools import partial
 
 import attrs
 
-from pdinfer.checks import typed
+from pdinfer.checks import MAX_WAIT_S, typed
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.identity import DIGITS, FEW_TENSORS, TensorDigests
 from pdinfer.kv.channel import wire
@@ -274,6 +274,7 @@ class ChannelLinks:
         there is a link to that peer, whatever name it was dialled by, the peer is returned at once. For hosts that know
         where a peer is and not which one: without a key on both ends anyone may answer. Raises LayoutMismatch and
         TransferError as `KVChannel.connect` does."""
+        timeout_s = min(timeout_s, MAX_WAIT_S)
         anyone, ends = PeerAddress(ANYONE, 0, 0, (endpoint,)), self._clock() + timeout_s
         occupied: Occupied | None = None
         while True:

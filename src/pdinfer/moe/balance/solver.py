@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from pdinfer.checks import clip, float_in, int_in, is_int
+from pdinfer.checks import as_float, clip, float_in, int_in, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.balance.assignment import Assignment, deal, replicate, swap_pairs
 from pdinfer.moe.balance.deepseek import check_divides, check_load, scaled
@@ -36,12 +36,12 @@ class _Sizes:
     num_groups: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
     num_nodes: int = attrs.field(validator=int_in(1, MAX_RANKS))
     cross_node_weight: float
-    tolerance: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True))
+    tolerance: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True), converter=as_float)
 
     def check(self, num_experts: int) -> None:
         """Raise ConfigError where experts, slots, ranks and nodes do not divide."""
         weight, slots = self.cross_node_weight, num_experts + self.num_redundant
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+        if weight < 0:
             raise ConfigError(f"cross_node_weight must be a number of at least 0, got {clip(weight)}")
         check_divides("experts + num_redundant =", slots, "num_ranks", self.num_ranks)
         check_divides("num_ranks", self.num_ranks, "num_nodes", self.num_nodes)
@@ -63,6 +63,7 @@ class _Sizes:
         return self.num_nodes if self.cross_node_weight else 1
 
 
+@typed
 def solve_placement(
     load: Any,
     *,
@@ -102,7 +103,7 @@ def solve_placement(
         tolerance=tolerance,
     )
     sizes.check(load_LE.shape[1])
-    if max_moves is not None and (previous is None or not is_int(max_moves) or max_moves < 0):
+    if max_moves is not None and (previous is None or max_moves < 0):
         raise ConfigError(f"max_moves must be an int of at least 0, beside a previous placement, got {clip(max_moves)}")
     anew = _lay_out(load_LE, sizes)
     if previous is None:

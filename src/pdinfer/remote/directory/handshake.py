@@ -18,9 +18,10 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Self
 
 from pdinfer.bounds import cause
-from pdinfer.checks import clip, typed
-from pdinfer.errors import ConfigError, Overloaded, TransferError
+from pdinfer.checks import typed
+from pdinfer.errors import Overloaded, TransferError
 from pdinfer.kv.channel.wire import check_key
+from pdinfer.kv.transports.stream.endpoints import check_port, listen_tcp
 from pdinfer.log import log
 from pdinfer.process.threads import start
 from pdinfer.remote.directory.media import host_and_port
@@ -57,15 +58,9 @@ class Door:
     def __init__(self, host: str, port: int, *, key: bytes) -> None:
         check_key(key)
         self._key = key
-        if not 0 <= port < 1 << 16:
-            raise ConfigError(f"a port is an int from 0 to 65535, got {clip(port)}")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=16)
-        except OSError as error:
-            raise ConfigError(f"no engine can listen at {host}, port {port}: {cause(error)}") from error
+        check_port(port)
+        self._socket = listen_tcp(host, port).sock
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._socket.setblocking(False)
         self._lock, self._is_closed = threading.Lock(), False
         self._newcomers: dict[socket.socket, None] = {}  # in the order in which they came
         self._proven: deque[Connection] = deque()

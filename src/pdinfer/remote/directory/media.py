@@ -63,11 +63,11 @@ class Folder:
             names = [(_changed_s(file), file.name) for file in whole]
         found: dict[str, bytes | None] = {}
         for _, name in heapq.nlargest(MAX_ENTRIES, names):
-            try:
-                number = open_regular(self._path, name, TransferError)
-            except TransferError:  # it is no regular file, or was removed meanwhile
-                continue
-            with os.fdopen(number, "rb") as file:
+            # one that is no regular file, or was replaced or removed meanwhile, which NFS says as late as it is read
+            with (
+                contextlib.suppress(TransferError, OSError),
+                os.fdopen(open_regular(self._path, name, TransferError), "rb") as file,
+            ):
                 found[name.removesuffix(SUFFIX)] = file.read(MAX_BYTES + 1)
         return found
 
@@ -93,7 +93,7 @@ class Folder:
 def _changed_s(file: os.DirEntry[str]) -> float:
     try:
         return file.stat(follow_symlinks=False).st_mtime
-    except FileNotFoundError:  # it was replaced or removed meanwhile
+    except OSError:  # as above
         return float("inf")
 
 
@@ -175,6 +175,6 @@ def host_and_port(endpoint: str, error: type[PDInferError]) -> tuple[str, int]:
     """Invert `endpoint_of`. Raises `error` for what is no endpoint."""
     host, _, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise error(f"an endpoint is a host and a port, such as 10.42.0.7:7000, got {clip(endpoint)}")
     return host, int(port)

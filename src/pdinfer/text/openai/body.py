@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pdinfer.bounds import Index
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
 
@@ -91,7 +92,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/completions. `logprobs` is how many of the best tokens are returned with each token."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[Index | str | list[Index]]
     logprobs: int | None = None
     echo: bool | None = None
 

@@ -92,7 +92,7 @@ class Call:
                 drawn = attrs.evolve(sampling, max_new_tokens=limit - len(prompt.tokens))
                 expected = SamplingParams().max_new_tokens
             for number in range(body.n or 1):
-                seed = None if drawn.seed is None else drawn.seed + number
+                seed = None if drawn.seed is None else (drawn.seed + number) % 2**64  # OpenAI's may be negative
                 request = Request(
                     request_id=os.urandom(8).hex(),
                     prompt=prompt.tokens,

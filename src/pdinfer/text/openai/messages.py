@@ -68,7 +68,8 @@ def _text(content: object, at: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part if isinstance(part, str) else part.get(TEXTS[kind]) if kind in TEXTS else None
+        field = TEXTS.get(kind) if isinstance(kind, str) else None  # as it may be anything
+        text = part.get(field) if isinstance(part, dict) and field else part
         if not isinstance(text, str):
             what = f"of the type {clip(kind)}" if isinstance(part, dict) else clip(part)
             raise RequestError(f'{at}[{number}] is {what}; this model reads texts only: {{"type": "text", "text": …}}')

@@ -28,6 +28,8 @@ def sampling_of(
     there; the engines check ranges."""
     options: dict[str, Any] = dict(tokenizer.sampling_defaults)
     options |= {name: value for name in _NAMESAKES if (value := getattr(body, name)) is not None}
+    if body.top_k == -1:  # as vLLM has it
+        options["top_k"] = SamplingParams().top_k
     options["logit_bias"] = tuple((body.logit_bias or {}).items())
     options["min_new_tokens"] = body.min_tokens or 0
     options["stop_token_ids"] = tuple(body.stop_token_ids or ())

@@ -83,6 +83,8 @@ def test_what_is_asked_arrives_in_the_requests(tokenizer: pd.text.Tokenizer) -> 
     assert [request.sampling.seed for request in requests] == [5, 6, 5, 6]
     assert {request.sampling.logit_bias for request in requests} == {((7, -3.0),)}
     assert (requests[0].sampling.top_p, requests[0].sampling.presence_penalty) == (0.5, 1.0)
+    odd = parse(tokenizer, {**CALC, "n": 2, "seed": -1, "top_k": -1}).requests
+    assert [(request.sampling.seed, request.sampling.top_k) for request in odd] == [(2**64 - 1, 0), (0, 0)]
     assert parse(tokenizer, {"prompt": [1, 2]}).requests[0].prompt == (1, 2)
     assert parse(tokenizer, {"prompt": [[1, 2], [3]]}).requests[1].prompt == (3,)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -100,6 +102,8 @@ def test_what_is_asked_arrives_in_the_requests(tokenizer: pd.text.Tokenizer) -> 
         ({**CALC, "prompt": ["a"] * 65}, "1 to 64 prompts"),
         ({**CALC, "prompt": ["a", 1]}, "tokens among others"),
         ({**CALC, "prompt": []}, "got 0"),
+        ({**CALC, "prompt": [[-1]], "echo": True}, r"Expected `int` >= 0 - at `\$\.prompt\[0\]\[0\]`"),
+        ({**CALC, "prompt": [10**30], "echo": True}, r"`int` <= 2147483647 - at `\$\.prompt\[0\]`"),
         ({**CALC, "model": "another"}, "only 'tiny'"),
         ({**CALC, "stop": [""]}, "stop string"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs"),

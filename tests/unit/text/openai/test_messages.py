@@ -61,6 +61,7 @@ def test_a_content_is_one_text(content: Any, text: str) -> None:
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}, r"content\[1\]"),
         ({"role": "user", "content": [7]}, r"messages\[0\].content\[0\] is 7"),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]"),
+        ({"role": "user", "content": [{"type": ["text"], "text": "a"}]}, r"content\[0\] is of the type \['text'\]"),
         ({"role": "user", "content": 7}, "content must be a text or a list"),
         ({"role": "user", "content": None}, r"messages\[0\].content is missing"),
         ({"role": "tool"}, "content is missing"),

@@ -86,8 +86,8 @@ def listen_tcp(host: str, port: int, advertise: str | None = None) -> Listener:
     try:
         family, address = _resolve(host, port, socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on host {host!r}: {error}; use an address of this machine") from error
+    except (OSError, UnicodeError) as error:  # of a name
+        raise ConfigError(f"cannot listen on host {clip(host)}: {error}; use an address of this machine") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _enlarge(sock)
