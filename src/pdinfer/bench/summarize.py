@@ -14,7 +14,7 @@ import numpy as np
 from pdinfer.bench.checks import LEAST_TOKENS, check
 from pdinfer.bench.record import REFUSED, STAGES, Record
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
-from pdinfer.checks import typed
+from pdinfer.checks import check_int, typed
 from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 
@@ -44,7 +44,9 @@ def summarize(
     """Return the figures of one run, with the findings of `check`.
 
     The run lasts from the first intended send to the last token read. `said` are further fields of Summary that the
-    records do not have: source, mode, request_rate, seed, name, notes."""
+    records do not have: source, mode, request_rate, seed, name, notes. Raises ConfigError for `num_gpus` below 1.
+    """
+    check_gpus(num_gpus)
     done = [record for record in records if record.is_completed]
     began_s = min((record.intended_s for record in records), default=0.0)
     ended_s = max((record.read_s[-1] for record in records if record.read_s), default=began_s)
@@ -90,6 +92,12 @@ def summarize(
         **said,
     )
     return msgspec.structs.replace(summary, findings=check(summary))
+
+
+def check_gpus(num_gpus: int | None) -> None:
+    """Raise ConfigError for a number of GPUs that nothing ran on."""
+    if num_gpus is not None:
+        check_int("num_gpus", num_gpus, 1)
 
 
 def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, Any]:

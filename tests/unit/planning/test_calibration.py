@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -382,12 +383,22 @@ def test_closed_loops_follow_from_most_halves() -> None:
     assert np.median(errors) <= 0.07
 
 
-@pytest.mark.parametrize("clients", [1, 8, 64, 256])
-def test_closed_loops_take_as_long_in_the_simulator(clients: int) -> None:
-    """Within 3 %, as long as prefills are not always busy."""
-    seen, (prefill, decode) = loops()
+def test_no_prefill_is_busy_for_longer_than_its_run_took() -> None:
+    """With 1,024 clients they may have no pauses at all; what fits the other rows as well keeps them busy for 1.7 times
+    as long."""
+    seen, prior = loops()
+    cost = planning.calibrate(seen, prior=prior)
+    for loop in seen:
+        ((_, times, rows),) = of_closed_loop(loop).within
+        assert times * float(cost.prefill(rows)) <= loop.duration_s * 1.001
+
+
+@pytest.mark.parametrize(("clients", "apart"), [(1, 0.03), (8, 0.03), (256, 0.03), (1024, 0.06)])
+def test_closed_loops_take_as_long_in_the_simulator(clients: int, apart: float) -> None:
+    """With what half of the rows tell: nearly as long where prefills have no pauses, since prompts wait there."""
+    seen, prior = loops()
+    cost = planning.calibrate(seen, prior=prior)
     (loop,) = (loop for loop in seen if loop.concurrency == clients)
-    costs = StepCost(prior=prefill, scale=7.7), StepCost(prior=decode, fixed_s=0.03, scale=1.2)
 
     def over(rows: StepRows, groups: int) -> StepRows:
         return StepRows(
@@ -396,14 +407,16 @@ def test_closed_loops_take_as_long_in_the_simulator(clients: int) -> None:
 
     cluster = planning.cluster(
         "P3x3D4",
-        prefill_s=lambda rows: costs[0](over(rows, loop.prefill_groups)),
-        decode_s=lambda rows: costs[1](over(rows, loop.decode_groups)),
+        prefill_s=lambda rows: cost.prefill(over(rows, loop.prefill_groups)),
+        decode_s=lambda rows: cost.decode(over(rows, loop.decode_groups)),
         chunked_prefill_size=loop.chunk_tokens,
         decode={"max_running_requests": 4096},
         pairing=PairingConfig(max_queued_requests=1024),
     )
+    loop = attrs.evolve(loop, num_requests=min(loop.num_requests, 2 * clients))
     load = bench.closed_loop(
         clients, loop.num_requests, prompt_tokens=loop.prompt_tokens, output_tokens=loop.output_tokens
     )
-    took = sum(times * costs[side](rows) for side, times, rows in of_closed_loop(loop).steps)
-    assert planning.simulate(cluster, load).duration_s == pytest.approx(took, rel=0.03)
+    sides = cost.prefill, cost.decode
+    took = sum(times * sides[side](rows) for side, times, rows in of_closed_loop(loop).steps)
+    assert planning.simulate(cluster, load).duration_s == pytest.approx(took, rel=apart)

@@ -44,10 +44,11 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part; `scale_up_ranks` of them reach each other over the scale-up network."""
+    """A part. A usual host has `host_ranks`, and `scale_up_ranks` reach each other over the scale-up network."""
 
     name: str
     device: str
+    host_ranks: int
     scale_up_ranks: int
     numbers: dict[str, Number]
 
@@ -90,8 +91,9 @@ class Hardware(Value):
     """One part in its usual machine: dense peak rates in FLOP/s, bytes, and bytes per second, one way for networks.
 
     `device` is its name for `EnginePlan`, which knows what it multiplies. `fp8_flops` are those of INT8 where a part
-    has no FP8. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors of your own
-    with `factors`.
+    has no FP8. `scale_up_ranks` reach each other over the scale-up network: of one host, or of several where they are
+    more than `host_ranks`. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors
+    of your own with `factors`.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Hardware(Value):
     memory_bytes_per_s: float = attrs.field(validator=_RATE)
     scale_up_bytes_per_s: float = attrs.field(validator=_RATE)
     nic_bytes_per_s: float = attrs.field(validator=_RATE)
+    host_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     scale_up_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     factors: Factors
 
@@ -122,6 +125,7 @@ def hardware(name: str) -> Hardware:
     return Hardware(
         name=found.name,
         device=found.device,
+        host_ranks=found.host_ranks,
         scale_up_ranks=found.scale_up_ranks,
         factors=Factors(**{name: number.value for name, number in parts().factors.items()}),
         **{name: number.value for name, number in found.numbers.items()},
