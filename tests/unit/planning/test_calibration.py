@@ -396,8 +396,8 @@ def test_no_prefill_is_busy_for_longer_than_its_run_took() -> None:
 @pytest.mark.parametrize(("clients", "apart"), [(1, 0.03), (8, 0.03), (256, 0.03), (1024, 0.06)])
 def test_closed_loops_take_as_long_in_the_simulator(clients: int, apart: float) -> None:
     """With what half of the rows tell: nearly as long where prefills have no pauses, since prompts wait there."""
-    seen, prior = loops()
-    cost = planning.calibrate(seen, prior=prior)
+    seen, (prefill, decode) = loops()
+    costs = StepCost(prior=prefill, fixed_s=0.23, scale=0.0), StepCost(prior=decode, fixed_s=0.032, scale=1.19)
     (loop,) = (loop for loop in seen if loop.concurrency == clients)
 
     def over(rows: StepRows, groups: int) -> StepRows:
@@ -407,8 +407,8 @@ def test_closed_loops_take_as_long_in_the_simulator(clients: int, apart: float) 
 
     cluster = planning.cluster(
         "P3x3D4",
-        prefill_s=lambda rows: cost.prefill(over(rows, loop.prefill_groups)),
-        decode_s=lambda rows: cost.decode(over(rows, loop.decode_groups)),
+        prefill_s=lambda rows: costs[0](over(rows, loop.prefill_groups)),
+        decode_s=lambda rows: costs[1](over(rows, loop.decode_groups)),
         chunked_prefill_size=loop.chunk_tokens,
         decode={"max_running_requests": 4096},
         pairing=PairingConfig(max_queued_requests=1024),
@@ -417,6 +417,5 @@ def test_closed_loops_take_as_long_in_the_simulator(clients: int, apart: float) 
     load = bench.closed_loop(
         clients, loop.num_requests, prompt_tokens=loop.prompt_tokens, output_tokens=loop.output_tokens
     )
-    sides = cost.prefill, cost.decode
-    took = sum(times * sides[side](rows) for side, times, rows in of_closed_loop(loop).steps)
+    took = sum(times * costs[side](rows) for side, times, rows in of_closed_loop(loop).steps)
     assert planning.simulate(cluster, load).duration_s == pytest.approx(took, rel=apart)
