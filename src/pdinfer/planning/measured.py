@@ -65,6 +65,7 @@ class ClosedLoop(Value):
     decodes together have `decode_groups`. Clients begin at once, and wait for each other's first prompts. After that
     they are as far apart as prefills set them, so a prompt has its step when it comes. Where prefills are always busy
     it waits longer, which `simulate` knows and this does not; but no prefill is busy for longer than its run took.
+    Raises ConfigError for fewer requests than clients.
     """
 
     concurrency: int = attrs.field(validator=_COUNT)
@@ -76,6 +77,13 @@ class ClosedLoop(Value):
     prefills: int = attrs.field(default=1, validator=_COUNT)
     prefill_groups: int = attrs.field(default=1, validator=_COUNT)
     decode_groups: int = attrs.field(default=1, validator=_COUNT)
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_requests < self.concurrency:
+            raise ConfigError(
+                f"{self.concurrency} clients sent {self.num_requests} requests: concurrency is that of clients that "
+                f"sent some, at most {self.num_requests}"
+            )
 
 
 Rows = MeasuredStep | Burst | ClosedLoop | WarmUp | Summary | PairingStats

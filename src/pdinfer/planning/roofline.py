@@ -109,13 +109,13 @@ class Roofline(Value):
         )
 
     @typed
-    def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> float:
+    def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> Any:
         """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with
         the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them. Raises ConfigError for a
         chance that is not from 0 to 1."""
         if not 0.0 <= accept_rate <= 1.0:
             raise ConfigError(f"accept_rate must be from 0 to 1, the share of drafts that are right, got {accept_rate}")
-        took_s, num_tokens = float(self(rows)), float(rows.num_tokens)
+        took_s, num_tokens = self(rows), rows.num_tokens
         if self._is_decode(rows):
             num_drafts = int(rows.num_tokens // rows.num_rows) - 1
             num_tokens = rows.num_rows * sum(accept_rate**right for right in range(num_drafts + 1))

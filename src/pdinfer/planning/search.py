@@ -86,6 +86,7 @@ def search(
     slo: SLO,
     ranks_per_node: int = 8,
     stored: str = "fp8",
+    weights: str = "auto",
     cost: Cost | None = None,
     keep: int = 6,
     progress: Progress = None,
@@ -96,11 +97,11 @@ def search(
     engine. Sizes that memory does not hold, or whose pages hold no request, are dropped. Closed forms rank the others:
     prefill steps of at most PREFILL_TOKENS, the largest batch that keeps the SLO's TPOT, has slots, and fits the pages.
     The `keep` best are simulated: a rank is a port, and a step of an engine lasts as long as that of its fullest rank.
-    `stored` is how the checkpoint is, unless the config says that it has four bits. `cost` has factors that were
-    calibrated; without it steps are those of the roofline. A trace is simulated whole: `bench.replay(trace,
-    num_requests=…)` takes less of it. `progress` is called with the nodes of prefill that were tried, and then with
-    simulated runs. Raises ConfigError where no division fits, with the reason of the last size that did not, of the
-    role of which none does.
+    `stored` is how the checkpoint is, unless the config says that it has four bits, and `weights` the argument of
+    `load_model`: "stored" keeps INT8 on an A3, of whose ops pdinfer knows none. `cost` has calibrated factors; without
+    it steps are those of the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes
+    less of it. `progress` is called with the nodes of prefill that were tried, and then with simulated runs. Raises
+    ConfigError where no division fits, with the reason of the last size that did not, of the role of which none does.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
@@ -108,7 +109,7 @@ def search(
     wanted = load if isinstance(load, Load) else replay(load)
     if not wanted.arrivals:
         raise ConfigError("search: the load has no request")
-    sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, cost)
+    sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, weights, cost)
     with telling(progress, "planning", "divisions") as tell:
         ranked = sorted(_plans(sides, nodes, tell), key=lambda found: -found[0].capacity)
     if not ranked:
@@ -137,6 +138,7 @@ class _Sides:
     slo: SLO
     ranks_per_node: int
     stored: str
+    weights: str
     cost: Cost | None
     _made: dict[tuple[str, int], _Side | None] = attrs.field(factory=dict)
     _refusals: dict[str, str] = attrs.field(factory=dict)
@@ -186,6 +188,7 @@ class _Sides:
             engine=engine,
             experts=spread,
             stored=self.stored if self.config.packed is None else self.config.packed.format,
+            weights=self.weights,
             device=self.hardware.device,
             device_bytes=int(self.hardware.memory_bytes),
         )

@@ -364,6 +364,13 @@ def loops() -> tuple[list[planning.ClosedLoop], tuple[Any, Any]]:
     return seen, (planning.roofline(prefill, hardware), planning.roofline(decode, hardware))
 
 
+def test_clients_that_sent_nothing_are_refused() -> None:
+    """The form had fewer waves than one of them then."""
+    seen, _ = loops()
+    with pytest.raises(ConfigError, match=r"99 clients sent 98 requests: concurrency is .* at most 98"):
+        attrs.evolve(seen[0], concurrency=99)
+
+
 @pytest.mark.parametrize("holdout", [0.4, 0.5, 0.6])
 def test_closed_loops_of_a_study_follow_from_half_of_them(holdout: float) -> None:
     """The median on the other half is at most 7 %."""

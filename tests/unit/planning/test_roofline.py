@@ -134,6 +134,19 @@ def test_a_rate_is_of_one_rank() -> None:
         assert roofline.rate(rows) * engine.topology.tp_size * float(roofline(rows)) == pytest.approx(4 * 4096)
 
 
+def test_rates_of_many_contexts_are_arrays() -> None:
+    roofline = planning.roofline(plan(64, mode="low_latency"), H800)
+    contexts = [64 * 2000, 64 * 9000]
+    rates = roofline.rate(StepRows(64, 64, np.array(contexts), np.array(contexts)))
+    assert list(rates) == [roofline.rate(StepRows(64, 64, context, context)) for context in contexts]
+
+
+def test_numbers_of_a_part_may_be_ints() -> None:
+    assert attrs.evolve(H800, nic_bytes_per_s=25 * 10**9) == attrs.evolve(H800, nic_bytes_per_s=25e9)
+    with pytest.raises(ConfigError, match="nic_bytes_per_s must be a finite number, greater than 0"):
+        attrs.evolve(H800, nic_bytes_per_s=0)
+
+
 def test_drafts_that_are_right_count_once() -> None:
     engine = plan(64, mode="low_latency", drafts=2)
     roofline, rows = planning.roofline(engine, H800), running(32, 4096, 2)

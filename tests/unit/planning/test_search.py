@@ -204,6 +204,12 @@ def test_other_parts_and_models_are_searched_too() -> None:
     plans = planning.search(V3, planning.hardware("H20-141G"), load(500, 50), nodes=2, slo=SLO, keep=1)
     assert [plan.name for plan in plans] == ["P1D1"]
     assert plans[0].cluster.prefill[0].rank_weights.quantized > 50e9
+    a3 = planning.hardware("A3")
+    stored = {"stored": "w8a8_dynamic", "weights": "stored"}
+    plans = planning.search(V3, a3, load(500, 50), nodes=2, slo=SLO, keep=1, ranks_per_node=32, **stored)  # type: ignore[arg-type]
+    assert plans[0].cluster.decode[0].rank_weights.quantized > 30e9
+    with pytest.raises(ConfigError, match='or weights="stored"'):
+        planning.search(V3, a3, load(500, 50), nodes=2, slo=SLO, ranks_per_node=32, stored="w8a8_dynamic")
     dense = tiny_config(
         first_k_dense_replace=3, num_hidden_layers=3, num_nextn_predict_layers=0, torch_dtype="bfloat16"
     )

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.checks import clip, float_in, int_in
+from pdinfer.checks import as_float, clip, float_in, int_in
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
-_RATE = float_in(0.0, 1e18)
-_SHARE = float_in(0.0, 1.0)
+
+def _number(low: float, high: float, *, low_included: bool = False) -> Any:
+    """Return an attrs field for a number that is kept as a float."""
+    return attrs.field(validator=float_in(low, high, low_included=low_included), converter=as_float)
+
+
+def _rate() -> Any:
+    return _number(0.0, 1e18)
+
+
+def _share() -> Any:
+    return _number(0.0, 1.0)
 
 
 class Number(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,18 +83,18 @@ class Factors(Value):
     `imbalance` is the load of the fullest rank of experts over the mean.
     """
 
-    product: float = attrs.field(validator=_SHARE)
-    prefill_attention: float = attrs.field(validator=_SHARE)
-    decode_attention: float = attrs.field(validator=_SHARE)
-    memory: float = attrs.field(validator=_SHARE)
-    launch_s: float = attrs.field(validator=_SHARE)
-    prefill_launches: float = attrs.field(validator=_RATE)
-    decode_launches: float = attrs.field(validator=_RATE)
-    overlap: float = attrs.field(validator=_SHARE)
-    imbalance: float = attrs.field(validator=float_in(1.0, 1e4, low_included=True))
-    communication_share: float = attrs.field(validator=_SHARE)
-    scale_up: float = attrs.field(validator=_SHARE)
-    message_s: float = attrs.field(validator=_SHARE)
+    product: float = _share()
+    prefill_attention: float = _share()
+    decode_attention: float = _share()
+    memory: float = _share()
+    launch_s: float = _share()
+    prefill_launches: float = _rate()
+    decode_launches: float = _rate()
+    overlap: float = _share()
+    imbalance: float = _number(1.0, 1e4, low_included=True)
+    communication_share: float = _share()
+    scale_up: float = _share()
+    message_s: float = _share()
 
 
 @attrs.frozen(kw_only=True)
@@ -98,12 +109,12 @@ class Hardware(Value):
 
     name: str
     device: str
-    bf16_flops: float = attrs.field(validator=_RATE)
-    fp8_flops: float = attrs.field(validator=_RATE)
-    memory_bytes: float = attrs.field(validator=_RATE)
-    memory_bytes_per_s: float = attrs.field(validator=_RATE)
-    scale_up_bytes_per_s: float = attrs.field(validator=_RATE)
-    nic_bytes_per_s: float = attrs.field(validator=_RATE)
+    bf16_flops: float = _rate()
+    fp8_flops: float = _rate()
+    memory_bytes: float = _rate()
+    memory_bytes_per_s: float = _rate()
+    scale_up_bytes_per_s: float = _rate()
+    nic_bytes_per_s: float = _rate()
     host_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     scale_up_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     factors: Factors
