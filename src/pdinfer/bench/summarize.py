@@ -55,7 +55,6 @@ def summarize(
     good = [record for record in done if meets(slo, record)]
     inputs = sum(record.prompt_tokens for record in done)
     outputs = sum(record.output_tokens for record in done)
-    most = max((record.output_tokens for record in done), default=0)
     drafted = sum(record.num_accepted_tokens for record in done)
     summary = Summary(
         slo=slo_fields(slo),
@@ -69,7 +68,7 @@ def summarize(
         total_output_tokens=outputs,
         mean_input_tokens=inputs / len(done) if done else None,
         mean_output_tokens=outputs / len(done) if done else None,
-        max_output_tokens=most,
+        max_output_tokens=max((record.output_tokens for record in done), default=0),
         cached_tokens=sum(record.cached_tokens for record in done),
         accept_length=outputs / max(1, outputs - drafted) if drafted else None,
         num_retries=sum(record.num_retries for record in records),
