@@ -59,8 +59,7 @@ def find_goodput(
     target; if none does, the mean decides. `high` is tried first, then `low`. When `low` does not keep the target and
     its requests met in flight, one more rate is tried, so low that they rarely do: an SLO that fails there fails at any
     rate. `progress(tried, rates)` is called after every rate; True draws a line on stderr. Raises ConfigError for bad
-    bounds, and where `run_at` returns something else, or a summary whose attainment is none.
-    """
+    bounds, and where `run_at` returns something else, or a summary whose attainment is none."""
     if not 0 < low < high < float("inf") or not 0 < target <= 1:
         raise ConfigError(
             f"find_goodput needs 0 < low < high and 0 < target <= 1, got {low:g}, {high:g} and {target:g}"

@@ -44,8 +44,7 @@ def summarize(
     """Return the figures of one run, with the findings of `check`.
 
     The run lasts from the first intended send to the last token read. `said` are further fields of Summary that the
-    records do not have: source, mode, request_rate, seed, name, notes. Raises ConfigError for `num_gpus` below 1.
-    """
+    records do not have: source, mode, request_rate, seed, name, notes. Raises ConfigError for `num_gpus` below 1."""
     check_gpus(num_gpus)
     done = [record for record in records if record.is_completed]
     began_s = min((record.intended_s for record in records), default=0.0)

@@ -2,8 +2,7 @@
 
 What is seen is a sum of factors with known weights, so the fit is linear. It is robust: of all factors that are not
 negative it has the least mean |predicted / seen - 1|, in which a row that took too long counts for 1 at most. Half of
-the rows are held out, and the errors that are told are those on them.
-"""
+the rows are held out, and the errors that are told are those on them."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
     rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some or
     none of them would be held out, where a prior gives no seconds, where rows took less than LEAST_TIMES or more than
     MOST_TIMES what it says, where the fits of both parts disagree by more than a quarter, and where held-out rows are
-    further from what is predicted: then rows are of different settings, or the prior has the wrong shape.
-    """
+    further from what is predicted: then rows are of different settings, or the prior has the wrong shape."""
     if not is_number(holdout) or not 0.1 <= holdout <= 0.9:
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
     if len(prior) != 2 or not all(map(callable, prior)):

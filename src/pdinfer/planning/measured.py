@@ -44,8 +44,7 @@ class Burst(Value):
     token.
 
     The engine has `groups` attention groups, and together these have `slots` sequences and `kv_tokens` tokens of KV.
-    Requests come in waves of as many as both hold; each wave is prefilled at once, and ends before the next.
-    """
+    Requests come in waves of as many as both hold; each wave is prefilled at once, and ends before the next."""
 
     num_requests: int = attrs.field(validator=_COUNT)
     prompt_tokens: int = attrs.field(validator=_COUNT)
@@ -65,8 +64,7 @@ class ClosedLoop(Value):
     decodes together have `decode_groups`. Clients begin at once, and wait for each other's first prompts. After that
     they are as far apart as prefills set them, so a prompt has its step when it comes. Where prefills are always busy
     it waits longer, which `simulate` knows and this does not; but no prefill is busy for longer than its run took.
-    Raises ConfigError for fewer requests than clients.
-    """
+    Raises ConfigError for fewer requests than clients."""
 
     concurrency: int = attrs.field(validator=_COUNT)
     num_requests: int = attrs.field(validator=_COUNT)

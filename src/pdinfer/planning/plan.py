@@ -1,7 +1,6 @@
 """Whether a model can run as the ranks of a topology.
 
-Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts.
-"""
+Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class EnginePlan(Value):
     prefill captures none: `ClusterPlan` gives its decodes the sizes that they capture then. Without `device_bytes`
     memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller, and
     where ranks of a host run, if `cpu_affinity` has that for each of its GPUs. One with `other_engine` may change its
-    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
-    """
+    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can."""
 
     name: str = attrs.field(validator=instance_of(str))
     config: ModelConfig = attrs.field(validator=instance_of(ModelConfig))

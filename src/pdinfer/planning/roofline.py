@@ -3,8 +3,7 @@ does per second.
 
 A step is a sum of works (`Work`): each takes as long as its products at the share of the peak rate that products
 reach, or as its bytes from memory, whichever is longer. The all-to-all comes on top, hidden in part by two batches.
-Formulas and published points that it was compared with: docs/decisions/0071.
-"""
+Formulas and published points that it was compared with: docs/decisions/0071."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Roofline(Value):
     row, as most groups choose no experts then. Make it with `planning.roofline`.
 
     Rows of at most 1 + `num_draft_tokens` tokens are a step of decode, whose attention is absorbed. Drafts run the MTP
-    layer once each. At decode contexts and pairs may be numpy arrays, as in `StepRows`.
-    """
+    layer once each. At decode contexts and pairs may be numpy arrays, as in `StepRows`."""
 
     plan: EnginePlan
     hardware: Hardware
@@ -319,8 +317,7 @@ def roofline(
     `imbalance` is the rows of the fullest rank of experts over the mean: a number of at least 1, or recorded counts
     [moe layers, logical experts] that the plan's placement spreads over ranks; None is the part's factor. Attention
     multiplies in BF16 whatever the cache's format, unless `fp8_attention` says that its kernels quantize queries too.
-    Raises ConfigError for another value.
-    """
+    Raises ConfigError for another value."""
     for name, value, kind in (("plan", plan, EnginePlan), ("hardware", hardware, Hardware)):
         if not isinstance(value, kind):
             raise ConfigError(f"roofline: {name} must be a {kind.__name__}, got {clip(value)}")

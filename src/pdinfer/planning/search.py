@@ -50,8 +50,7 @@ class SearchedPlan(Value):
     None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
     TTFT and TPOT and better in one of them. `why_not` says why a better one is better. It is empty for the best, unless
     no request of the load keeps the SLO: then it says whether any would that is alone. `runs` are the simulations, one
-    of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them.
-    """
+    of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them."""
 
     name: str
     cluster: ClusterPlan

@@ -2,8 +2,7 @@
 
     parts.json            parts, empirical factors and DeepEP's published times, each with source and date
 
-May import: the ground.
-"""
+May import: the ground."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Factors(Value):
     Shares of peak rates: `product` (matrix products), `prefill_attention`, `decode_attention`, `memory`, `scale_up`.
     `overlap` is the share of the shorter of compute and all-to-all that two batches hide, and meanwhile normal kernels
     take `communication_share` of the multiprocessors. A launch takes `launch_s`, a message at least `message_s`.
-    `imbalance` is the load of the fullest rank of experts over the mean.
-    """
+    `imbalance` is the load of the fullest rank of experts over the mean."""
 
     product: float = _share()
     prefill_attention: float = _share()
@@ -104,8 +102,7 @@ class Hardware(Value):
     `device` is its name for `EnginePlan`, which knows what it multiplies. `fp8_flops` are those of INT8 where a part
     has no FP8. `scale_up_ranks` reach each other over the scale-up network: of one host, or of several where they are
     more than `host_ranks`. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors
-    of your own with `factors`.
-    """
+    of your own with `factors`."""
 
     name: str
     device: str
