@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pdinfer.bench.load import Load, PromptMaker
 from pdinfer.bench.record import Record, Recorder
-from pdinfer.bench.summarize import summarize
+from pdinfer.bench.summarize import check_gpus, summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
 from pdinfer.checks import typed
@@ -63,7 +63,8 @@ def run(
     Pairing for nothing else meanwhile. `on_record` gets the record of every request when the run is over, in the order
     of intended sends: `on_record=records.append` keeps them for plots. `progress(ended, requests)` is called
     when requests have ended; True draws a line on stderr. `clock` must be that of the Pairing. Raises
-    ConfigError for an empty load."""
+    ConfigError for an empty load, and for `num_gpus` below 1."""
+    check_gpus(num_gpus)
     sender = Sender(pairing, load, vocab_size=vocab_size, clock=clock)
     with telling(progress, "measuring", "requests", clock) as tell:
         records = sender.run(timeout_s, tell)

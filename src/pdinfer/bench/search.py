@@ -8,7 +8,7 @@ import attrs
 
 from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
-from pdinfer.checks import typed
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.progress import Progress, telling
 from pdinfer.values import Value
@@ -59,7 +59,7 @@ def find_goodput(
     target; if none does, the mean decides. `high` is tried first, then `low`. When `low` does not keep the target and
     its requests met in flight, one more rate is tried, so low that they rarely do: an SLO that fails there fails at any
     rate. `progress(tried, rates)` is called after every rate; True draws a line on stderr. Raises ConfigError for bad
-    bounds, and for a summary whose attainment is none."""
+    bounds, and where `run_at` returns something else, or a summary whose attainment is none."""
     if not 0 < low < high < float("inf") or not 0 < target <= 1:
         raise ConfigError(
             f"find_goodput needs 0 < low < high and 0 < target <= 1, got {low:g}, {high:g} and {target:g}"
@@ -125,6 +125,8 @@ def _try(
     held: list[float] = []
     for seed in range(max_seeds):
         summary = run_at(rate, seed)
+        if not isinstance(summary, Summary):
+            raise ConfigError(f"run_at must return the Summary of a run, got {clip(summary)}")
         attainment = summary.attainment
         if attainment is None:
             raise ConfigError("the summary has no attainment: give the run an SLO")

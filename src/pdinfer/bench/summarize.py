@@ -14,7 +14,7 @@ import numpy as np
 from pdinfer.bench.checks import LEAST_TOKENS, check
 from pdinfer.bench.record import REFUSED, STAGES, Record
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
-from pdinfer.checks import typed
+from pdinfer.checks import check_int, typed
 from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 
@@ -44,7 +44,8 @@ def summarize(
     """Return the figures of one run, with the findings of `check`.
 
     The run lasts from the first intended send to the last token read. `said` are further fields of Summary that the
-    records do not have: source, mode, request_rate, seed, name, notes."""
+    records do not have: source, mode, request_rate, seed, name, notes. Raises ConfigError for `num_gpus` below 1."""
+    check_gpus(num_gpus)
     done = [record for record in records if record.is_completed]
     began_s = min((record.intended_s for record in records), default=0.0)
     ended_s = max((record.read_s[-1] for record in records if record.read_s), default=began_s)
@@ -53,7 +54,6 @@ def summarize(
     good = [record for record in done if meets(slo, record)]
     inputs = sum(record.prompt_tokens for record in done)
     outputs = sum(record.output_tokens for record in done)
-    most = max((record.output_tokens for record in done), default=0)
     drafted = sum(record.num_accepted_tokens for record in done)
     summary = Summary(
         slo=slo_fields(slo),
@@ -67,7 +67,7 @@ def summarize(
         total_output_tokens=outputs,
         mean_input_tokens=inputs / len(done) if done else None,
         mean_output_tokens=outputs / len(done) if done else None,
-        max_output_tokens=most,
+        max_output_tokens=max((record.output_tokens for record in done), default=0),
         cached_tokens=sum(record.cached_tokens for record in done),
         accept_length=outputs / max(1, outputs - drafted) if drafted else None,
         num_retries=sum(record.num_retries for record in records),
@@ -90,6 +90,12 @@ def summarize(
         **said,
     )
     return msgspec.structs.replace(summary, findings=check(summary))
+
+
+def check_gpus(num_gpus: int | None) -> None:
+    """Raise ConfigError for a number of GPUs that nothing ran on."""
+    if num_gpus is not None:
+        check_int("num_gpus", num_gpus, 1)
 
 
 def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 What is seen is a sum of factors with known weights, so the fit is linear. It is robust: of all factors that are not
 negative it has the least mean |predicted / seen - 1|, in which a row that took too long counts for 1 at most. Half of
-the rows are held out, and the errors that are told are those on them.
-"""
+the rows are held out, and the errors that are told are those on them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from pdinfer.checks import clip, is_number, typed
 from pdinfer.errors import ConfigError
-from pdinfer.planning.measured import SIDES, Rows, Seen, seen
+from pdinfer.planning.measured import SIDES, Rows, Seen, Steps, seen
 from pdinfer.planning.simulation import StepRows
 from pdinfer.planning.simulation.deployment import StepSeconds
 from pdinfer.planning.simulation.deployment import seconds as step_seconds
@@ -31,6 +30,8 @@ LEAST_TIMES, MOST_TIMES = 0.01, 500.0
 Where a step has little to do its fixed cost alone may be a hundred times the prior."""
 FLAT_LOSS = 0.01
 """A factor that may be halved or doubled for less is not known."""
+FIRM = 1e3
+"""The weight of a limit that is reached, in rows."""
 ROUNDS = 80
 
 
@@ -72,10 +73,12 @@ class Cost(Value):
 
 @attrs.frozen
 class _Row:
-    """What was seen took `seconds`: the sum of FACTORS times `terms`, and at least `floor_s`."""
+    """What was seen took `seconds`: the sum of FACTORS times `terms`, at least `floor_s`, and not less than the sum of
+    them times `within`."""
 
     kind: str
     terms: np.ndarray
+    within: np.ndarray
     floor_s: float
     seconds: float
 
@@ -90,8 +93,7 @@ def calibrate(rows: Iterable[Rows], *, prior: tuple[StepSeconds, StepSeconds], h
     rows are kept for the error. Raises ConfigError where there are fewer than 4 rows of a kind but some or
     none of them would be held out, where a prior gives no seconds, where rows took less than LEAST_TIMES or more than
     MOST_TIMES what it says, where the fits of both parts disagree by more than a quarter, and where held-out rows are
-    further from what is predicted: then rows are of different settings, or the prior has the wrong shape.
-    """
+    further from what is predicted: then rows are of different settings, or the prior has the wrong shape."""
     if not is_number(holdout) or not 0.1 <= holdout <= 0.9:
         raise ConfigError(f"holdout must be from 0.1 to 0.9, got {clip(holdout)}")
     if len(prior) != 2 or not all(map(callable, prior)):
@@ -140,12 +142,16 @@ def _check_units(kind: str, rows: Sequence[_Row]) -> None:
 
 def _row(of: Seen, prior: tuple[StepSeconds, StepSeconds]) -> _Row:
     """Return what was seen by what its steps take in the prior."""
-    terms, floor_s = np.zeros(len(FACTORS)), 0.0
-    for side, times, rows in of.steps:
-        step_s = step_seconds(f"the prior of {SIDES[side]}", prior[side], rows)
-        terms[2 * side : 2 * side + 2] += times, times * step_s
-        floor_s += times * float(_floor_s(prior[side], rows))
-    return _Row(of.kind, terms, floor_s, of.seconds)
+
+    def terms(steps: tuple[Steps, ...]) -> np.ndarray:
+        found = np.zeros(len(FACTORS))
+        for side, times, rows in steps:
+            step_s = step_seconds(f"the prior of {SIDES[side]}", prior[side], rows)
+            found[2 * side : 2 * side + 2] += times, times * step_s
+        return found
+
+    floor_s = sum(times * float(_floor_s(prior[side], rows)) for side, times, rows in of.steps)
+    return _Row(of.kind, terms(of.steps), terms(of.within), floor_s, of.seconds)
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------
@@ -161,9 +167,27 @@ def _used(rows: Sequence[_Row]) -> np.ndarray:
     return np.asarray(_terms(rows).any(axis=0))
 
 
+def _within(rows: Sequence[_Row]) -> np.ndarray:
+    """Return what FACTORS are multiplied with for at most 1: [rows, 4], 0 where a row has no such limit."""
+    return np.array([row.within / row.seconds for row in rows])
+
+
 def _fitted(rows: Sequence[_Row]) -> np.ndarray:
     """Return the best factors, 0 for those that no row has."""
-    return _least(_terms(rows), np.ones(len(rows)))
+    return _best(_terms(rows), np.ones(len(rows)), _within(rows), np.ones(len(rows)))
+
+
+def _best(terms: np.ndarray, wanted: np.ndarray, within: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Return factors as `_least` does, with `within @ factors` of at most `most`: the limit that is exceeded by most
+    becomes an equation, until none is."""
+    reached = list[int]()
+    while True:
+        factors = _least(np.vstack([terms, FIRM * within[reached]]), np.concatenate([wanted, FIRM * most[reached]]))
+        over = within @ factors - most
+        worst = int(over.argmax())
+        if over[worst] <= 1e-6 or worst in reached:
+            return factors
+        reached.append(worst)
 
 
 def _least(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -229,9 +253,11 @@ def _error(kind: str, rows: Sequence[_Row], held: Sequence[_Row], ours: np.ndarr
 
 def _is_flat(at: int, rows: Sequence[_Row], factors: np.ndarray) -> bool:
     """Return whether half of a factor, or twice as much, does nearly as well with the others free."""
-    terms, losses = _terms(rows), []
+    terms, within, losses = _terms(rows), _within(rows), []
+    free = np.arange(len(FACTORS)) != at
     for value in (factors[at] / 2, factors[at] * 2):
-        rest, wanted = terms.copy(), 1.0 - value * terms[:, at]
-        rest[:, at] = 0.0
-        losses.append(np.abs(rest @ _least(rest, wanted) - wanted).mean())
-    return bool(min(losses) < np.abs(terms @ factors - 1.0).mean() + FLAT_LOSS)
+        wanted, most = 1.0 - value * terms[:, at], 1.0 - value * within[:, at]
+        others = _best(terms * free, wanted, within * free, most)
+        if (within * free @ others <= most + 1e-6).all():
+            losses.append(np.abs(terms * free @ others - wanted).mean())
+    return bool(min(losses, default=np.inf) < np.abs(terms @ factors - 1.0).mean() + FLAT_LOSS)

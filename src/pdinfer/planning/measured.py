@@ -44,8 +44,7 @@ class Burst(Value):
     token.
 
     The engine has `groups` attention groups, and together these have `slots` sequences and `kv_tokens` tokens of KV.
-    Requests come in waves of as many as both hold; each wave is prefilled at once, and ends before the next.
-    """
+    Requests come in waves of as many as both hold; each wave is prefilled at once, and ends before the next."""
 
     num_requests: int = attrs.field(validator=_COUNT)
     prompt_tokens: int = attrs.field(validator=_COUNT)
@@ -64,8 +63,8 @@ class ClosedLoop(Value):
     Each of `prefills` engines computes at most `chunk_tokens` in a step and has `prefill_groups` attention groups; all
     decodes together have `decode_groups`. Clients begin at once, and wait for each other's first prompts. After that
     they are as far apart as prefills set them, so a prompt has its step when it comes. Where prefills are always busy
-    it waits longer, which `simulate` knows and this does not.
-    """
+    it waits longer, which `simulate` knows and this does not; but no prefill is busy for longer than its run took.
+    Raises ConfigError for fewer requests than clients."""
 
     concurrency: int = attrs.field(validator=_COUNT)
     num_requests: int = attrs.field(validator=_COUNT)
@@ -76,6 +75,13 @@ class ClosedLoop(Value):
     prefills: int = attrs.field(default=1, validator=_COUNT)
     prefill_groups: int = attrs.field(default=1, validator=_COUNT)
     decode_groups: int = attrs.field(default=1, validator=_COUNT)
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_requests < self.concurrency:
+            raise ConfigError(
+                f"{self.concurrency} clients sent {self.num_requests} requests: concurrency is that of clients that "
+                f"sent some, at most {self.num_requests}"
+            )
 
 
 Rows = MeasuredStep | Burst | ClosedLoop | WarmUp | Summary | PairingStats
@@ -91,11 +97,13 @@ class Steps(NamedTuple):
 
 @attrs.frozen
 class Seen:
-    """Something that took `seconds`, and the steps that it consists of. Things of one kind are compared."""
+    """Something that took `seconds`, and the steps that it consists of. Things of one kind are compared. Steps `within`
+    it took no longer: those of an engine that may have had pauses."""
 
     kind: str
     steps: tuple[Steps, ...]
     seconds: float
+    within: tuple[Steps, ...] = ()
 
 
 def seen(measured: Iterable[Rows]) -> Iterator[Seen]:
@@ -148,21 +156,24 @@ def of_burst(burst: Burst) -> Seen:
 
 def of_closed_loop(loop: ClosedLoop) -> Seen:
     """Return the steps that a client waits for: those until the last of the first prompts is computed, one for each of
-    its other prompts, and those of its answers. Rows are means over groups: there may be fewer clients than groups."""
+    its other prompts, and those of its answers. A prefill computes its share of all prompts within that, at best in
+    full steps. Rows are means over groups: there may be fewer clients than groups."""
     prompt, output, waves = loop.prompt_tokens, loop.output_tokens, loop.num_requests / loop.concurrency
     first = -(-loop.concurrency // loop.prefills) * prompt
-    chunk = min(first, loop.chunk_tokens) / loop.prefill_groups
+    num_full = loop.num_requests * prompt / loop.prefills / loop.chunk_tokens
+
+    def chunk(num_tokens: int) -> StepRows:
+        """Return a prefill step of so many tokens."""
+        each = num_tokens / loop.prefill_groups
+        return StepRows(each / prompt, each, each, each * (prompt + 1) / 2)
+
     running = loop.concurrency / loop.decode_groups
     context = running * (prompt + output / 2)
     steps = (
-        Steps(
-            0,
-            -(-first // loop.chunk_tokens) + waves - 1,
-            StepRows(chunk / prompt, chunk, chunk, chunk * (prompt + 1) / 2),
-        ),
+        Steps(0, -(-first // loop.chunk_tokens) + waves - 1, chunk(min(first, loop.chunk_tokens))),
         Steps(1, waves * (output - 1), StepRows(running, running, context, context)),
     )
-    return Seen("closed loop", steps, loop.duration_s)
+    return Seen("closed loop", steps, loop.duration_s, within=(Steps(0, num_full, chunk(loop.chunk_tokens)),))
 
 
 def _of_warm_up(warm_up: WarmUp) -> Iterator[MeasuredStep]:

@@ -1,12 +1,12 @@
 """Whether a model can run as the ranks of a topology.
 
-Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts.
-"""
+Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import attrs
@@ -64,8 +64,7 @@ class EnginePlan(Value):
     prefill captures none: `ClusterPlan` gives its decodes the sizes that they capture then. Without `device_bytes`
     memory is not checked. `prompt_tokens` is the longest prompt that it is for: text says where a pool is smaller, and
     where ranks of a host run, if `cpu_affinity` has that for each of its GPUs. One with `other_engine` may change its
-    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can.
-    """
+    role, and then runs with that; memory is that of the role which needs more. Only an engine of one rank can."""
 
     name: str = attrs.field(validator=instance_of(str))
     config: ModelConfig = attrs.field(validator=instance_of(ModelConfig))
@@ -235,12 +234,10 @@ class EnginePlan(Value):
             )
         if fraction is not None and beside > self.device_bytes - int(self.device_bytes * fraction):
             size, left = self.device_bytes, 1 - beside / self.device_bytes
-            tries = (math.floor(left * 10**places) / 10**places for places in PLACES)
-            most = next((most for most in tries if needed <= size * most), left)
+            most = _rounded(left, math.floor, lambda share: needed <= size * share) or left
             raise ConfigError(
-                f"mem_fraction_static {fraction} of {_gib(self.device_bytes)} leaves "
-                f"{_gib(self.device_bytes * (1 - fraction))} beside weights and pages, less than "
-                f"{' and '.join(self._told_beside())}; it may be at most {most}"
+                f"mem_fraction_static {fraction} of {_gib(size)} leaves {_gib(size * (1 - fraction))} beside weights "
+                f"and pages, less than {' and '.join(self._told_beside())}; it may be at most {most}"
             )
 
     def _told_drivers(self) -> list[str]:
@@ -254,6 +251,8 @@ class EnginePlan(Value):
     def _ways_to_fit(self, *, of_beside: bool) -> list[str]:
         """Return what makes room: for weights and pages, and of what is beside them."""
         ways = ["more ranks"]
+        if self._fits_with_fewer_experts():
+            ways.append("fewer num_redundant_experts")
         if self._rank_weights("stored").total < self.weight_bytes:
             ways.append('weights="stored"')
         if self.cache.num_pages is not None:
@@ -263,6 +262,16 @@ class EnginePlan(Value):
         if of_beside and self.graph_bytes:
             ways.append("fewer graph_batch_sizes")
         return ways
+
+    def _fits_with_fewer_experts(self) -> bool:
+        """Return whether the fewest copies of experts that divide over the ranks are fewer, and fit."""
+        fewest = self.experts.num_redundant_experts % self.topology.ep_size
+        if fewest == self.experts.num_redundant_experts:
+            return False
+        with contextlib.suppress(PDInferError):
+            attrs.evolve(self, experts=attrs.evolve(self.experts, num_redundant_experts=fewest))
+            return True
+        return False
 
     def _told_pages(self) -> str:
         """Return what a pool will have, and what is left then."""
@@ -286,10 +295,9 @@ class EnginePlan(Value):
         if self._page_room is None or self.device_bytes is None:
             return told
         size, beside = self.device_bytes, self._beside_bytes
-        share = (self._fixed_bytes + wanted * self.layout.page_bytes) / size
-        tries = (math.ceil(share * 10**places) / 10**places for places in PLACES)
-        share = next((share for share in tries if share < 1 and share * size + beside <= size), 1.0)
-        return f"{told}, " + (f"which mem_fraction_static {share} holds" if share < 1 else "more than the device has")
+        needed = (self._fixed_bytes + wanted * self.layout.page_bytes) / size
+        share = _rounded(needed, math.ceil, lambda share: share < 1 and share * size + beside <= size)
+        return f"{told}, " + (f"which mem_fraction_static {share} holds" if share else "more than the device has")
 
     def _told(self) -> str:
         float_bytes = self._rank_weights("float").total
@@ -306,6 +314,11 @@ class EnginePlan(Value):
             f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
             f"parallel {at.tp_size}{experts}; {held}; {self._told_pages()}{'; CPUs of a host: ' * bool(cpus)}{cpus}"
         )
+
+
+def _rounded(share: float, to_int: Callable[[float], int], fits: Callable[[float], bool]) -> float | None:
+    """Return a share that fits with the fewest decimal places, rounded by `to_int`; None where PLACES are too few."""
+    return next(filter(fits, (to_int(share * 10**places) / 10**places for places in PLACES)), None)
 
 
 def ranks_per_host(engine: EnginePlan) -> int:

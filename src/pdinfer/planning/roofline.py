@@ -3,8 +3,7 @@ does per second.
 
 A step is a sum of works (`Work`): each takes as long as its products at the share of the peak rate that products
 reach, or as its bytes from memory, whichever is longer. The all-to-all comes on top, hidden in part by two batches.
-Formulas and published points that it was compared with: docs/decisions/0071.
-"""
+Formulas and published points that it was compared with: docs/decisions/0071."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Roofline(Value):
     row, as most groups choose no experts then. Make it with `planning.roofline`.
 
     Rows of at most 1 + `num_draft_tokens` tokens are a step of decode, whose attention is absorbed. Drafts run the MTP
-    layer once each. At decode contexts and pairs may be numpy arrays, as in `StepRows`.
-    """
+    layer once each. At decode contexts and pairs may be numpy arrays, as in `StepRows`."""
 
     plan: EnginePlan
     hardware: Hardware
@@ -109,13 +107,13 @@ class Roofline(Value):
         )
 
     @typed
-    def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> float:
+    def rate(self, rows: StepRows, *, accept_rate: float = 0.0) -> Any:
         """Return the tokens per second and rank: of prompts, or at decode those that rows get. A draft is right with
         the chance `accept_rate` if those before it are, so a row gets 1 + a + a² + … of them. Raises ConfigError for a
         chance that is not from 0 to 1."""
         if not 0.0 <= accept_rate <= 1.0:
             raise ConfigError(f"accept_rate must be from 0 to 1, the share of drafts that are right, got {accept_rate}")
-        took_s, num_tokens = float(self(rows)), float(rows.num_tokens)
+        took_s, num_tokens = self(rows), rows.num_tokens
         if self._is_decode(rows):
             num_drafts = int(rows.num_tokens // rows.num_rows) - 1
             num_tokens = rows.num_rows * sum(accept_rate**right for right in range(num_drafts + 1))
@@ -319,8 +317,7 @@ def roofline(
     `imbalance` is the rows of the fullest rank of experts over the mean: a number of at least 1, or recorded counts
     [moe layers, logical experts] that the plan's placement spreads over ranks; None is the part's factor. Attention
     multiplies in BF16 whatever the cache's format, unless `fp8_attention` says that its kernels quantize queries too.
-    Raises ConfigError for another value.
-    """
+    Raises ConfigError for another value."""
     for name, value, kind in (("plan", plan, EnginePlan), ("hardware", hardware, Hardware)):
         if not isinstance(value, kind):
             raise ConfigError(f"roofline: {name} must be a {kind.__name__}, got {clip(value)}")

@@ -37,6 +37,8 @@ REDUNDANT = 32
 STEP_CV = 0.1
 """How simulated steps scatter, which only the seeds draw."""
 SEEDS = (0, 1, 2)
+ALONE = 32
+"""Requests that are simulated one by one where none keeps the SLO."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,9 +48,9 @@ class SearchedPlan(Value):
     `name` is "P3x3D4" for three prefills of 3 nodes and a decode of 4. `capacity` is the most requests per second by
     closed forms, `binding` what limits it there. `attainment` and `goodput` (requests per second) are means over seeds,
     None for a plan that was not simulated. No other plan is as good as one that `is_pareto` in attainment, capacity,
-    TTFT and TPOT and better in one of them. `why_not` says why a better one is better; it is empty for the best. `runs`
-    are the simulations, one of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them.
-    """
+    TTFT and TPOT and better in one of them. `why_not` says why a better one is better. It is empty for the best, unless
+    no request of the load keeps the SLO: then it says whether any would that is alone. `runs` are the simulations, one
+    of each seed: `bench.plots.goodput_frontier({plan.name: plan.runs, …})` draws them."""
 
     name: str
     cluster: ClusterPlan
@@ -83,6 +85,7 @@ def search(
     slo: SLO,
     ranks_per_node: int = 8,
     stored: str = "fp8",
+    weights: str = "auto",
     cost: Cost | None = None,
     keep: int = 6,
     progress: Progress = None,
@@ -90,13 +93,14 @@ def search(
     """Return plans that use all `nodes` for a load, best first: by attainment, then by capacity.
 
     Every way to divide the nodes into equal prefills and equal decodes is tried, experts spread over all ranks of an
-    engine. Sizes that memory does not hold are dropped. Closed forms rank the others: prefill steps of PREFILL_TOKENS,
-    the largest batch that keeps the SLO's TPOT, has slots, and fits the pages. The `keep` best are simulated: a rank is
-    a port, and a step of an engine lasts as long as that of its fullest rank. `stored` is how the checkpoint is,
-    unless the config says that it has four bits. `cost` has factors that were calibrated; without it steps are those of
-    the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes less of it. `progress` is
-    called with the nodes of prefill that were tried, and then with simulated runs. Raises ConfigError where no division
-    fits, with the reason of the last size that did not, of the role of which none does.
+    engine. Sizes that memory does not hold, or whose pages hold no request, are dropped. Closed forms rank the others:
+    prefill steps of at most PREFILL_TOKENS, the largest batch that keeps the SLO's TPOT, has slots, and fits the pages.
+    The `keep` best are simulated: a rank is a port, and a step of an engine lasts as long as that of its fullest rank.
+    `stored` is how the checkpoint is, unless the config says that it has four bits, and `weights` the argument of
+    `load_model`: "stored" keeps INT8 on an A3, of whose ops pdinfer knows none. `cost` has calibrated factors; without
+    it steps are those of the roofline. A trace is simulated whole: `bench.replay(trace, num_requests=…)` takes
+    less of it. `progress` is called with the nodes of prefill that were tried, and then with simulated runs. Raises
+    ConfigError where no division fits, with the reason of the last size that did not, of the role of which none does.
     """
     check_int("nodes", nodes, 2, 128)
     check_int("keep", keep, 1, 1000)
@@ -104,7 +108,7 @@ def search(
     wanted = load if isinstance(load, Load) else replay(load)
     if not wanted.arrivals:
         raise ConfigError("search: the load has no request")
-    sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, cost)
+    sides = _Sides(config, hardware, wanted, slo, ranks_per_node, stored, weights, cost)
     with telling(progress, "planning", "divisions") as tell:
         ranked = sorted(_plans(sides, nodes, tell), key=lambda found: -found[0].capacity)
     if not ranked:
@@ -133,6 +137,7 @@ class _Sides:
     slo: SLO
     ranks_per_node: int
     stored: str
+    weights: str
     cost: Cost | None
     _made: dict[tuple[str, int], _Side | None] = attrs.field(factory=dict)
     _refusals: dict[str, str] = attrs.field(factory=dict)
@@ -182,6 +187,7 @@ class _Sides:
             engine=engine,
             experts=spread,
             stored=self.stored if self.config.packed is None else self.config.packed.format,
+            weights=self.weights,
             device=self.hardware.device,
             device_bytes=int(self.hardware.memory_bytes),
         )
@@ -196,11 +202,17 @@ class _Sides:
         arrivals = self.load.arrivals
         return fmean(each.prompt_tokens for each in arrivals), fmean(each.output_tokens for each in arrivals)
 
+    def _held(self, plan: EnginePlan) -> int:
+        """Return how many mean requests the pages of a rank hold: at prefill, too, with the tokens of their answers."""
+        size, room = sum(self._means), (plan.num_pages or 0) * plan.layout.page_size
+        if room < size:
+            raise ConfigError(f"{plan.name}: {room} tokens of KV per rank hold no request of {size:.0f}")
+        return int(room / size)
+
     def _prefill(self, plan: EnginePlan) -> _Side:
         prior, step_s = self._step_s(plan, self.cost.prefill if self.cost else None)
-        prompt, _ = self._means
-        tokens = max(1, round(prompt))
-        count = max(1, PREFILL_TOKENS // tokens)
+        tokens = max(1, round(self._means[0]))
+        count = min(self._held(plan), max(1, PREFILL_TOKENS // tokens))
         rows = StepRows(count, count * tokens, count * tokens, count * tokens * (tokens + 1) // 2)
         rate = plan.topology.dp_size * count / float(step_s(rows))
         return _Side(plan=plan, step_s=step_s, rate=rate, binding=f"prefill: {prior.bound(rows)}")
@@ -209,18 +221,18 @@ class _Sides:
         """The largest batch that keeps TPOT, has slots and fits pages decides."""
         prior, step_s = self._step_s(plan, self.cost.decode if self.cost else None)
         prompt, output = self._means
-        context, room = prompt + output / 2, (plan.num_pages or 0) * plan.layout.page_size
+        context = prompt + output / 2
 
         def rows(count: int) -> StepRows:
             return StepRows(count, count, count * context, count * context)
 
-        fits = min(SLOTS, int(room / (prompt + output)))
-        if fits < 1:
-            raise ConfigError(f"{plan.name}: {room} tokens of KV per rank hold no request of {prompt + output:.0f}")
+        fits = min(SLOTS, self._held(plan))
         limit_s = self.slo.tpot_s or math.inf
         keeps = next((count for count in range(fits, 0, -1) if float(step_s(rows(count))) <= limit_s), 0)
         most = max(1, keeps)
         limit = "TPOT, " + prior.bound(rows(most)) if keeps < fits else "slots" if fits == SLOTS else "KV pages"
+        if not keeps:
+            limit = f"a step of one sequence takes longer than TPOT, {prior.bound(rows(most))}"
         rate = plan.topology.dp_size * keeps / float(step_s(rows(most))) / output
         return _Side(plan=plan, step_s=step_s, rate=rate, binding=f"decode: {limit}")
 
@@ -298,18 +310,36 @@ def _simulated(ranked: Sequence[tuple[SearchedPlan, Cluster]], load: Load, slo: 
             )
         )
     seen.sort(key=lambda plan: (-(plan.attainment or 0.0), -plan.capacity))
-    best = seen[0]
+    best, clusters = seen[0], {plan.name: made for plan, made in ranked}
+
+    def why_not(plan: SearchedPlan) -> str:
+        allowed = f"closed forms allow {plan.capacity:.3g} req/s ({plan.binding})"
+        if not best.attainment:
+            return f"{_alone(clusters[plan.name], load, slo)}; {allowed}"
+        if plan is best:
+            return ""
+        attained = f"attains {plan.attainment:.3f} where {best.name} attains {best.attainment:.3f}"
+        return f"{attained}; {allowed} and {best.capacity:.3g}"
+
     return [
-        attrs.evolve(
-            plan,
-            is_pareto=not any(_is_better(other, plan) for other in seen),
-            why_not=""
-            if plan is best
-            else f"attains {plan.attainment:.3f} where {best.name} attains {best.attainment:.3f}; closed forms allow "
-            f"{plan.capacity:.3g} req/s ({plan.binding}) and {best.capacity:.3g}",
-        )
+        attrs.evolve(plan, is_pareto=not any(_is_better(other, plan) for other in seen), why_not=why_not(plan))
         for plan in seen
     ]
+
+
+def _alone(made: Cluster, load: Load, slo: SLO) -> str:
+    """Return whether requests of a load, of which none keeps the SLO, keep it one after another."""
+    one_by_one = attrs.evolve(load, mode="closed_loop", max_concurrency=1, arrivals=load.arrivals[:ALONE])
+    alone = simulate(made, one_by_one, slo=slo)
+    if alone.attainment:
+        return f"no request keeps the SLO at this load, and {alone.attainment:.0%} of those that are alone do"
+    if alone.mean_ttft_ms is None:
+        return "none of the requests ends even alone: they are refused, or their deadlines pass"
+    tpot = "" if alone.mean_tpot_ms is None else f" and {alone.mean_tpot_ms:.4g} ms for each other one"
+    return (
+        f"the SLO cannot be met at any rate: a request that is alone takes {alone.mean_ttft_ms:.4g} ms to its first "
+        f"token{tpot}; loosen a limit, or send shorter requests"
+    )
 
 
 def _is_better(one: SearchedPlan, other: SearchedPlan) -> bool:

@@ -47,9 +47,11 @@ class Traffic:
         return experts.moe_a2a_backend == "deep_ep" and experts.deepep_mode == "low_latency"
 
     @property
-    def _ranks_per_node(self) -> int:
-        at, experts = self.plan.topology, self.plan.experts
-        return min(at.ep_size, experts.ranks_per_node or at.ep_size, self.hardware.scale_up_ranks)
+    def _scale_up_ranks(self) -> int:
+        """The ranks that reach each other over the scale-up network. Where it does not connect hosts, those of one."""
+        part, on_host = self.hardware, self.plan.experts.ranks_per_node
+        joins_hosts = part.scale_up_ranks > part.host_ranks
+        return part.scale_up_ranks if joins_hosts or on_host is None else min(on_host, part.scale_up_ranks)
 
     @cached_property
     def _row_bytes(self) -> int:
@@ -63,7 +65,7 @@ class Traffic:
         num_ranks, part = self.plan.topology.ep_size, self.hardware
         if num_ranks == 1:
             return 0.0
-        num_nodes = -(-num_ranks // self._ranks_per_node)
+        num_nodes = -(-num_ranks // self._scale_up_ranks)
         over_scale_up = part.scale_up_bytes_per_s * part.factors.scale_up
         latency_s = 2 * part.factors.message_s
         if num_nodes == 1:
@@ -94,7 +96,7 @@ class Traffic:
         if at.tp_size == 1:
             return 0.0
         num_bytes = num_tokens * config.hidden_size * int(DTYPES[config.dtype].itemsize) * 2 * (1 - 1 / at.tp_size)
-        is_inside = at.tp_size <= part.scale_up_ranks
+        is_inside = at.tp_size <= self._scale_up_ranks
         rate = part.scale_up_bytes_per_s * part.factors.scale_up if is_inside else part.nic_bytes_per_s
         return 2 * part.factors.message_s + num_bytes / rate
 

@@ -123,6 +123,22 @@ def test_goodput_is_bisected_over_seeds() -> None:
     assert bench.find_goodput(run_at, 6.0, 9.0).rate == 0.0
     with pytest.raises(pd.ConfigError, match="0 < low < high"):
         bench.find_goodput(run_at, 3.0, 2.0)
+    with pytest.raises(pd.ConfigError, match="run_at must return the Summary of a run, got None"):
+        bench.find_goodput(lambda rate, seed: None, 1.0, 2.0)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("num_gpus", [0, -8])
+def test_nothing_runs_on_no_gpu(num_gpus: int) -> None:
+    """It is refused before anything runs, and goodput per GPU is never negative."""
+    load = bench.burst(1, prompt_tokens=1, output_tokens=1)
+    cluster = planning.cluster("1P1D", prefill_s=lambda rows: 1.0, decode_s=lambda rows: 1.0)
+    for call in (
+        lambda: bench.summarize([], num_gpus=num_gpus),
+        lambda: planning.simulate(cluster, load, num_gpus=num_gpus),
+        lambda: bench.run(OneSlot(VirtualClock()), load, num_gpus=num_gpus),
+    ):
+        with pytest.raises(pd.ConfigError, match=f"num_gpus must be an int of at least 1, got {num_gpus}"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -363,6 +364,13 @@ def loops() -> tuple[list[planning.ClosedLoop], tuple[Any, Any]]:
     return seen, (planning.roofline(prefill, hardware), planning.roofline(decode, hardware))
 
 
+def test_clients_that_sent_nothing_are_refused() -> None:
+    """The form had fewer waves than one of them then."""
+    seen, _ = loops()
+    with pytest.raises(ConfigError, match=r"99 clients sent 98 requests: concurrency is .* at most 98"):
+        attrs.evolve(seen[0], concurrency=99)
+
+
 @pytest.mark.parametrize("holdout", [0.4, 0.5, 0.6])
 def test_closed_loops_of_a_study_follow_from_half_of_them(holdout: float) -> None:
     """The median on the other half is at most 7 %."""
@@ -382,12 +390,22 @@ def test_closed_loops_follow_from_most_halves() -> None:
     assert np.median(errors) <= 0.07
 
 
-@pytest.mark.parametrize("clients", [1, 8, 64, 256])
-def test_closed_loops_take_as_long_in_the_simulator(clients: int) -> None:
-    """Within 3 %, as long as prefills are not always busy."""
+def test_no_prefill_is_busy_for_longer_than_its_run_took() -> None:
+    """With 1,024 clients they may have no pauses at all; what fits the other rows as well keeps them busy for 1.7 times
+    as long."""
+    seen, prior = loops()
+    cost = planning.calibrate(seen, prior=prior)
+    for loop in seen:
+        ((_, times, rows),) = of_closed_loop(loop).within
+        assert times * float(cost.prefill(rows)) <= loop.duration_s * 1.001
+
+
+@pytest.mark.parametrize(("clients", "apart"), [(1, 0.03), (8, 0.03), (256, 0.03), (1024, 0.06)])
+def test_closed_loops_take_as_long_in_the_simulator(clients: int, apart: float) -> None:
+    """With what half of the rows tell: nearly as long where prefills have no pauses, since prompts wait there."""
     seen, (prefill, decode) = loops()
+    costs = StepCost(prior=prefill, fixed_s=0.23, scale=0.0), StepCost(prior=decode, fixed_s=0.032, scale=1.19)
     (loop,) = (loop for loop in seen if loop.concurrency == clients)
-    costs = StepCost(prior=prefill, scale=7.7), StepCost(prior=decode, fixed_s=0.03, scale=1.2)
 
     def over(rows: StepRows, groups: int) -> StepRows:
         return StepRows(
@@ -402,8 +420,9 @@ def test_closed_loops_take_as_long_in_the_simulator(clients: int) -> None:
         decode={"max_running_requests": 4096},
         pairing=PairingConfig(max_queued_requests=1024),
     )
+    loop = attrs.evolve(loop, num_requests=min(loop.num_requests, 2 * clients))
     load = bench.closed_loop(
         clients, loop.num_requests, prompt_tokens=loop.prompt_tokens, output_tokens=loop.output_tokens
     )
     took = sum(times * costs[side](rows) for side, times, rows in of_closed_loop(loop).steps)
-    assert planning.simulate(cluster, load).duration_s == pytest.approx(took, rel=0.03)
+    assert planning.simulate(cluster, load).duration_s == pytest.approx(took, rel=apart)

@@ -204,6 +204,10 @@ def test_what_is_beside_weights_and_pages_is_lowered_where_these_would_fit() -> 
         decode_of(engine=captured)
     with pytest.raises(ConfigError, match=r"mem_fraction_static 0\.7 of 79\.10 GiB beside .*; use more ranks$"):
         decode_of(cache=CacheConfig(page_size=32, mem_fraction_static=0.7))
+    few = CacheConfig(page_size=32, mem_fraction_static=0.75)  # 59.33 GiB: two slots of experts are 5.07
+    with pytest.raises(ConfigError, match=r"use more ranks, or fewer num_redundant_experts$"):
+        decode_of(cache=few)
+    decode_of(cache=few, experts=attrs.evolve(decode_of().experts, num_redundant_experts=0))
     with pytest.raises(
         ConfigError, match=r"20000 pages of KV, .* into 79\.10 GiB beside .*; use more ranks, or fewer num_p"
     ):

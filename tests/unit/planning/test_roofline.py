@@ -134,6 +134,19 @@ def test_a_rate_is_of_one_rank() -> None:
         assert roofline.rate(rows) * engine.topology.tp_size * float(roofline(rows)) == pytest.approx(4 * 4096)
 
 
+def test_rates_of_many_contexts_are_arrays() -> None:
+    roofline = planning.roofline(plan(64, mode="low_latency"), H800)
+    contexts = [64 * 2000, 64 * 9000]
+    rates = roofline.rate(StepRows(64, 64, np.array(contexts), np.array(contexts)))
+    assert list(rates) == [roofline.rate(StepRows(64, 64, context, context)) for context in contexts]
+
+
+def test_numbers_of_a_part_may_be_ints() -> None:
+    assert attrs.evolve(H800, nic_bytes_per_s=25 * 10**9) == attrs.evolve(H800, nic_bytes_per_s=25e9)
+    with pytest.raises(ConfigError, match="nic_bytes_per_s must be a finite number, greater than 0"):
+        attrs.evolve(H800, nic_bytes_per_s=0)
+
+
 def test_drafts_that_are_right_count_once() -> None:
     engine = plan(64, mode="low_latency", drafts=2)
     roofline, rows = planning.roofline(engine, H800), running(32, 4096, 2)
@@ -264,15 +277,30 @@ def test_no_more_drafts_are_right_than_there_are(accept_rate: float) -> None:
         planning.roofline(plans()[3], H800).rate(running(1, 1, 1), accept_rate=accept_rate)
 
 
-def test_ranks_beyond_one_scale_up_network_use_their_nics() -> None:
-    """72 cards of a GB200 reach each other over NVLink; of 96 some do not."""
-    part, slow = planning.hardware("GB200"), []
-    for count in (72, 96):
-        engine = plan(count, mode="low_latency", redundant=32, ranks_per_node=None)
-        nics = (attrs.evolve(part, nic_bytes_per_s=part.nic_bytes_per_s * times) for times in (1, 0.1))
-        before_s, after_s = (float(planning.roofline(engine, each)(running(64, 4096))) for each in nics)
-        slow.append(after_s > before_s)
-    assert slow == [False, True]
+@pytest.mark.parametrize(
+    ("name", "ranks", "on_host", "uses_nics"),
+    [
+        ("GB200", 72, None, False),
+        ("GB200", 96, None, True),
+        ("GB200", 72, 8, False),
+        ("GB200", 48, 4, False),
+        ("A3", 32, 16, False),
+        ("H800", 8, None, False),
+        ("H800", 8, 8, False),
+        ("H800", 8, 4, True),
+        ("H800", 16, 8, True),
+    ],
+)
+def test_ranks_beyond_one_scale_up_network_use_their_nics(
+    name: str, ranks: int, on_host: int | None, uses_nics: bool
+) -> None:
+    """72 cards of GB200 reach each other over NVLink, on however many hosts; of 96 some do not. An H800 reaches
+    those of its own host."""
+    part = planning.hardware(name)
+    engine = plan(ranks, mode="low_latency", redundant=-256 % ranks, ranks_per_node=on_host)
+    nics = (attrs.evolve(part, nic_bytes_per_s=part.nic_bytes_per_s * times) for times in (1, 0.1))
+    before_s, after_s = (float(planning.roofline(engine, each)(running(64, 4096))) for each in nics)
+    assert (after_s > before_s) == uses_nics
 
 
 def test_what_is_no_plan_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -144,11 +145,48 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
 
 
 def test_a_refusal_is_about_the_role_that_does_not_fit() -> None:
-    """Prefills of 2 and 3 nodes fit; 5 nodes have as many ranks as no kernels of DeepEP are for."""
-    with pytest.raises(ConfigError, match=r"6 nodes of H800: decode of \d nodes: \d+ tokens of KV .* hold no request"):
-        planning.search(V3, H800, load(10_000_000, 10), nodes=6, slo=SLO)
+    """A decode of 40 ranks fits; DeepEP's kernels for prefill are for other numbers of ranks."""
+    with pytest.raises(ConfigError, match=r"2 nodes of H800: prefill of 1 node: DeepEP's normal kernels [^;]*$"):
+        planning.search(V3, H800, load(2000, 400), nodes=2, slo=SLO, ranks_per_node=40)
+    held = r"prefill of 4 nodes: \d+ tokens of KV .* hold no request of 10000010; decode of \d nodes: \d+ tokens"
+    with pytest.raises(ConfigError, match=f"5 nodes of H800: {held}"):
+        planning.search(V3, H800, load(10_000_000, 10), nodes=5, slo=SLO)
     with pytest.raises(ConfigError, match="ranks_per_node must be an int from 1 to 1024, got 0"):
         planning.search(V3, H800, load(2000, 400), nodes=6, slo=SLO, ranks_per_node=0)
+
+
+def test_a_size_whose_pages_hold_no_request_is_dropped() -> None:
+    """A prefill of 2 nodes holds 8,768 tokens, a third of what one of 3 does. Nor has a step more prompts than that."""
+    assert [plan.name for plan in found(6, 8900, 20)] == ["P3D3"]
+    rates = {plan.name: plan.capacity for plan in found(6, 2000, 400) if plan.binding.startswith("prefill: ")}
+    fast = {plan.name: plan.capacity for plan in found(6, 2000, 1) if plan.binding.startswith("prefill: ")}
+    assert rates["P2D4"] < fast["P2D4"]
+    assert rates["P3D3"] == fast["P3D3"]
+
+
+@pytest.mark.parametrize("slo", [bench.SLO(tpot_s=0.01), bench.SLO(ttft_s=0.1)])
+def test_an_slo_that_no_rate_keeps_is_told(slo: bench.SLO) -> None:
+    """By every plan that was simulated. One whose decode is too slow for a single sequence names that as what binds."""
+    for plan in planning.search(V3, H800, load(2000, 400), nodes=6, slo=slo, keep=2)[:2]:
+        assert plan.attainment == 0.0
+        assert re.match(
+            r"the SLO cannot be met at any rate: a request that is alone takes (29\d|300)(\.\d)? ms to its first token "
+            r"and 2[89](\.\d+)? ms for each other one; loosen a limit, .*; closed forms allow",
+            plan.why_not,
+        )
+        assert ("a step of one sequence takes longer than TPOT" in plan.binding) == (slo.tpot_s is not None)
+
+
+def test_a_load_of_which_nothing_is_in_time_says_whether_less_would_be() -> None:
+    """Of 600 prompts at once on 32 ranks none is there in time."""
+    arrivals = bench.burst(600, prompt_tokens=2000, output_tokens=2).arrivals
+    tight, told = bench.SLO(e2e_s=0.4), dict[float | None, str]()
+    for deadline_s in (None, 0.01):
+        due = tuple(attrs.evolve(each, deadline_s=deadline_s) for each in arrivals)
+        (best,) = planning.search(V3, H800, bench.Load(mode="burst", arrivals=due), nodes=4, slo=tight, keep=1)
+        told[deadline_s] = best.why_not
+    assert told[None].startswith("no request keeps the SLO at this load, and 100% of those that are alone do; closed")
+    assert told[0.01].startswith("none of the requests ends even alone: they are refused, or their deadlines pass; cl")
 
 
 def test_an_engine_of_one_rank_spreads_no_experts() -> None:
@@ -166,6 +204,12 @@ def test_other_parts_and_models_are_searched_too() -> None:
     plans = planning.search(V3, planning.hardware("H20-141G"), load(500, 50), nodes=2, slo=SLO, keep=1)
     assert [plan.name for plan in plans] == ["P1D1"]
     assert plans[0].cluster.prefill[0].rank_weights.quantized > 50e9
+    a3 = planning.hardware("A3")
+    stored = {"stored": "w8a8_dynamic", "weights": "stored"}
+    plans = planning.search(V3, a3, load(500, 50), nodes=2, slo=SLO, keep=1, ranks_per_node=32, **stored)  # type: ignore[arg-type]
+    assert plans[0].cluster.decode[0].rank_weights.quantized > 30e9
+    with pytest.raises(ConfigError, match='or weights="stored"'):
+        planning.search(V3, a3, load(500, 50), nodes=2, slo=SLO, ranks_per_node=32, stored="w8a8_dynamic")
     dense = tiny_config(
         first_k_dense_replace=3, num_hidden_layers=3, num_nextn_predict_layers=0, torch_dtype="bfloat16"
     )

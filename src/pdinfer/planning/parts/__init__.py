@@ -2,24 +2,34 @@
 
     parts.json            parts, empirical factors and DeepEP's published times, each with source and date
 
-May import: the ground.
-"""
+May import: the ground."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.checks import clip, float_in, int_in
+from pdinfer.checks import as_float, clip, float_in, int_in
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
-_RATE = float_in(0.0, 1e18)
-_SHARE = float_in(0.0, 1.0)
+
+def _number(low: float, high: float, *, low_included: bool = False) -> Any:
+    """Return an attrs field for a number that is kept as a float."""
+    return attrs.field(validator=float_in(low, high, low_included=low_included), converter=as_float)
+
+
+def _rate() -> Any:
+    return _number(0.0, 1e18)
+
+
+def _share() -> Any:
+    return _number(0.0, 1.0)
 
 
 class Number(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,10 +54,11 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part; `scale_up_ranks` of them reach each other over the scale-up network."""
+    """A part. A usual host has `host_ranks`, and `scale_up_ranks` reach each other over the scale-up network."""
 
     name: str
     device: str
+    host_ranks: int
     scale_up_ranks: int
     numbers: dict[str, Number]
 
@@ -68,21 +79,20 @@ class Factors(Value):
     Shares of peak rates: `product` (matrix products), `prefill_attention`, `decode_attention`, `memory`, `scale_up`.
     `overlap` is the share of the shorter of compute and all-to-all that two batches hide, and meanwhile normal kernels
     take `communication_share` of the multiprocessors. A launch takes `launch_s`, a message at least `message_s`.
-    `imbalance` is the load of the fullest rank of experts over the mean.
-    """
+    `imbalance` is the load of the fullest rank of experts over the mean."""
 
-    product: float = attrs.field(validator=_SHARE)
-    prefill_attention: float = attrs.field(validator=_SHARE)
-    decode_attention: float = attrs.field(validator=_SHARE)
-    memory: float = attrs.field(validator=_SHARE)
-    launch_s: float = attrs.field(validator=_SHARE)
-    prefill_launches: float = attrs.field(validator=_RATE)
-    decode_launches: float = attrs.field(validator=_RATE)
-    overlap: float = attrs.field(validator=_SHARE)
-    imbalance: float = attrs.field(validator=float_in(1.0, 1e4, low_included=True))
-    communication_share: float = attrs.field(validator=_SHARE)
-    scale_up: float = attrs.field(validator=_SHARE)
-    message_s: float = attrs.field(validator=_SHARE)
+    product: float = _share()
+    prefill_attention: float = _share()
+    decode_attention: float = _share()
+    memory: float = _share()
+    launch_s: float = _share()
+    prefill_launches: float = _rate()
+    decode_launches: float = _rate()
+    overlap: float = _share()
+    imbalance: float = _number(1.0, 1e4, low_included=True)
+    communication_share: float = _share()
+    scale_up: float = _share()
+    message_s: float = _share()
 
 
 @attrs.frozen(kw_only=True)
@@ -90,18 +100,19 @@ class Hardware(Value):
     """One part in its usual machine: dense peak rates in FLOP/s, bytes, and bytes per second, one way for networks.
 
     `device` is its name for `EnginePlan`, which knows what it multiplies. `fp8_flops` are those of INT8 where a part
-    has no FP8. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors of your own
-    with `factors`.
-    """
+    has no FP8. `scale_up_ranks` reach each other over the scale-up network: of one host, or of several where they are
+    more than `host_ranks`. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors
+    of your own with `factors`."""
 
     name: str
     device: str
-    bf16_flops: float = attrs.field(validator=_RATE)
-    fp8_flops: float = attrs.field(validator=_RATE)
-    memory_bytes: float = attrs.field(validator=_RATE)
-    memory_bytes_per_s: float = attrs.field(validator=_RATE)
-    scale_up_bytes_per_s: float = attrs.field(validator=_RATE)
-    nic_bytes_per_s: float = attrs.field(validator=_RATE)
+    bf16_flops: float = _rate()
+    fp8_flops: float = _rate()
+    memory_bytes: float = _rate()
+    memory_bytes_per_s: float = _rate()
+    scale_up_bytes_per_s: float = _rate()
+    nic_bytes_per_s: float = _rate()
+    host_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     scale_up_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     factors: Factors
 
@@ -122,6 +133,7 @@ def hardware(name: str) -> Hardware:
     return Hardware(
         name=found.name,
         device=found.device,
+        host_ranks=found.host_ranks,
         scale_up_ranks=found.scale_up_ranks,
         factors=Factors(**{name: number.value for name, number in parts().factors.items()}),
         **{name: number.value for name, number in found.numbers.items()},

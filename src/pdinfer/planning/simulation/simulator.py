@@ -11,7 +11,7 @@ import attrs
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.bench.summarize import summarize
+from pdinfer.bench.summarize import check_gpus, summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
 from pdinfer.checks import typed
@@ -53,9 +53,9 @@ def simulate(
     (`step_cv`); loads are drawn by their own. `progress(ended, requests)` is called when a request has ended; True
     draws a line on stderr. `adviser`, such as `lambda stats: advise(stats, cost, slo)`, is asked every second: the port
     that it names gets no more requests, and two seconds later at most it serves the other role. The summary notes each
-    move. Raises ConfigError for an empty load, for a policy that names a port that it was not shown, for step times
-    that are no seconds, and for an adviser of engines with several ranks or a common device.
-    """
+    move. Raises ConfigError for an empty load, for `num_gpus` below 1, for a policy that names a port that it was not
+    shown, for step times that are no seconds, and for an adviser of engines with several ranks or a common device."""
+    check_gpus(num_gpus)
     with telling(progress, "simulating", "requests") as tell:
         simulator = Simulator(cluster, load, policy=policy, seed=seed, progress=tell, adviser=adviser)
         records = simulator.run()
