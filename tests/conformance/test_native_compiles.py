@@ -9,6 +9,7 @@ read every body, as users do.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -116,7 +117,8 @@ def on_path() -> dict[str, str]:
     """Return every gcc and clang in PATH, each once, under the first of its names."""
     found: dict[Path, str] = {}
     for folder in os.get_exec_path():
-        for name in (*compiler.COMPILERS, *(path.name for path in sorted(Path(folder).glob("*-*")))):
+        named = glob.glob(os.path.join(glob.escape(folder), "*-*"))  # none in a folder that is not for this user
+        for name in (*compiler.COMPILERS, *(Path(path).name for path in sorted(named))):
             path = Path(folder, name)
             if re.fullmatch(r"cc|(gcc|clang)(-\d+)?", name) and os.access(path, os.X_OK):
                 found.setdefault(path.resolve(), str(path))

@@ -42,8 +42,8 @@ def check_serves(pairing: pd.Pairing, name: str) -> None:
 
 
 @contextmanager
-def served(kind: str) -> Iterator[tuple[pd.Pairing, list[OfOneProcess]]]:
-    """A pairing over `kind`, and all that belongs to it."""
+def served(kind: str) -> Iterator[tuple[Setup, list[OfOneProcess]]]:
+    """A setup over `kind`, and all that belongs to it."""
     with ExitStack() as stack:
         if kind == "shared":
             setup = stack.enter_context(local())
@@ -51,7 +51,7 @@ def served(kind: str) -> Iterator[tuple[pd.Pairing, list[OfOneProcess]]]:
             setup = stack.enter_context(two_sided(kind))
         engines = setup.engines
         parts = [part for engine in engines for part in (engine.channel, engine.experts)]
-        yield setup.pairing, [setup.pairing, *engines, *setup.pools, *parts]
+        yield setup, [setup.pairing, *engines, *setup.pools, *parts]
 
 
 def two_sided(kind: str) -> Setup:
@@ -92,7 +92,8 @@ def refuses_all(things: list[OfOneProcess]) -> None:
     ("kind", "num_workers"), one_in(3, itertools.product(["shared", "loopback", "tcp", "unix", "shm"], [2, 1, 4]))
 )
 def test_children_refuse_and_the_parent_goes_on(kind: str, num_workers: int) -> None:
-    with served(kind) as (pairing, things):
+    with served(kind) as (setup, things):
+        pairing = setup.pairing
         check_serves(pairing, "before")
         pairing.submit(request("under way"))
         pairing.step()
@@ -101,29 +102,27 @@ def test_children_refuse_and_the_parent_goes_on(kind: str, num_workers: int) -> 
         for child in children:
             check_ended(child)
         check_serves(pairing, "after")
-        for pool in {thing for thing in things if isinstance(thing, pd.PagePool)}:
-            pool.check()
-            assert (pool.num_owned, pool.num_granted) == (0, 0)
+        setup.check_idle()
 
 
 def test_a_child_of_a_thread_ends_by_itself_and_ends_nothing() -> None:
-    with served("tcp") as (pairing, things):
-        check_serves(pairing, "before")
+    with served("tcp") as (setup, things):
+        check_serves(setup.pairing, "before")
         children: list[int] = []
         check_ends(started(lambda: children.append(fork(lambda: refuses_all(things)))))
         check_ended(children[0])
-        check_serves(pairing, "after")
+        check_serves(setup.pairing, "after")
 
 
 def test_a_child_that_leaves_by_sys_exit_takes_nothing_along(tmp_path: Path) -> None:
     """It runs what is registered to run at the end of a process, and drops all objects."""
-    with served("shm") as (pairing, things):
-        check_serves(pairing, "before")
+    with served("shm") as (setup, things):
+        check_serves(setup.pairing, "before")
         script_ended = multiprocessing.get_context("fork").Process(target=refuses_all, args=(things,))
         script_ended.start()
         script_ended.join(TIMEOUT_S)
         assert script_ended.exitcode == 0
-        check_serves(pairing, "after")
+        check_serves(setup.pairing, "after")
 
 
 def test_a_child_may_drop_an_iterator_of_its_parent() -> None:

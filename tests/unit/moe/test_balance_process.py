@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -86,13 +87,23 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[byte
     """Return a function that makes a solver whose process answers any request with these bytes."""
 
     def start(body: bytes) -> SolverProcess:
-        python = tmp_path / "python"
-        python.write_text(f"#!{sys.executable}\nimport sys\nsys.stdout.buffer.write({body!r})\n")
+        python, answer = tmp_path / "python", tmp_path / "answer"
+        answer.write_bytes(body)
+        python.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(answer))}\n")
         python.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(python))
         return SolverProcess(time.monotonic)
 
     return start
+
+
+def test_one_that_cannot_be_started_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/there is no/python")
+    solver = SolverProcess(time.monotonic)
+    with pytest.raises(FileNotFoundError):
+        solver.ask(LOAD, PREVIOUS)
+    assert solver._answer.closed
+    solver.close()
 
 
 @pytest.mark.usefixtures("silent")

@@ -7,6 +7,7 @@ costs one answer."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,8 @@ class SolverProcess(OfOneProcess):
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None:
         """Start a request, to which `poll` returns the answer. Raises OSError when no process can be started."""
         self._asked_at = self._clock()
-        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        with tempfile.TemporaryFile() as request:
+        with tempfile.TemporaryFile() as request, contextlib.ExitStack() as until_started:
+            self._answer = until_started.enter_context(tempfile.TemporaryFile())
             request.write(msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves)))
             request.seek(0)
             self._process = subprocess.Popen(
@@ -49,6 +50,7 @@ class SolverProcess(OfOneProcess):
                 stdout=self._answer,
                 start_new_session=True,  # a Ctrl-C is for the host
             )
+            until_started.pop_all()  # `close` closes the answer
 
     def poll(self) -> bytes:
         """Return the answer, for `unpack_placement`, or b"" while there is none.
