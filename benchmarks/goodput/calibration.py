@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
+
 import pdinfer as pd
 from pdinfer import bench, planning
 from pdinfer.stats import PairingStats
@@ -48,9 +50,10 @@ def calibration() -> Iterator[dict[str, Any]]:
             told, seen = list[PairingStats](), list[list[bench.Summary]]()
             for at, load in enumerate(loads):
                 seen.append([])
-                for _ in range(NUM_RUNS):
+                for run in range(NUM_RUNS):
                     pairing.told = []
-                    seen[-1].append(bench.run(pairing, load))
+                    # other prompts each time, or the pages of the last run would be found
+                    seen[-1].append(bench.run(pairing, attrs.evolve(load, seed=at + run * len(loads))))
                     told += pairing.told if at % 2 == 0 else []
     cost = planning.calibrate(
         told, prior=(lambda rows: 1e-3 * rows.num_tokens, lambda rows: 1e-2 + 1e-3 * rows.num_rows)
