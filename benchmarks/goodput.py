@@ -31,18 +31,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CASES = (
-    *(
-        "calibration",
-        "checks",
-        "decisions",
-        "overload",
-        "policies",
-        "queues",
-        "recording",
-        "routing",
-        "sessions",
-        "speed",
-    ),
+    "calibration",
+    "checks",
+    "decisions",
+    "overload",
+    "policies",
+    "queues",
+    "recording",
+    "routing",
+    "sessions",
+    "speed",
 )
 NEED_TRACES = ("overload", "policies", "routing", "speed")
 

@@ -47,17 +47,15 @@ def calibration() -> Iterator[dict[str, Any]]:
         spawns = pd.remote.spawn_prefill, pd.remote.spawn_decode
         ports = [spawn(folder, cache=cache, engine=engine, warm_up=True, progress=False) for spawn in spawns]
         with Watched(*ports) as pairing:
-            told, seen = list[PairingStats](), list[list[bench.Summary]]()
-            for at, load in enumerate(loads):
-                seen.append([])
-                for run in range(NUM_RUNS):
+            told, seen = list[PairingStats](), [list[bench.Summary]() for _ in loads]
+            for run in range(NUM_RUNS):  # loads in turns: a machine that grows slower is so for each of them
+                for at, load in enumerate(loads):
                     pairing.told = []
                     # other prompts each time, or the pages of the last run would be found
-                    seen[-1].append(bench.run(pairing, attrs.evolve(load, seed=at + run * len(loads))))
+                    seen[at].append(bench.run(pairing, attrs.evolve(load, seed=at + run * len(loads))))
                     told += pairing.told if at % 2 == 0 else []
-    cost = planning.calibrate(
-        told, prior=(lambda rows: 1e-3 * rows.num_tokens, lambda rows: 1e-2 + 1e-3 * rows.num_rows)
-    )
+    # a millisecond a row, and nothing that a step costs beside its rows: both are what is looked for
+    cost = planning.calibrate(told, prior=(lambda rows: 1e-3 * rows.num_tokens, lambda rows: 1e-3 * rows.num_rows))
     yield {"held_out": {kind: round(error, 3) for kind, error in cost.errors.items()}, "flat": cost.flat}
     cluster = planning.cluster("1P1D", prefill_s=cost.prefill, decode_s=cost.decode, **LIMITS, **PAGES)
     for at in range(1, len(loads), 2):

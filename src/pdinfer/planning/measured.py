@@ -109,15 +109,32 @@ class Seen:
 def seen(measured: Iterable[Rows]) -> Iterator[Seen]:
     """Yield what was seen. Raise ConfigError for a row of another kind, or one that lacks something."""
     rows = list(measured)
-    for row in [*rows, *_of_stats([row for row in rows if isinstance(row, PairingStats)])]:
+    for row in rows:
         if isinstance(row, Burst):
             yield of_burst(row)
         elif isinstance(row, ClosedLoop):
             yield of_closed_loop(row)
         elif not isinstance(row, PairingStats):
-            yield from (
-                Seen(step.kind, (Steps(SIDES.index(step.kind), 1, step.rows),), step.seconds) for step in _of_run(row)
-            )
+            yield from (_together([step]) for step in _of_run(row))
+    told = list(_of_stats([row for row in rows if isinstance(row, PairingStats)]))
+    for kind in SIDES:
+        yield from _neighbours([step for step in told if step.kind == kind])
+
+
+def _together(steps: Sequence[MeasuredStep]) -> Seen:
+    """Return steps of one kind, one after another."""
+    side = SIDES.index(steps[0].kind)
+    return Seen(steps[0].kind, tuple(Steps(side, 1, step.rows) for step in steps), sum(step.seconds for step in steps))
+
+
+def _neighbours(steps: list[MeasuredStep]) -> Iterator[Seen]:
+    """Yield steps of one kind, those of about equal rows together: sqrt(n)/2 of n.
+
+    A step may take twice as long beside a busy process, and latencies follow from means. The fit takes the median of
+    single steps; the longer a row, the nearer are both. Fewer rows tell less of how steps grow."""
+    steps.sort(key=lambda step: (step.rows.num_tokens, step.rows.num_pairs))
+    count = max(1, math.isqrt(len(steps) // 4))
+    yield from (_together(steps[at : at + count]) for at in range(0, len(steps), count))
 
 
 def _of_run(row: MeasuredStep | WarmUp | Summary) -> Iterable[MeasuredStep]:

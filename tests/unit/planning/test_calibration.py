@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
@@ -178,6 +179,22 @@ def test_stats_after_each_step_tell_the_steps_of_engines() -> None:
     assert (cost.prefill.fixed_s, cost.prefill.scale) == pytest.approx((0.05, 3.0))
     assert (cost.decode.fixed_s, cost.decode.scale) == pytest.approx((0.02, 1.0))
     assert cost.errors == pytest.approx({"prefill": 0.0, "decode": 0.0}, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_take_their_mean_where_some_take_twice_as_long(seed: int) -> None:
+    """Three of ten decode steps run beside a prefill. One waits for minutes, which is no part of it."""
+    draw, looks, tokens, busy_s, seen_s, rows = random.Random(seed), [], 0, 0.0, 0.0, list[StepRows]()
+    for at in range(400):
+        batch = draw.randint(1, 8)
+        running = {"num_running_requests": batch, "num_running_tokens": 100 * batch}
+        looks.append(told(counted(DecodeLoad, tokens, busy_s, **running)))
+        took_s = decode_s(loaded(batch)) * (2.0 if draw.random() < 0.3 else 1.0)
+        tokens, busy_s = tokens + batch, busy_s + took_s + (100.0 if at == 7 else 0.0)
+        seen_s += took_s
+        rows.append(loaded(batch))
+    cost = planning.calibrate([*looks, told(counted(DecodeLoad, tokens, busy_s))], prior=PRIOR)
+    assert sum(map(cost.decode, rows)) == pytest.approx(seen_s, rel=0.08)  # 0.77 by medians
 
 
 def loaded(batch: int) -> StepRows:
