@@ -11,7 +11,7 @@ from pdinfer.parallel.topology import Topology
 from pdinfer.planning import EnginePlan, StepRows
 from tests.unit.config import published_configs
 
-V3 = ModelConfig.from_dict(published_configs.V3)
+V3, K2 = (ModelConfig.from_dict(config) for config in (published_configs.V3, published_configs.KIMI_K2))
 BALANCED = 1.0
 
 
@@ -78,8 +78,10 @@ class Point:
 
 def points() -> dict[str, Point]:
     """DeepSeek's profile-data (P1, D1), which balances routing by construction, as does P2; the tensor-parallel experts
-    of P4 have no fullest rank. SGLang's posts of 2025-05-05 (P2, P3, D2, D3); Ant's of 2025-09-26 (P4, D4)."""
+    of P4 have no fullest rank. SGLang's posts of 2025-05-05 (P2, P3, D2, D3) and 2025-07-20 (K2, of which 480 requests
+    are two batches of 240); Ant's of 2025-09-26 (P4, D4)."""
     low = {"mode": "low_latency"}
+    k2_decode = low | {"num_max_dispatch_tokens_per_rank": 480}
     return {
         "P1": Point("H800", plan(32), prompts(4, 4096), 7839, BALANCED),
         "P2": Point("H100", plan(32), prompts(4, 4096), 7417, BALANCED),
@@ -97,20 +99,23 @@ def points() -> dict[str, Point]:
         ),
         "D2": Point("H100", plan(72, redundant=32, **low), running(256, 2000), 2785),
         "D3": Point("H100", plan(72, redundant=32, drafts=1, **low), running(128, 4000, 1), 2194, accept_rate=0.6),
-        "D4": Point(
-            "H20-96G",
-            plan(16, drafts=1, overlap=False, kv_format="fp8", **low),
-            running(32, 4864, 1),
-            675,
-            accept_rate=0.85,
-            fp8_attention=True,
+        "D4": _of_ant(32, 675),
+        "D4 batch 8": _of_ant(8, 278),
+        "D4 batch 48": _of_ant(48, 714),
+        "D4 EP32": _of_ant(32, 585, ranks=32),
+        "D4 two drafts": _of_ant(32, 554, drafts=2, accept_rate=0.775),
+        "P3 1K": Point("H100", plan(32, redundant=32), prompts(16, 1024), 7209),
+        "P3 4K": Point("H100", plan(32, redundant=32), prompts(4, 4096), 6288),
+        "D3 one batch": Point(
+            "H100", plan(72, redundant=32, drafts=1, overlap=False, **low), running(128, 4000, 1), 1616, accept_rate=0.6
         ),
-        "D4 batch 8": Point(
-            "H20-96G",
-            plan(16, drafts=1, overlap=False, kv_format="fp8", **low),
-            running(8, 4864, 1),
-            278,
-            accept_rate=0.85,
-            fp8_attention=True,
-        ),
+        "K2 prefill": Point("H200", plan(32, config=K2), prompts(8, 2048), 7000),
+        "K2 decode": Point("H200", plan(96, redundant=96, config=K2, **k2_decode), running(480, 2050), 3000),
     }
+
+
+def _of_ant(count: int, seen: float, *, ranks: int = 16, drafts: int = 1, accept_rate: float = 0.85) -> Point:
+    """Return a decode of so many requests on each card, with 4096 tokens and half of 1536 more."""
+    engine = plan(ranks, drafts=drafts, overlap=False, kv_format="fp8", mode="low_latency")
+    rows = running(count, 4864, drafts)
+    return Point("H20-96G", engine, rows, seen, accept_rate=accept_rate, fp8_attention=True)
