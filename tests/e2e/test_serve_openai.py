@@ -142,7 +142,7 @@ def test_the_client_of_openai_is_answered() -> None:
         assert refused(lambda: ask(model="tiny", prompt="a", temperature=-1)).status_code == 400
         assert refused(lambda: ask(model="tiny", prompt="a", n=9999)).status_code == 400
         assert refused(lambda: ask(model="tiny", prompt="a", extra_body={"colour": 1})).status_code == 400
-        assert refused(lambda: ask(model="another", prompt="a")).status_code == 400
+        assert refused(lambda: ask(model="another", prompt="a")).status_code == 404
         assert refused(lambda: client.chat.completions.create(model="tiny", messages=[])).status_code == 400
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pairing, "step", list)  # no request leaves the queue meanwhile, however fast engines are

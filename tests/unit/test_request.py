@@ -58,7 +58,7 @@ def test_ranges_of_ids_and_both_ends_of_what_is_allowed() -> None:
         ("hello", "text 'hello': encode it with the model's tokenizer"),
         (None, "a sequence of ints, got None"),
         (5, "a sequence of ints, got 5"),
-        (np.int64(5), "one dimension, got np.int64(5)"),
+        (np.int64(5), f"one dimension, got {np.int64(5)!r}"),
         ({1, 2}, "a sequence of ints, got {1, 2}"),
         ({1: 2}, "a sequence of ints, got {1: 2}"),
         (iter([1]), "a sequence of ints, got <list_iterator"),

@@ -283,7 +283,7 @@ def test_a_value_shows_what_differs_from_the_defaults() -> None:
         (brief, "function brief"),
         (torch.zeros(2, 3, dtype=torch.bfloat16), "bfloat16[2, 3] on cpu"),
         (torch.zeros(2, device="meta"), "float32[2] on meta"),
-        (np.int64(3), "np.int64(3)"),
+        (np.int64(3), repr(np.int64(3))),
         ([torch.zeros(2, device="meta")], "[float32[2] on meta]"),
         (pd.CacheConfig(num_pages=3), "CacheConfig(num_pages=3)"),
     ],

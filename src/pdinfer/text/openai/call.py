@@ -29,7 +29,18 @@ __all__ = ["Call", "error_answer", "max_bytes"]
 BYTES_PER_TOKEN = 32
 """A body whose tokens have more bytes than that on average is nothing that a model could use."""
 SPARE_BYTES = 64 << 10
-_KINDS = {400: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
+_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
+
+
+class UnknownModel(RequestError):
+    """A model that is not served here. Routers of several hosts ask another one then."""
+
+
+_TOLD: dict[type[PDInferError], tuple[int, str]] = {
+    UnknownModel: (404, "model_not_found"),
+    TooLong: (400, "context_length_exceeded"),
+}
+"""Statuses and codes by which clients know what they can do about an error."""
 
 
 class Call:
@@ -165,7 +176,7 @@ def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> Comple
         )
     body = read(data, is_chat=is_chat)
     if body.model not in (None, "", model):
-        raise RequestError(f"model {body.model!r} is not served here, only {model!r}")
+        raise UnknownModel(f"model {body.model!r} is not served here, only {model!r}")
     if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
         raise RequestError(f"n must be from 1 to {MAX_CHOICES}, got {body.n}")
     return body
@@ -184,10 +195,10 @@ def max_bytes(limit: int) -> int:
 
 
 def error_answer(error: PDInferError) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Return the status, the headers and the body that report an error to a client: 400 for what it may not ask, 429
-    when it should ask later, 503 for what it cannot help."""
+    """Return the status, the headers and the body that report an error to a client: 400 for what it may not ask, 404
+    for a model that is not here, 429 when it should ask later, 503 for what it cannot help."""
     status = {"REQUEST": 400, "CONFIG": 400, "OVERLOADED": 429}.get(error.code, 503)
+    status, code = _TOLD.get(type(error), (status, error.code.lower()))
     wait_s = getattr(error, "retry_after_s", None) or 1.0
-    code = "context_length_exceeded" if isinstance(error, TooLong) else error.code.lower()
     body = {"message": str(error), "type": _KINDS[status], "param": None, "code": code}
-    return status, {"Retry-After": str(math.ceil(wait_s))} if status != 400 else {}, {"error": body}
+    return status, {"Retry-After": str(math.ceil(wait_s))} if status > 404 else {}, {"error": body}

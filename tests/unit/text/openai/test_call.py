@@ -104,7 +104,6 @@ def test_what_is_asked_arrives_in_the_requests(tokenizer: pd.text.Tokenizer) -> 
         ({**CALC, "prompt": []}, "got 0"),
         ({**CALC, "prompt": [[-1]], "echo": True}, r"Expected `int` >= 0 - at `\$\.prompt\[0\]\[0\]`"),
         ({**CALC, "prompt": [10**30], "echo": True}, r"`int` <= 2147483647 - at `\$\.prompt\[0\]`"),
-        ({**CALC, "model": "another"}, "only 'tiny'"),
         ({**CALC, "stop": [""]}, "stop string"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({**CHAT, "messages": []}, "at least one message"),
@@ -128,6 +127,10 @@ def test_errors_have_the_status_that_clients_act_on(tokenizer: pd.text.Tokenizer
     assert (status, headers, body["error"]["type"]) == (429, {"Retry-After": "2"}, "rate_limit_error")
     status, headers, body = error_answer(pd.TransferError("lost"))
     assert (status, headers["Retry-After"], body["error"]["message"]) == (503, "1", "lost")
+    with pytest.raises(pd.RequestError, match="model 'another' is not served here, only 'tiny'") as caught:
+        parse(tokenizer, {**CALC, "model": "another"})
+    status, headers, body = error_answer(caught.value)
+    assert (status, headers, body["error"]["code"]) == (404, {}, "model_not_found")
     call = parse(tokenizer, CALC)
     name = call.requests[0].request_id
     assert name is not None
