@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -57,9 +58,10 @@ def find_goodput(
     `run_at(rate, seed)` returns the summary of one run with an SLO: of a Pairing, or of a simulation. Each rate is
     tried with seeds 0, 1 and 2, then with more, at most `max_seeds`, until the 95 % interval of the mean excludes the
     target; if none does, the mean decides. `high` is tried first, then `low`. When `low` does not keep the target and
-    its requests met in flight, one more rate is tried, so low that they rarely do: an SLO that fails there fails at any
-    rate. `progress(tried, rates)` is called after every rate; True draws a line on stderr. Raises ConfigError for bad
-    bounds, and where `run_at` returns something else, or a summary whose attainment is none."""
+    its requests met in flight, a rate is tried that is so low that they rarely do: an SLO that fails there fails at any
+    rate, and of one that does not the rate is sought between both, in proportion. `progress(tried, rates)` is called
+    after every rate; True draws a line on stderr. Raises ConfigError for bad bounds, and where `run_at` returns
+    something else, or a summary whose attainment is none."""
     if not 0 < low < high < float("inf") or not 0 < target <= 1:
         raise ConfigError(
             f"find_goodput needs 0 < low < high and 0 < target <= 1, got {low:g}, {high:g} and {target:g}"
@@ -67,34 +69,36 @@ def find_goodput(
     if num_steps < 1 or max_seeds < MIN_SEEDS:
         raise ConfigError(f"find_goodput needs num_steps >= 1 and max_seeds >= {MIN_SEEDS}")
     trials: list[Trial] = []
-    held: list[float | None] = []
 
-    def is_met(rate: float) -> bool:
-        trial, concurrency = _try(run_at, rate, target, max_seeds)
-        trials.append(trial)
-        held.append(concurrency)
-        met = trial.is_met
-        is_last = met if len(trials) == 1 else len(trials) == 2 and not met
-        tell(len(trials), len(trials) if is_last else 2 + num_steps)
-        return met
+    def tried(rate: float) -> tuple[Trial, float | None]:
+        found = _try(run_at, rate, target, max_seeds)
+        trials.append(found[0])
+        return found
+
+    def found(rate: float, upper: float | None, reason: str = "") -> Goodput:
+        tell(len(trials), len(trials))
+        return Goodput(rate=rate, upper=upper, target=target, trials=tuple(trials), reason=reason)
 
     with telling(progress, "searching", "rates") as tell:
-        if is_met(high):
-            return Goodput(rate=high, upper=None, target=target, trials=tuple(trials))
-        if not is_met(low):
-            alone = _alone_rate(low, held[-1])
-            keeps = alone < low and is_met(alone)
-            reason = "" if keeps else _reason(trials[-1], held[-1], target)
-            return Goodput(
-                rate=alone if keeps else 0.0, upper=trials[1].rate, target=target, trials=tuple(trials), reason=reason
-            )
-        for _ in range(num_steps):
-            middle = (low + high) / 2
-            if is_met(middle):
+        if tried(high)[0].is_met:
+            return found(high, None)
+        tell(1, 2 + num_steps)
+        trial, concurrency = tried(low)
+        is_below = not trial.is_met
+        if is_below and (alone := _alone_rate(low, concurrency)) < low:
+            tell(2, 3 + num_steps)
+            low, high = alone, low
+            trial, concurrency = tried(low)
+        if not trial.is_met:
+            return found(0.0, trials[1].rate, _reason(trial, concurrency, target))
+        for left in range(num_steps, 0, -1):
+            tell(len(trials), len(trials) + left)
+            middle = math.sqrt(low * high) if is_below else (low + high) / 2
+            if tried(middle)[0].is_met:
                 low = middle
             else:
                 high = middle
-    return Goodput(rate=low, upper=high, target=target, trials=tuple(trials))
+        return found(low, high)
 
 
 def _alone_rate(rate: float, concurrency: float | None) -> float:

@@ -145,10 +145,10 @@ def test_nothing_runs_on_no_gpu(num_gpus: int) -> None:
     ("ttft_s", "rate", "said"),
     [
         (0.05, 0.0, "cannot be met at any rate"),  # a prompt alone takes 0.1 s
-        (0.11, 0.02, ""),  # a prompt that meets no other keeps it
+        (0.11, 1.0, ""),  # a prompt that meets no other keeps it: nine of ten at a load of a tenth
     ],
 )
-def test_a_search_says_whether_any_rate_could_keep_the_slo(ttft_s: float, rate: float, said: str) -> None:
+def test_a_search_goes_on_below_where_any_rate_could_keep_the_slo(ttft_s: float, rate: float, said: str) -> None:
     cluster = planning.cluster("1P1D", prefill_s=lambda rows: 0.1, decode_s=lambda rows: 0.0)
 
     def run_at(rate: float, seed: int) -> bench.Summary:
@@ -158,9 +158,9 @@ def test_a_search_says_whether_any_rate_could_keep_the_slo(ttft_s: float, rate: 
     found = bench.find_goodput(run_at, 8.0, 20.0)
     assert said in found.reason
     assert bool(said) == bool(found.reason)
-    assert found.rate == found.trials[-1].rate * bool(rate)
-    assert found.upper == 8.0
-    assert found.trials[-1].rate < 1.0
+    assert found.rate == pytest.approx(rate, rel=0.25)
+    assert found.upper == (8.0 if said else pytest.approx(1.1 * rate, rel=0.2))
+    assert found.trials[2].rate < 1.0
 
 
 def test_a_search_that_cannot_know_advises_a_lower_rate() -> None:
