@@ -12,6 +12,7 @@ has the key can compute."""
 from __future__ import annotations
 
 import hmac
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -66,8 +67,8 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 def pack_ints(values: Sequence[int]) -> bytes:
     """Return token or page ids as little-endian int32. Raises RequestError for an id that does not fit 32 bits."""
     try:
-        return np.asarray(values, dtype="<i4").tobytes()
-    except (OverflowError, ValueError, TypeError) as error:
+        return array("i", values).tobytes()  # numpy before 2.0 would keep the low bits of what does not fit
+    except (OverflowError, TypeError) as error:
         raise RequestError(f"ids must be ints of 32 bits to travel: {error}") from error
 
 

@@ -488,7 +488,7 @@ def test_packed_ints_unpack_to_themselves(values: list[int]) -> None:
     assert all(type(value) is int for value in wire.unpack_ints(data))
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**200, "token", None], ids=str)
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**200, 1.5, "token", None], ids=str)
 def test_ids_without_a_place_in_32_bits_are_refused(value: object) -> None:
     with pytest.raises(RequestError, match="ids must be ints of 32 bits"):
         wire.pack_ints([1, value])  # type: ignore[list-item]
