@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants
+from tests import mutants, versions
 from tests.mutants import ROOT, Verdict, all_mutants
 from tests.places import NotFoundOnce, defined_in, file_of, place
 from tests.planted.mutant import Mutant, parsed
@@ -175,6 +176,13 @@ def test_those_that_a_change_touches_are_chosen() -> None:
     assert mutants.touches(mutant, {"README.md", place(ROOT, mutant)})
     assert mutants.touches(mutant, {file_of(ROOT, mutant.tests)})
     assert not mutants.touches(mutant, {"README.md"})
+
+
+@pytest.mark.parametrize("path", [os.environ["PATH"], ""])
+def test_a_tree_that_is_no_checkout_has_no_commit(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", path)
+    assert versions.commit() == "unknown"
 
 
 def test_bugs_are_judged_by_their_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,5 +14,9 @@ def git(*arguments: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with "+changes" where files differ from it."""
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    """Return the commit of this checkout, with "+changes" where files differ from it; "unknown" in a tree without one,
+    without git, and where git does not trust the tree since somebody else owns it."""
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return "unknown"
