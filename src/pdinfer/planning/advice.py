@@ -45,9 +45,10 @@ def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
 
     Prefill's pressure is the time in which its queues empty over the limit of TTFT, decode's the greatest of the
     step's seconds over the limit of TPOT and the shares of pages and of slots in use, waiting requests included. Both
-    are means over a side's ports, so that one more port divides them. A side at LATE or more gets the least loaded port
-    of the other if that stays below SPARE without it; no side gives its last one. Raises ConfigError for stats without
-    loads, and for an SLO without limits of TTFT and TPOT.
+    are means over a side's ports. A side at LATE or more gets the least loaded port of the other if that stays below
+    SPARE without it: prefill with its queues over one port fewer, decode with what runs, since others that hold pages
+    there wait for a prefill. No side gives its last port. Raises ConfigError for stats without loads, and for an SLO
+    without limits of TTFT and TPOT.
     """
     prefills = [load for load in stats.loads if isinstance(load, PrefillLoad)]
     decodes = [load for load in stats.loads if isinstance(load, DecodeLoad)]
@@ -59,12 +60,14 @@ def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
     at_prefill = [_prefill_pressure(load, cost, ttft_s) for load in prefills]
     at_decode = [_decode_pressure(load, cost, slo.tpot_s) for load in decodes]
     pressures = {"prefill": _mean(at_prefill), "decode": _mean(at_decode)}
-    for role, giver, loads, of_ports in (
-        ("decode", "prefill", prefills, at_prefill),
-        ("prefill", "decode", decodes, at_decode),
-    ):
+    more = [len(loads) / max(1, len(loads) - 1) for loads in (prefills, decodes)]
+    without_one = {
+        "decode": pressures["prefill"] * more[0],
+        "prefill": _mean([_running_pressure(load, cost, slo.tpot_s, more[1]) for load in decodes]),
+    }
+    for role, loads, of_ports in (("decode", prefills, at_prefill), ("prefill", decodes, at_decode)):
         count = len(of_ports)
-        if pressures[role] >= LATE and count > 1 and pressures[giver] * count / (count - 1) < SPARE:
+        if pressures[role] >= LATE and count > 1 and without_one[role] < SPARE:
             idlest = min(range(count), key=of_ports.__getitem__)
             return Advice(
                 port=loads[idlest].address,
@@ -91,10 +94,24 @@ def _prefill_pressure(load: PrefillLoad, cost: Cost, ttft_s: float) -> float:
 def _decode_pressure(load: DecodeLoad, cost: Cost, tpot_s: float) -> float:
     """Return the greatest of the step's share of its limit, and of what would be in use if nobody had to wait."""
     holding = load.num_granted_requests + load.num_running_requests
-    waiting = load.num_waiting_requests
-    context = max(holding, load.num_running_tokens)
-    step_s = float(cost.decode(StepRows(holding, holding, context, context))) if holding else 0.0
-    used = 1.0 - load.num_available_pages / load.num_total_pages
-    pages = used + load.num_waiting_tokens / (load.page_size * load.num_total_pages)
-    slots = (holding + waiting) / load.max_running_requests if load.max_running_requests else 0.0
+    pages = _used(load) + load.num_waiting_tokens / (load.page_size * load.num_total_pages)
+    return _greatest(load, cost, tpot_s, holding, holding + load.num_waiting_requests, pages)
+
+
+def _running_pressure(load: DecodeLoad, cost: Cost, tpot_s: float, times: float) -> float:
+    """Return the same of so many times those that run."""
+    running = load.num_running_requests
+    pages = _used(load) * running / max(1, load.num_granted_requests + running)
+    return _greatest(load, cost, tpot_s, round(running * times), running * times, pages * times)
+
+
+def _used(load: DecodeLoad) -> float:
+    return 1.0 - load.num_available_pages / load.num_total_pages
+
+
+def _greatest(load: DecodeLoad, cost: Cost, tpot_s: float, in_step: int, in_slots: float, pages: float) -> float:
+    holding = load.num_granted_requests + load.num_running_requests
+    context = max(in_step, load.num_running_tokens * in_step // max(1, holding))
+    step_s = float(cost.decode(StepRows(in_step, in_step, context, context))) if in_step else 0.0
+    slots = in_slots / load.max_running_requests if load.max_running_requests else 0.0
     return max(step_s / tpot_s, pages, slots)

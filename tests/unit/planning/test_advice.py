@@ -96,6 +96,21 @@ def test_slots_pages_and_who_waits_are_pressure_too() -> None:
     assert planning.advise(stats(*idle, num_free_pages=0, num_cached_pages=90), COST, SLO) is None
 
 
+@pytest.mark.parametrize(("running", "moves"), [(0.2, True), (0.9, False)])
+def test_requests_that_wait_for_a_prefill_keep_no_decode(running: float, moves: bool) -> None:
+    """They hold all the pages that decodes have, and would be computed at once with another prefill."""
+    late = stats([1.5, 1.3], [running] * 3, num_free_pages=0, num_granted_requests=90, max_running_requests=100)
+    advice = planning.advise(late, COST, SLO)
+    assert (advice is not None) == moves
+    assert advice is None or advice.role == "prefill"
+
+
+def test_what_a_step_costs_alone_is_no_more_with_one_port_fewer() -> None:
+    """A step takes 0.5 of its limit, or 0.55 with all sequences over two ports: not three halves of 0.5."""
+    cost = attrs.evolve(COST, decode=StepCost(prior=lambda rows: 0.02 + 1e-3 * rows.num_rows))
+    assert planning.advise(stats([1.5], [0.1] * 3), cost, SLO) is not None
+
+
 @given(
     work=st.tuples(st.floats(0.0, 6.0), st.floats(0.0, 6.0)),
     ports=st.tuples(st.integers(1, 6), st.integers(1, 6)),

@@ -78,6 +78,16 @@ def test_following_advice_bears_1_3_times_the_rate_of_every_fixed_split(seed: in
         assert fixed.attainment < 0.9, shape
 
 
+def test_decodes_full_of_what_waits_for_prefills_are_given_away() -> None:
+    """Long answers turn into long prompts, of which the one prefill computes three a second: those that it has not
+    computed yet hold the pages of five decodes. 52 % keep the SLO where these count as decode's work."""
+    load = drift(9.0, 0, LONG_ANSWERS, LONG_PROMPTS)
+    moving = planning.simulate(cluster("1P5D"), load, slo=SLO, adviser=advise)
+    assert moving.attainment is not None
+    assert moving.attainment >= 0.85
+    assert 1 <= sum("became" in note for note in moving.notes) <= 3
+
+
 def move(load: pd.policy.PrefillLoad | pd.policy.DecodeLoad, role: str) -> planning.advice.Advice:
     return planning.advice.Advice(port=load.address, role=role, prefill_pressure=1.0, decode_pressure=1.0)
 
