@@ -310,10 +310,20 @@ def ints_of(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
         raise ConfigError(f"token ids are a sequence of ints, got {shown(given)}: give a list, a tuple or an array")
     if len(given) > MAX_TOKENS:
         raise ConfigError(f"a sequence has at most {MAX_TOKENS} tokens, got {len(given)}: {shown(given)}")
-    read = given.tolist() if hasattr(given, "tolist") else given
+    read = _listed(given) if hasattr(given, "tolist") else given
     if not set(map(type, read)) <= {int}:
         read = [_as_int(index, token, tokens) for index, token in enumerate(read)]
     return read if type(read) is tuple else tuple(read)
+
+
+def _listed(array: Any) -> Any:
+    """Return the items of an array. A sparse tensor of torch has no list of them, and one on "meta" has none at all."""
+    try:
+        return array.tolist()
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the tokens of {shown(array)} cannot be read: {error}; give a dense array of them"
+        ) from error
 
 
 def _as_int(index: int, token: Any, tokens: object) -> int:

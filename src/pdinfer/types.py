@@ -34,7 +34,7 @@ from pdinfer.bounds import (
     Seconds,
     TopLogprobs,
 )
-from pdinfer.checks import token_ids
+from pdinfer.checks import instance_of, token_ids
 from pdinfer.errors import PDInferError
 from pdinfer.stop import StopMatcher
 from pdinfer.values import Value
@@ -344,6 +344,6 @@ class RequestShape(Value):
 class Choice(Value):
     """The pair that a policy chose, with every part of the score that led to it (lower is better)."""
 
-    prefill: PeerAddress
-    decode: PeerAddress
+    prefill: PeerAddress = attrs.field(validator=instance_of(PeerAddress))
+    decode: PeerAddress = attrs.field(validator=instance_of(PeerAddress))
     score: Annotated[tuple[tuple[Name, Score], ...], FEW] = ()

@@ -33,6 +33,7 @@ from tests.e2e.setups import (
     reference,
     remote,
     request,
+    several,
     tokens_of,
 )
 from tests.forks import FAR_S
@@ -166,6 +167,23 @@ def test_a_policy_that_returns_no_choice_is_told() -> None:
         pytest.raises(pd.ConfigError, match=r"a policy returns a Choice.* returned 5"),
     ):
         list(setup.pairing.generate([request("a")]))
+    with (
+        local(policy=lambda *_: pd.policy.Choice(prefill=[], decode={})) as setup,  # type: ignore[arg-type]
+        pytest.raises(pd.ConfigError, match=r"prefill must be a PeerAddress, got \[\]"),
+    ):
+        list(setup.pairing.generate([request("a")]))
+
+
+def test_a_closed_engine_refuses_what_comes_later() -> None:
+    with several(1, 1) as setup:
+        (prefill,), (decode,) = setup.prefills, setup.decodes
+        prefill.close()
+        decode.close()
+        decode.submit(request("late"), writers=[prefill.address])
+        (refused,) = decode.step()
+        assert isinstance(refused, pd.Refused)
+        assert (refused.request_id, str(refused.error)) == ("late", "the decode engine is closed")
+        assert decode.num_unfinished == 0
 
 
 def test_a_prompt_that_no_engine_can_hold_is_refused_before_it_is_copied() -> None:

@@ -77,6 +77,8 @@ def test_ranges_of_ids_and_both_ends_of_what_is_allowed() -> None:
         (torch.tensor([[1, 2]]), "one dimension, got int64[1, 2] on cpu: make a request for each row"),
         (torch.tensor([1.5]), "got 1.5 at index 0 of float32[1] on cpu"),
         (torch.tensor([False]), "got False at index 0 of bool[1] on cpu"),
+        (torch.empty(2, dtype=torch.int64, device="meta"), "cannot be read: "),
+        (torch.tensor(IDS).to_sparse(), "give a dense array of them"),
         (torch.Tensor, "a sequence of ints, got class Tensor"),
         ([0, -1], "from 0 to 2147483647, got -1 at index 1"),
         (np.array([-1]), "got -1 at index 0"),

@@ -157,7 +157,7 @@ def _one_batch(found: Mapping[str, Any], resolution_s: float, fastest_step_s: fl
 @typed
 def from_aiperf(text: bytes | str) -> Summary:
     """Read the summary, or `profile_export.jsonl`, a line per request, of which warm-up requests are left out."""
-    data = text.encode() if isinstance(text, str) else text
+    data = text.encode(errors="replace") if isinstance(text, str) else text
     lines = [line for line in data.removeprefix(BOM).splitlines() if line.strip()]
     if lines and b'"metadata"' in lines[0]:
         return _aiperf_records(lines)

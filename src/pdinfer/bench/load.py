@@ -4,12 +4,12 @@ replays."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
 
-from pdinfer.bench.traces import BLOCK_TOKENS, MAX_LENGTH, MAX_SEED, Arrival, Trace, rng_of
+from pdinfer.bench.traces import BLOCK_TOKENS, MAX_LENGTH, MAX_SEED, Arrival, Trace, check_arrivals, rng_of
 from pdinfer.checks import check_int, clip, int_field, int_in, is_int, is_number, one_of, typed
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
@@ -17,6 +17,8 @@ from pdinfer.values import Value
 Lengths = int | tuple[int, int] | Trace
 """The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
 MAX_REQUESTS = 10_000_000
+MAX_CV = 1e6
+"""Beyond it, and below its inverse, gaps are lost to rounding."""
 MODES = ("burst", "closed_loop", "open_loop", "replay")
 
 
@@ -41,11 +43,9 @@ class Load(Value):
     notes: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.arrivals, tuple) or not all(isinstance(one, Arrival) for one in self.arrivals):
-            raise ConfigError(f"a load has a tuple of arrivals, got {clip(self.arrivals)}")
-        for before, after in pairwise(self.arrivals):
-            if after.at_s < before.at_s:
-                raise ConfigError(f"arrivals go back from {before.at_s:g} s to {after.at_s:g} s; sort them by at_s")
+        check_arrivals("a load", self.arrivals)
+        for arrival in self.arrivals:
+            _check_blocks(arrival, self.block_tokens)
         if self.mode == "closed_loop":
             check_int("max_concurrency of a closed loop", self.max_concurrency, 1)
 
@@ -53,8 +53,7 @@ class Load(Value):
 @typed
 def burst(num_requests: int, *, prompt_tokens: Lengths, output_tokens: Lengths, seed: int = 0) -> Load:
     """Send all requests at once."""
-    arrivals = _arrivals([0.0] * _count(num_requests), prompt_tokens, output_tokens, seed)
-    return Load(mode="burst", arrivals=arrivals, seed=seed)
+    return _load("burst", [0.0] * _count(num_requests), prompt_tokens, output_tokens, seed)
 
 
 @typed
@@ -71,8 +70,7 @@ def closed_loop(
     _count(concurrency, "concurrency")
     _finite("ramp_s", ramp_s, above=False)
     starts = [ramp_s * min(at, concurrency) / concurrency for at in range(_count(num_requests))]
-    arrivals = _arrivals(starts, prompt_tokens, output_tokens, seed)
-    return Load(mode="closed_loop", arrivals=arrivals, max_concurrency=concurrency, seed=seed)
+    return _load("closed_loop", starts, prompt_tokens, output_tokens, seed, max_concurrency=concurrency)
 
 
 @typed
@@ -90,7 +88,8 @@ def open_loop(
     """Send `request_rate` requests a second, whatever is served. `arrivals` are "poisson", "constant", or "gamma" with
     the coefficient of variation `cv` between them. The first request is due at 0."""
     _finite("request_rate", request_rate)
-    _finite("cv", cv)
+    if not is_number(cv) or not 1.0 / MAX_CV <= cv <= MAX_CV:
+        raise ConfigError(f"cv must be from {1.0 / MAX_CV:g} to {MAX_CV:g}, got {clip(cv)}")
     rng, count = rng_of(seed), _count(num_requests)
     mean_s = 1.0 / request_rate
     draws: dict[str, Callable[[], np.ndarray]] = {
@@ -103,12 +102,14 @@ def open_loop(
     if max_concurrency is not None:
         _count(max_concurrency, "max_concurrency")
     times_s = [0.0, *np.cumsum(draws[arrivals]()).tolist()]
-    return Load(
-        mode="open_loop",
-        arrivals=_arrivals(times_s, prompt_tokens, output_tokens, seed),
+    return _load(
+        "open_loop",
+        times_s,
+        prompt_tokens,
+        output_tokens,
+        seed,
         request_rate=request_rate,
         max_concurrency=max_concurrency,
-        seed=seed,
         notes=(f"arrivals: {arrivals}" + (f", CV {cv:g}" if arrivals == "gamma" else ""),),
     )
 
@@ -131,20 +132,32 @@ def replay(trace: Trace, *, speed: float = 1.0, num_requests: int | None = None,
     )
 
 
-def _arrivals(
-    times_s: Sequence[float], prompt_tokens: Lengths, output_tokens: Lengths, seed: int
-) -> tuple[Arrival, ...]:
+def _load(
+    mode: str, times_s: Sequence[float], prompt_tokens: Lengths, output_tokens: Lengths, seed: int, **more: Any
+) -> Load:
     """Return requests at these times. Where both lengths are of one trace, prefixes are those of the trace too."""
     rng = rng_of(seed, 1)
     if isinstance(prompt_tokens, Trace) and prompt_tokens is output_tokens:
         known = prompt_tokens.arrivals
-        return tuple(attrs.evolve(known[at % len(known)], at_s=time_s) for at, time_s in enumerate(times_s))
+        arrivals = tuple(attrs.evolve(known[at % len(known)], at_s=time_s) for at, time_s in enumerate(times_s))
+        return Load(mode=mode, arrivals=arrivals, block_tokens=prompt_tokens.block_tokens, seed=seed, **more)
     prompts = _lengths("prompt_tokens", prompt_tokens, len(times_s), rng)
     outputs = _lengths("output_tokens", output_tokens, len(times_s), rng)
-    return tuple(
+    arrivals = tuple(
         Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output)
         for at_s, prompt, output in zip(times_s, prompts, outputs, strict=True)
     )
+    return Load(mode=mode, arrivals=arrivals, seed=seed, **more)
+
+
+def _check_blocks(arrival: Arrival, block_tokens: int) -> None:
+    """Raise ConfigError for hashes that are not those of all blocks of the prompt."""
+    needed, told = -(-arrival.prompt_tokens // block_tokens), len(arrival.hash_ids)
+    if told not in (0, needed):
+        raise ConfigError(
+            f"{arrival.prompt_tokens} tokens have {needed} blocks of block_tokens={block_tokens}, and this prompt has "
+            f"{told} hash_ids: give one for each block, or none"
+        )
 
 
 def _lengths(name: str, lengths: Lengths, count: int, rng: np.random.Generator) -> list[int]:
@@ -183,6 +196,8 @@ class PromptMaker:
     @typed
     def __init__(self, vocab_size: int, *, block_tokens: int = 512, seed: int = 0) -> None:
         check_int("vocab_size", vocab_size, 2, 2**31)
+        check_int("block_tokens", block_tokens, 1, MAX_LENGTH)
+        check_int("seed", seed, 0, MAX_SEED)
         self._vocab_size = vocab_size
         self._block_tokens = block_tokens
         self._seed = seed
@@ -191,7 +206,9 @@ class PromptMaker:
         self._num_made = 0
 
     def prompt(self, arrival: Arrival) -> tuple[int, ...]:
-        """Return the prompt of a request: `arrival.prompt_tokens` token ids."""
+        """Return the prompt of a request: `arrival.prompt_tokens` token ids. Raises ConfigError for `hash_ids` that are
+        not one for each block."""
+        _check_blocks(arrival, self._block_tokens)
         self._num_made += 1
         if not arrival.hash_ids:
             return self._block(_ROOT, -1 - self._num_made, arrival.prompt_tokens)

@@ -115,7 +115,16 @@ class Sender:
         return tuple(map(_use, self._loads.values()))
 
     def run(self, timeout_s: float, tell: Tell = nobody) -> tuple[Record, ...]:
-        """Send and read until nothing is left, or nothing came for `timeout_s` after the last request."""
+        """Send and read until nothing is left, or nothing came for `timeout_s` after the last request, and then cancel
+        what is unfinished: also when something is raised, so that nothing is computed for nobody."""
+        try:
+            self._serve(timeout_s, tell)
+        finally:
+            for request_id in self._unfinished:
+                self._pairing.cancel(request_id)
+        return self._recorder.records()
+
+    def _serve(self, timeout_s: float, tell: Tell) -> None:
         num_over, heard_s = 0, self._recorder.now_s
         sampled_s = heard_s
         while self._next is not None or self._unfinished:
@@ -142,9 +151,6 @@ class Sender:
                 break
             if not events:
                 self._pairing.wait(max(0.0, min(self._due_s() - self._recorder.now_s, WAIT_S)))
-        for request_id in self._unfinished:
-            self._pairing.cancel(request_id)
-        return self._recorder.records()
 
     def _may_send(self) -> bool:
         most = self._load.max_concurrency

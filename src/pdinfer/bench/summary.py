@@ -13,6 +13,7 @@ import attrs
 import msgspec
 from msgspec import Meta
 
+from pdinfer.checks import typed
 from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.files import unambiguous
@@ -172,6 +173,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self, order="sorted")
 
     @classmethod
+    @typed
     def from_json(cls, text: bytes | str) -> Summary:
         """Read what `to_json` wrote, with or without a byte order mark. Unknown fields are ignored. Raise ConfigError
         for anything else, such as a key that appears twice or an attainment above 1."""

@@ -13,15 +13,17 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import attrs
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdinfer.checks import as_float, clip, float_field, float_in, int_field, int_in, typed
+from pdinfer.bounds import escaped
+from pdinfer.checks import as_float, check_int, clip, float_field, float_in, int_field, int_in, is_int, typed
 from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import ConfigError
 from pdinfer.files import BOM, AnyPath, unambiguous
@@ -32,7 +34,7 @@ MAX_TRACE_BYTES = 1 << 30
 """Of the text, whatever its compressed size."""
 MAX_LENGTH = 2**31
 MAX_AT_S = 1e9
-MAX_SEED = 2**63 - 1
+MAX_SEED = MAX_HASH = 2**63 - 1
 BLOCK_TOKENS = 512
 CHARACTERS_PER_TOKEN = 4
 LEAST_BIN_S = 1.0
@@ -46,16 +48,22 @@ COLUMNS = {
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(\+00:00|Z)?", re.ASCII)
 
 
+def _hashes(_instance: Arrival, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, tuple) or not all(is_int(one) and 0 <= one <= MAX_HASH for one in value):
+        raise ConfigError(f"{attribute.name} must be a tuple of ints from 0 to {MAX_HASH}, got {clip(value)}")
+
+
 @attrs.frozen(kw_only=True)
 class Arrival(Value):
     """One request: when it is due in seconds, its tokens, the hashes of its blocks, equal for equal prefixes, and its
     priority and deadline as in `Request`. Raises ConfigError for a time that is negative or beyond MAX_AT_S, for
-    lengths that are not from 1 to MAX_LENGTH, and for what no `Request` may have."""
+    lengths that are not from 1 to MAX_LENGTH, for hashes that are not from 0 to MAX_HASH, and for what no `Request` may
+    have."""
 
     at_s: float = attrs.field(validator=float_in(0.0, MAX_AT_S, low_included=True), converter=as_float)
     prompt_tokens: int = attrs.field(validator=int_in(1, MAX_LENGTH))
     output_tokens: int = attrs.field(validator=int_in(1, MAX_LENGTH))
-    hash_ids: tuple[int, ...] = ()
+    hash_ids: tuple[int, ...] = attrs.field(default=(), validator=_hashes)
     priority: int = int_field(1 - 2**31, 2**31 - 1, default=0)
     deadline_s: float | None = float_field(0.0, MAX_DEADLINE_S, default=None, low_included=True)
 
@@ -72,15 +80,25 @@ class Trace(Value):
     notes: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
+        check_arrivals("a trace", self.arrivals)
         if not self.arrivals:
             raise ConfigError(f"the trace {clip(self.name)} has no request; a trace has at least one")
+
+
+def check_arrivals(what: str, arrivals: object) -> None:
+    """Raise ConfigError for what is no tuple of arrivals in order of their times."""
+    if not isinstance(arrivals, tuple) or not all(isinstance(one, Arrival) for one in arrivals):
+        raise ConfigError(f"{what} has a tuple of arrivals, got {clip(arrivals)}")
+    for before, after in pairwise(arrivals):
+        if after.at_s < before.at_s:
+            raise ConfigError(f"arrivals go back from {before.at_s:g} s to {after.at_s:g} s; sort them by at_s")
 
 
 class _MooncakeLine(msgspec.Struct):
     timestamp: float
     input_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
     output_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
-    hash_ids: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
+    hash_ids: tuple[Annotated[int, Meta(ge=0, le=MAX_HASH)], ...]
 
 
 class _Turn(msgspec.Struct):
@@ -124,7 +142,7 @@ def read_trace(
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {clip(format)}")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Trace(name=path.name, format=format, sha256=digest, arrivals=tuple(arrivals), notes=notes)
+    return Trace(name=escaped(path.name), format=format, sha256=digest, arrivals=tuple(arrivals), notes=notes)
 
 
 class Place(NamedTuple):
@@ -315,11 +333,16 @@ def _sharegpt(
         talks = msgspec.json.decode(unambiguous(text), type=list[_Conversation])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         place.fail("conversations", f"is wrong: {str(error)[:200]}", "ShareGPT is a list of {id, conversations: [...]}")
-    count = count_tokens or (lambda text: -(-len(text) // CHARACTERS_PER_TOKEN))
+
+    def size(text: str) -> int:
+        count = -(-len(text) // CHARACTERS_PER_TOKEN) if count_tokens is None else count_tokens(text)
+        check_int("what count_tokens returns", count, 0)
+        return max(1, count)
+
     pairs = [talk.conversations[:2] for talk in talks]
     whole = [pair for pair in pairs if len(pair) == 2 and all(turn.value for turn in pair)]
     arrivals = [
-        Arrival(at_s=0.0, prompt_tokens=max(1, count(asked.value)), output_tokens=max(1, count(answered.value)))
+        Arrival(at_s=0.0, prompt_tokens=size(asked.value), output_tokens=size(answered.value))
         for asked, answered in whole
     ]
     notes = ["the trace has no times: use its lengths in a burst, a closed or an open loop"]

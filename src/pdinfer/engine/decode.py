@@ -16,7 +16,7 @@ from pdinfer.engine.page_tables import GrantedRooms, PageTables
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.sequence import Cancel, ChangeWriters, Sequence, SubmitDecode, ends_of
 from pdinfer.engine.shown import DecodeSnapshot, show_landed, show_sequence
-from pdinfer.errors import ConfigError, PDInferError, RankLost, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RankLost, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.sampling import Drawn, make_processor
@@ -130,10 +130,12 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _step(self) -> None:
         """Take what came, admit what landed, grant pages, and run one batch."""
-        if not self.closed:
-            self._schedule()
-            self._decode()
-            self._events += self._rooms.take_granted()
+        if self.closed:
+            self._take_inbox()
+            return
+        self._schedule()
+        self._decode()
+        self._events += self._rooms.take_granted()
 
     def _schedule(self) -> None:
         """Do what needs no token of the step that runs, if one does: its sequences may end here, and others join the
@@ -212,6 +214,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
         request_id = request.request_id or ""
         try:
+            if self.closed:  # another engine may take it
+                raise Overloaded("the decode engine is closed")
             _check_submit(request, writers, self._sequences)
             request = check_request(request, [self.limits])
             processor = make_processor(self._factories, request.sampling)

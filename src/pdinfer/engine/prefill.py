@@ -77,6 +77,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _step(self) -> None:
         """Take what came, run one chunk, and hand off what it finished. No events come of it (see `DecodeEngine`)."""
         if self.closed:
+            self._inbox.take()  # decode has taken the rooms back with the link
             return
         self._take_inbox()
         for room, error in self._channel.poll_stops():

@@ -88,6 +88,18 @@ def test_silence_ends_a_run_and_what_is_unfinished_is_cancelled() -> None:
     assert summary.mean_ttft_ms is None
 
 
+def test_what_is_raised_while_a_run_goes_on_ends_its_requests() -> None:
+    clock = VirtualClock()
+    pairing = OneSlot(clock)
+
+    def stop(ended: int, requests: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(pairing, bench.burst(3, prompt_tokens=4, output_tokens=2), progress=stop, clock=clock)
+    assert len(pairing.cancelled) == 2
+
+
 def test_prompts_share_exactly_the_blocks_whose_hashes_they_share() -> None:
     hashes = [(0, 1, 2), (0, 1, 3), (0, 4), (5,), (0, 1, 2)]
     arrivals = tuple(
@@ -105,6 +117,11 @@ def test_prompts_share_exactly_the_blocks_whose_hashes_they_share() -> None:
     alone = [maker.prompt(bench.Arrival(at_s=0.0, prompt_tokens=9, output_tokens=1)) for _ in range(20)]
     assert len({prompt[0] for prompt in alone}) == 20
     assert all(0 <= token < 300 for prompt in prompts for token in prompt)
+    small = bench.Trace(
+        name="", format="", sha256="", arrivals=(attrs.evolve(DUE, prompt_tokens=9, hash_ids=(1, 2)),), block_tokens=8
+    )
+    for load in (bench.replay(small), bench.burst(3, prompt_tokens=small, output_tokens=small)):
+        assert load.block_tokens == 8
 
 
 def test_goodput_is_bisected_over_seeds() -> None:
@@ -223,6 +240,18 @@ def test_an_open_loop_has_the_rate_and_the_spread_that_were_asked_for(cv: float,
         (lambda: bench.Load(mode="closed_loop", arrivals=(DUE,)), "max_concurrency of a closed loop must be an int"),
         (lambda: bench.Load(mode="burst", arrivals=(DUE,), max_concurrency=0), "max_concurrency must be an int from 1"),
         (lambda: bench.Load(mode="burst", arrivals=(DUE,), block_tokens=0), "block_tokens must be an int from 1"),
+        (lambda: attrs.evolve(DUE, hash_ids=(-1,)), "hash_ids must be a tuple of ints from 0"),
+        (lambda: attrs.evolve(DUE, hash_ids=("a",)), "hash_ids must be a tuple of ints from 0"),
+        (
+            lambda: bench.Load(mode="burst", arrivals=(attrs.evolve(DUE, hash_ids=(1, 2)),)),
+            "one for each block, or none",
+        ),
+        (lambda: bench.PromptMaker(9).prompt(attrs.evolve(DUE, hash_ids=(1, 2))), "one for each block, or none"),
+        (lambda: bench.PromptMaker(9, block_tokens=0), "block_tokens must be an int from 1"),
+        (lambda: bench.PromptMaker(9, seed=-1), "seed must be an int from 0"),
+        (lambda: bench.Trace(name="", format="", sha256="", arrivals=(5,)), "a trace has a tuple of arrivals, got"),  # type: ignore[arg-type]
+        (lambda: bench.open_loop(1.0, 2, prompt_tokens=1, output_tokens=1, cv=1e-300), "cv must be from 1e-06 to 1e"),
+        (lambda: bench.open_loop(1.0, 2, prompt_tokens=1, output_tokens=1, cv=1e155), "cv must be from 1e-06 to 1e"),
         (lambda: bench.open_loop(1e-300, 2, prompt_tokens=1, output_tokens=1), "at_s must be a finite number"),
         (lambda: bench.closed_loop(0, 2, prompt_tokens=1, output_tokens=1), "concurrency"),
         (pd.bench.SLO, "needs a limit"),

@@ -118,6 +118,7 @@ def test_the_schema_is_that_of_the_code() -> None:
         b'{"slo": {"ttft_s": 1, "ttft_s": 2}}',
         b"\xff",
         b"{" * 9000,
+        None,
     ],
 )
 def test_what_is_no_summary_is_refused(text: bytes) -> None:
@@ -235,7 +236,7 @@ def test_requests_of_aiperf_become_a_summary() -> None:
 
 @pytest.mark.parametrize("read", [row[0] for row in TOOLS.values()])
 @pytest.mark.parametrize(
-    "text", ["", "[1]", "{}", '{"duration": "long"}', '{"completed": 1e999}', "\x00", '{"a":' * 3000, "null"]
+    "text", ["", "[1]", "{}", "\ud800", '{"duration": "long"}', '{"completed": 1e999}', "\x00", '{"a":' * 3000, "null"]
 )
 def test_a_file_that_is_none_is_refused(read: object, text: str) -> None:
     with pytest.raises(pd.ConfigError):

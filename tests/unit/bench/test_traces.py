@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,18 @@ def test_bins_are_spread_by_seed_or_kept_and_the_trace_says_which(tmp_path: Path
     assert dict(load.environment)["trace_sha256"] == kept.sha256
 
 
+def test_a_name_that_is_no_text_goes_into_a_summary(tmp_path: Path) -> None:
+    trace = bench.read_trace(written(tmp_path, GOOD, os.fsdecode(b"\xff.jsonl")))
+    assert (trace.name, bench.Summary(name=trace.name).to_json()[:1]) == (r"\udcff.jsonl", b"{")
+
+
 def test_tokens_of_text_are_counted_by_the_host(tmp_path: Path) -> None:
     trace = bench.read_trace(written(tmp_path, SHAREGPT), count_tokens=len)
     assert (trace.arrivals[0].prompt_tokens, trace.arrivals[0].output_tokens) == (40, 9)
     assert any("left out" in note for note in trace.notes)
     assert not any("characters" in note for note in trace.notes)
+    with pytest.raises(pd.ConfigError, match="what count_tokens returns must be an int of at least 0, got None"):
+        bench.read_trace(written(tmp_path, SHAREGPT), count_tokens=lambda text: None)  # type: ignore[arg-type, return-value]
     load = bench.open_loop(2.0, 3, prompt_tokens=trace, output_tokens=trace)
     assert [arrival.prompt_tokens for arrival in load.arrivals] == [40] * 3
 

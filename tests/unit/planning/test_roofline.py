@@ -154,6 +154,9 @@ def test_numbers_of_a_part_may_be_ints() -> None:
     assert attrs.evolve(H800, nic_bytes_per_s=25 * 10**9) == attrs.evolve(H800, nic_bytes_per_s=25e9)
     with pytest.raises(ConfigError, match="nic_bytes_per_s must be a finite number, greater than 0"):
         attrs.evolve(H800, nic_bytes_per_s=0)
+    for name, kind in (("name", "str"), ("device", "str"), ("factors", "Factors")):
+        with pytest.raises(ConfigError, match=f"{name} must be a {kind}, got None"):
+            attrs.evolve(H800, **{name: None})
 
 
 def test_drafts_that_are_right_count_once() -> None:

@@ -19,6 +19,7 @@ A request's are `kv_transfer_params`, with a room of 16 random bytes in hexadeci
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import attrs
 from pdinfer.adapters.vllm.heads import has_heads
 from pdinfer.adapters.vllm.messages import MAX_WORKERS
 from pdinfer.adapters.vllm.overrides import overrides
-from pdinfer.checks import clip
+from pdinfer.checks import clip, instance_of
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport
@@ -43,6 +44,11 @@ MAX_WAIT_S = 3600.0
 def _seconds(settings: Settings, attribute: attrs.Attribute[float], value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WAIT_S:
         raise ConfigError(f"{attribute.name} must be 0 to {MAX_WAIT_S:g} seconds, got {clip(value)}")
+
+
+def _file(settings: Settings, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{attribute.name} must be the path of a file, got {clip(value)}")
 
 
 def _addresses(settings: Settings, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -60,9 +66,9 @@ class Settings:
 
     sends: bool
     receives: bool
-    listen: str = "tcp://127.0.0.1:0"
+    listen: str = attrs.field(default="tcp://127.0.0.1:0", validator=instance_of(str))
     advertise: str | None = None
-    key_file: str | None = None
+    key_file: str | None = attrs.field(default=None, validator=_file)
     prefills: Sequence[str] | None = attrs.field(default=None, validator=_addresses)
     hold_s: float = attrs.field(default=5.0, validator=_seconds)
     lease_s: float = attrs.field(default=30.0, validator=_seconds)
@@ -71,9 +77,11 @@ class Settings:
     def of(cls, transfer: Any) -> Settings:
         """Read vLLM's KVTransferConfig. Raises ConfigError for names that are not known, and for a prefill without an
         address to listen on."""
-        extra = dict(transfer.kv_connector_extra_config or {})
+        extra = transfer.kv_connector_extra_config or {}
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"kv_connector_extra_config must have names and values, got {clip(extra)}")
         known = [field.name for field in attrs.fields(cls) if field.name not in ("sends", "receives")]
-        if unknown := sorted(extra.keys() - set(known)):
+        if unknown := sorted(map(str, extra.keys() - set(known))):
             raise ConfigError(f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(known)}")
         sends = transfer.kv_role in ("kv_producer", "kv_both")
         if sends and "listen" not in extra:

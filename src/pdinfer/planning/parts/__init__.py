@@ -14,7 +14,7 @@ import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.checks import as_float, clip, float_in, int_in
+from pdinfer.checks import as_float, clip, float_in, instance_of, int_in
 from pdinfer.errors import ConfigError
 from pdinfer.values import Value
 
@@ -104,8 +104,8 @@ class Hardware(Value):
     more than `host_ranks`. The NIC is the machine's: give yours with `attrs.evolve(hw, nic_bytes_per_s=…)`, and factors
     of your own with `factors`."""
 
-    name: str
-    device: str
+    name: str = attrs.field(validator=instance_of(str))
+    device: str = attrs.field(validator=instance_of(str))
     bf16_flops: float = _rate()
     fp8_flops: float = _rate()
     memory_bytes: float = _rate()
@@ -114,7 +114,7 @@ class Hardware(Value):
     nic_bytes_per_s: float = _rate()
     host_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
     scale_up_ranks: int = attrs.field(validator=int_in(1, 1 << 16))
-    factors: Factors
+    factors: Factors = attrs.field(validator=instance_of(Factors))
 
 
 @cache

@@ -238,7 +238,7 @@ def seconds(name: str, step_s: StepSeconds, rows: StepRows) -> float:
     told = step_s(rows)
     try:
         took_s = float(told)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         took_s = math.nan
     if not 0.0 <= took_s < math.inf:
         raise ConfigError(f"{name} must return seconds, finite and at least 0; for {rows} it returned {clip(told)}")

@@ -303,6 +303,8 @@ def test_steps_that_are_no_seconds_are_refused() -> None:
     late = cluster(decode_s=lambda rows: np.where(np.asarray(rows.num_context_tokens) % 2048 == 999, np.nan, 0.01))
     with pytest.raises(ConfigError, match="decode_s must return seconds"):
         planning.simulate(late, load())
+    with pytest.raises(ConfigError, match="prefill_s must return seconds"):
+        cluster(prefill_s=lambda rows: 10**400)
 
 
 def test_a_seed_is_not_negative() -> None:
