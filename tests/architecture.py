@@ -194,7 +194,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ops", "crossovers"),
         ("spec", "arguments"),
         ("formats",),
-        ("draws", "exact"),
+        ("exact",),
     ),
     "kernels.torch": (("provider",), ("attention", "experts", "rows"), ("products", "flash")),
     "kernels.formats": (
