@@ -13,7 +13,6 @@
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why
     crossovers.py       which of several providers is faster for how many rows, as measured (crossovers.json)
-    exact.py            arithmetic that is not rounded to a model's dtype
     spec.py             what ops are chosen for, as data
     formats/            how weights, activations and rows of cache pages are held in memory
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pdinfer.kernels import arguments
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
-from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, ScaledRows
-from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.floats import Plain, exact, not_finite
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two

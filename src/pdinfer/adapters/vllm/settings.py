@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from pdinfer.adapters.vllm.heads import has_heads
+from pdinfer.adapters.vllm.memory import has_heads
 from pdinfer.adapters.vllm.messages import MAX_WORKERS
 from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.checks import clip

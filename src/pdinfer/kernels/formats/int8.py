@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.exact import exact
+from pdinfer.kernels.formats.floats import exact
 from pdinfer.kernels.formats.format import Format, Rounding, Shape, Shard
 from pdinfer.kernels.formats.fp8 import MIN_AMAX, quotient
 

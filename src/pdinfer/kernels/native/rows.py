@@ -17,9 +17,9 @@ from pdinfer.kernels.arguments import Controls, DrawKind, RouterRule
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kernels.torch import experts as torch_experts
 from pdinfer.kernels.torch import products as torch_products
-from pdinfer.kernels.torch import rows as torch_rows
 
 FEW_TOKENS = 16
 """Up to this many tokens a router waits for its weights. For more of them torch's GEMM is faster."""
@@ -161,7 +161,7 @@ _APART: Any = SimpleNamespace(
     rms_norm=rms_norm,
     rotate=rotate,
     combine_rows=combine_rows,
-    store_latent=torch_rows.store_latent,
+    store_latent=torch_attention.store_latent,
     round_int8=reference.round_int8,
     round_fp8=torch_products.round_fp8,
 )

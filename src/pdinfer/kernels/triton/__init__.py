@@ -14,8 +14,8 @@
     mla_prefill.py     attention of many queries per sequence
     mla_sparse.py      attention to chosen positions
     index_topk.py      what an indexer chooses
-    tiles.py           tiles of queries of all sequences, and their contexts out of pages
-    softmax.py         products of tiles, and a softmax block by block
+    tiles.py           tiles of queries of all sequences, their contexts out of pages, products of tiles, and a softmax
+                       block by block
     draws.py           draws of tokens
     filters.py         what top_k and top_p leave of a vocabulary
     rounding.py        what kernels share that round to FP8 and INT8
