@@ -21,6 +21,7 @@ from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
+    broken,
     by_request,
     check_wakes_in,
     collect,
@@ -73,10 +74,6 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
 def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
     more = {"policy": pd.policy.round_robin, **more}
     return setups.several(num_prefill, num_decode, transport, **more)
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 def break_off(engine: Any) -> None:
