@@ -15,7 +15,7 @@ import pdinfer as pd
 from pdinfer.execution.drafting import Draft
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw
-from pdinfer.kernels.torch import rows as torch_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv import copies
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.transports.loopback import LoopbackHub
@@ -44,7 +44,7 @@ def layout_of(*names: str, page_size: int = 4) -> KVLayout:
 
 def pool_of(device: torch.device, *names: str, page_size: int = 4, seed: int = 0) -> PageMemory:
     """Return a pool of random bytes; the host waits for them."""
-    memory = PageMemory(layout_of(*names, page_size=page_size), NUM_PAGES, device=device, ops=torch_rows)
+    memory = PageMemory(layout_of(*names, page_size=page_size), NUM_PAGES, device=device, ops=torch_attention)
     memory.buffer.copy_(torch.randint(256, (memory.num_bytes,), generator=torch.Generator().manual_seed(seed)).byte())
     order.synchronize()
     return memory
@@ -182,7 +182,7 @@ def test_a_step_finds_what_the_step_before_has_written_on_another_stream(device:
 
 
 def test_a_new_pool_is_cleared_before_anything_arrives(device: torch.device) -> None:
-    memory = PageMemory(layout_of("latent"), NUM_PAGES, device=device, ops=torch_rows)
+    memory = PageMemory(layout_of("latent"), NUM_PAGES, device=device, ops=torch_attention)
     arrive(memory, [(0, 8)], 4)
     assert contents(memory, [(0, 9)]) == b"\4" * 8 + b"\0"
 

@@ -56,6 +56,16 @@ class Held:
 
 
 @contextmanager
+def held_joining() -> Iterator[tuple[Setup, Any, Held, Any]]:
+    """A pairing, a newcomer, what holds it, and its joining, which waits for the newcomer's `connect`."""
+    with several(1, 1) as setup, newcomer() as port:
+        held, joining = Held(port), setup.pairing.joining(port)
+        next(joining)
+        assert held.asked.wait(TIMEOUT_S)
+        yield setup, port, held, joining
+
+
+@contextmanager
 def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, list[Exception]]]:
     """Call `add` in a thread of its own. The list gets what it raised."""
     errors: list[Exception] = []
@@ -318,12 +328,8 @@ def test_a_host_that_steps_itself_gets_the_events_of_streams_while_a_port_joins(
 
 
 def test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later() -> None:
-    with several(1, 1) as setup, newcomer() as port:
-        held = Held(port)
-        joining = setup.pairing.joining(port)
-        next(joining)
-        assert held.asked.wait(TIMEOUT_S)
-        joining.close()  # type: ignore[attr-defined]
+    with held_joining() as (setup, port, held, joining):
+        joining.close()
         held.go.set()
         assert port not in setup.pairing.ports
         with pd.Pairing(port, newcomer(pd.DecodeEngine)) as other:
@@ -334,13 +340,9 @@ def test_a_port_whose_joining_is_given_up_stays_out_and_may_join_later() -> None
 
 def test_a_joining_that_is_dropped_waits_for_no_lock() -> None:
     """Garbage collection closes its iterator in any thread, also in one that has a lock for which another waits."""
-    with several(1, 1) as setup, newcomer() as port:
-        held = Held(port)
-        joining = setup.pairing.joining(port)
-        next(joining)
-        assert held.asked.wait(TIMEOUT_S)
+    with held_joining() as (setup, port, held, joining):
         with setup.pairing._intake.lock:
-            check_returns(joining.close)  # type: ignore[attr-defined]
+            check_returns(joining.close)
         held.go.set()
         wait_until(lambda: port not in setup.pairing._joining._owners)  # another pairing may have it
         assert port not in setup.pairing.ports

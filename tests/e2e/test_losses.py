@@ -13,14 +13,15 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import RankLost
 from pdinfer.execution.runner import ModelRunner
+from pdinfer.pairing.choosing import STRANDED_S
 from pdinfer.pairing.losses import MAX_COMPUTING, MAX_LINKS, NAMED
 from pdinfer.pairing.ports import BACK_S, LOOK_S, PORT_WAIT_S
-from pdinfer.pairing.relinking import STRANDED_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
+    broken,
     by_request,
     check_wakes_in,
     collect,
@@ -73,10 +74,6 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
 def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
     more = {"policy": pd.policy.round_robin, **more}
     return setups.several(num_prefill, num_decode, transport, **more)
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 def break_off(engine: Any) -> None:

@@ -13,6 +13,7 @@ from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
+    broken,
     by_request,
     collect,
     hang,
@@ -31,10 +32,6 @@ COUNT = 12
 def several(num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
     more = {"policy": pd.policy.round_robin, **more}
     return setups.several(1, num_decode, transport, **more)
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 def kinds() -> list[pd.Request]:

@@ -18,6 +18,7 @@ from pdinfer.types import Choice, RequestShape
 from tests.e2e.setups import (
     PROMPT,
     Setup,
+    broken,
     by_request,
     check_wakes_in,
     collect,
@@ -65,10 +66,6 @@ def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
         last = streams[name][-1]
         assert (last.finish_reason, last.token) == (pd.FinishReason.FAILED, None)
         assert isinstance(last.error, pd.TransferError)
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 # -- choosing -----------------------------------------------------------------------------------------------------

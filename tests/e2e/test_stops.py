@@ -18,6 +18,7 @@ from tests.e2e import setups
 from tests.e2e.setups import (
     PROMPT,
     Setup,
+    broken,
     by_request,
     collect,
     hang,
@@ -229,10 +230,6 @@ def test_a_request_that_is_resumed_stops_where_it_would_have() -> None:
 
 
 # -- when ports are lost ----------------------------------------------------------------------------------------------
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 6])

@@ -19,6 +19,7 @@ import pdinfer as pd
 from pdinfer.aio import AsyncPairing
 from tests.e2e.setups import (
     Setup,
+    broken,
     by_request,
     collect,
     greedy,
@@ -296,9 +297,6 @@ def until_needed(setup: Setup, port: Any) -> list[pd.TokenEvent]:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_port_that_dies_while_it_is_drained_loses_no_request(side: str) -> None:
-    def broken() -> list[object]:
-        raise RuntimeError("the device fell off")
-
     during = prompts(0, 4)
     with setup_of(2, 2) as setup:
         for one in during:

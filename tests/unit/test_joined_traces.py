@@ -14,6 +14,7 @@ import pdinfer as pd
 from pdinfer.testing import random_model
 from pdinfer.trace import CHANNEL, REQUESTS, Trace, join_traces
 from tests.e2e.setups import greedy
+from tests.unit.test_trace import ends
 
 Event = dict[str, Any]
 IDS = ["first", 'second "quoted"', "third"]
@@ -39,10 +40,6 @@ def tracks(events: list[Event]) -> dict[str, list[list[Event]]]:
 
 def flat(lists: list[list[Event]]) -> list[Event]:
     return [each for some in lists for each in some]
-
-
-def ends(event: Event) -> tuple[int, int]:
-    return round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ and AIPerf (which names its units), seconds in genai-bench."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -239,15 +238,11 @@ def _summary(found: dict[str, Any], names: Mapping[str, str], source: str, *, sc
     known = {theirs.split(".")[0] for theirs in names.values()}
     unknown = sorted(name for name in found if name not in known)
     notes = (f"left out, since a summary has no place for it: {', '.join(map(clip, unknown[:40]))}",) if unknown else ()
-    mode = "closed_loop" if fields.get("max_concurrency") and math.isinf(_rate_of(found)) else "unknown"
+    # vLLM writes an infinite rate as text: where concurrency is bounded, that is a closed loop
+    is_closed = bool(fields.get("max_concurrency")) and found.get("request_rate") in ("inf", "Infinity")
+    mode = "closed_loop" if is_closed else "unknown"
     summary = Summary(source=source, mode=mode, notes=notes, **fields)
     return msgspec.structs.replace(summary, findings=check(summary))
-
-
-def _rate_of(found: Mapping[str, Any]) -> float:
-    """Return the rate asked for; "inf", which vLLM writes as text, is a closed loop where concurrency is bounded."""
-    rate = found.get("request_rate")
-    return math.inf if rate in ("inf", "Infinity") else float(rate) if is_number(rate) else 0.0  # type: ignore[arg-type]
 
 
 def _object(text: bytes | str, where: str = "") -> dict[str, Any]:

@@ -231,7 +231,8 @@ def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], 
         names = sorted(os.listdir(folder))
     except OSError as failure:
         raise CheckpointError(f"cannot open model folder {folder}: {failure.strerror}") from None
-    adapters = [name for name in names if name == ADAPTER_CONFIG or _is_adapter(name)]
+    of_weights = (SUFFIX, INDEX_SUFFIX, *REFUSED_SUFFIXES)
+    adapters = [n for n in names if n == ADAPTER_CONFIG or (n.startswith("adapter") and n.endswith(of_weights))]
     if adapters:
         raise CheckpointError(
             f"{folder} holds an adapter (LoRA), {_listed(adapters)}, which would not be applied; merge it into the "
@@ -261,10 +262,6 @@ def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], 
             f"convert them to safetensors"
         )
     raise CheckpointError(f"{folder} holds no *{SUFFIX}")
-
-
-def _is_adapter(name: str) -> bool:
-    return name.startswith("adapter") and name.endswith((SUFFIX, INDEX_SUFFIX, *REFUSED_SUFFIXES))
 
 
 def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:

@@ -34,21 +34,15 @@ def functions_of(spec: OpSpec, whole: Ops) -> dict[str, Callable[..., Any]]:
     functions: dict[str, Callable[..., Any]] = {}
     if spec.rope_apart:
         functions |= {name: partial(_over_rows, whole[name]) for name in ATTENTION}
-        functions["store_latent"] = _store_latent
+        functions["store_latent"] = lambda pages, slots_T, c_TC, k_rope_TR: _store(pages, slots_T, (c_TC, k_rope_TR))
         for composition in (compositions.norm_rotate_store, compositions.mla_absorbed):
             functions[composition.__name__] = Composed(composition)
     if spec.index_format == "int8":
         functions |= {name: partial(_over_keys, whole[name]) for name in INDEXERS}
-        functions["store_index_keys"] = _store_index_keys
+        functions["store_index_keys"] = lambda pages, slots_T, keys_TY: _store(
+            pages, slots_T, cache_rows.int8_index_rows(keys_TY)
+        )
     return functions
-
-
-def _store_latent(pages: Parts, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    _store(pages, slots_T, (c_TC, k_rope_TR))
-
-
-def _store_index_keys(pages: Parts, slots_T: Tensor, keys_TY: Tensor) -> None:
-    _store(pages, slots_T, cache_rows.int8_index_rows(keys_TY))
 
 
 def _store(pages: Parts, slots_T: Tensor, rows: Parts) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import draws
+from pdinfer.kernels import arguments
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
-from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, ScaledRows
-from pdinfer.kernels.formats.floats import Plain
+from pdinfer.kernels.formats.floats import Plain, exact, not_finite
 from pdinfer.kernels.formats.format import Format, Weight
 from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8_MAX, FP8Blocks, quotient, to_power_of_two
@@ -29,7 +28,7 @@ from pdinfer.kernels.spec import OpSpec
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
 
-draw = draws.draw
+draw = arguments.draw
 
 
 def slow(op: str, spec: OpSpec) -> str | None:

@@ -234,11 +234,14 @@ class Ports:
             known[address] = {peer_key(peer.address): peer for peer in (member.peers() if peers is None else peers)}
         for prefill, decode in product(prefills.values(), decodes.values()):
             if self.linked(prefill.address, decode.address):
+                there, here = known[decode.address], known[prefill.address]
+                speeds = [there[key].mb_per_s for key in map(peer_key, prefill.addresses) if key in there]
+                inflight = [here[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in here]
                 yield Link(
                     prefill=prefill.address,
                     decode=decode.address,
-                    bytes_per_s=_arriving(known[decode.address], prefill),
-                    inflight_bytes=_inflight(known[prefill.address], decode),
+                    bytes_per_s=sum(speeds) * 1e6 or None,  # of all ranks together; None when nothing was measured
+                    inflight_bytes=sum(inflight),
                 )
 
     @property
@@ -279,16 +282,6 @@ def by_scheme(ports: Iterable[Port]) -> ByScheme:
         if isinstance(port, CachingPort) and (scheme := port.key_scheme) is not None:
             found.setdefault(scheme, {})[port.address] = port
     return found
-
-
-def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float | None:
-    """Return how many bytes per second all ranks of a prefill send together, or None when no speed was measured."""
-    speeds = [peers[key].mb_per_s for key in map(peer_key, prefill.addresses) if key in peers]
-    return sum(speeds) * 1e6 or None
-
-
-def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
-    return sum(peers[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in peers)
 
 
 class LinkWatch:

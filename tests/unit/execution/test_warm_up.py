@@ -16,6 +16,7 @@ from pdinfer.execution.warm_up import WarmUp, batch_sizes
 from pdinfer.model.batch import Batch
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.backends import ROOT
+from tests.unit.engine.test_engine import watch_threads
 
 MODEL = random_model()
 DRAFTING = random_model(tiny_config("v3"), mtp=True)
@@ -214,14 +215,7 @@ def test_pages_come_back_when_a_step_fails(role: str, monkeypatch: pytest.Monkey
 
 
 def test_threads_and_trace_are_those_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    head = pd.Model.head
-
-    def watched(model: pd.Model, state_TD: torch.Tensor) -> torch.Tensor:
-        threads.append(torch.get_num_threads())
-        return head(model, state_TD)
-
-    monkeypatch.setattr(pd.Model, "head", watched)
+    threads = watch_threads(monkeypatch)
     with engines(num_threads=2, trace=tmp_path, max_running_requests=1, chunked_prefill_size=1) as (prefill, decode, _):
         prefill.warm_up()
         decode.warm_up()

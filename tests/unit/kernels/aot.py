@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from tests.forks import context
 
@@ -68,6 +70,11 @@ class Measured:
     narrow: int
     missed: tuple[str, ...] = ()
     exception: str | None = None
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return an argument of a specimen, without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def specimens() -> list[Specimen]:

@@ -12,13 +12,10 @@ import torch
 
 from pdinfer.kernels.arguments import DecodeCache
 from tests.unit.kernels import aot
+from tests.unit.kernels.aot import empty
 
 triton = pytest.importorskip("triton")
 bad_kernels = pytest.importorskip("tests.unit.kernels.bad_kernels")
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def check(found: list[aot.Measured]) -> list[aot.Measured]:

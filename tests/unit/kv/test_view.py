@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.torch import rows as torch_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, PeerMemfd
 from pdinfer.kv.view import KVView, PageMemory
@@ -42,7 +42,7 @@ def memory_of(*, on_host: bool = True, filled: bool = False, kind: str = "auto")
     copy."""
     memory = PageMemory(layout_of(), NUM_PAGES, device=CPU, memory=kind)
     if not on_host:
-        memory.copies = memory._on_device(torch_rows)
+        memory.copies = memory._on_device(torch_attention)
     if filled:
         memory.buffer.copy_(torch.arange(memory.num_bytes) % 251)
     return memory

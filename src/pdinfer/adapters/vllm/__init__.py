@@ -18,7 +18,6 @@ Inside vLLM:
     receiving.py   decode: links to prefills, and blocks that they fill
     sending.py     prefill: blocks that peers get
     memory.py      vLLM's cache tensors as the pages of a channel
-    heads.py       the layout of caches with keys and values per head
     overrides.py   settings of vLLM that change what it computes from a checkpoint, as a part of the model's id
     settings.py    what the host and each request ask for, and what is refused
     messages.py    what the two halves send each other, and what vLLM's logger receives

@@ -141,7 +141,9 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
         """Send a request to vLLM's server. A later `step` returns `Granted` for it, or `Refused`."""
         request_id, room, sampling = request.request_id or "", os.urandom(16), request.sampling
         try:
-            engine = self._writer_of(writers)
+            if len(writers) != 1:
+                raise RequestError(f"vLLM takes the pages of one prefill, and this request has {len(writers)} writers")
+            engine = self._engine_at(writers[0])
             loads = {"do_remote_prefill": True, "room": room.hex(), "prefill": engine.address.endpoints[0]}
             body = body_of(request, loads, max_tokens=sampling.max_new_tokens - len(request.output))
         except PDInferError as error:
@@ -224,11 +226,6 @@ class VLLMDecode(VLLMPort[PrefillEngine, tuple[bytes, Piece] | str, Streamed]):
     def _forget(self) -> None:
         super()._forget()
         self._left.clear()
-
-    def _writer_of(self, writers: Sequence[PeerAddress]) -> PrefillEngine:
-        if len(writers) != 1:
-            raise RequestError(f"vLLM takes the pages of one prefill, and this request has {len(writers)} writers")
-        return self._engine_at(writers[0])
 
     def _say(self, body: Mapping[str, Any]) -> None:
         """Pass on what vLLM says to a request, until the request has ended here. Runs in a thread."""

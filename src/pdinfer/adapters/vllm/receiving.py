@@ -28,7 +28,8 @@ DIAL_S = 3.0
 AGAIN_S = 0.5
 """Seconds for which an address that did not answer is not dialled again, so that a burst of requests is one attempt."""
 MAX_DOORS = 256
-"""The number of addresses that are remembered. They come with requests."""
+"""The number of addresses that are remembered. They come with requests; the one met first, of those that are not being
+dialled, is forgotten."""
 MAX_DIALS = 16
 """The number of addresses that are dialled at a time, each by a thread. Others wait for their turn."""
 
@@ -68,8 +69,8 @@ class Doors:
             return door.error
         if not self._turns.acquire(blocking=False):
             return None
-        if endpoint not in self._doors:
-            self._forget_one()
+        if endpoint not in self._doors and len(self._doors) >= MAX_DOORS:
+            del self._doors[next(at for at, door in self._doors.items() if not door.is_dialling)]
         self._doors[endpoint] = door
         door.is_dialling = True
         try:
@@ -92,11 +93,6 @@ class Doors:
         door.peer, door.error, door.tried_at = peer, error, self._clock()
         door.is_dialling = False
         self._turns.release()
-
-    def _forget_one(self) -> None:
-        """Forget the address that was met first and is not being dialled, when there are too many."""
-        if len(self._doors) >= MAX_DOORS:
-            del self._doors[next(at for at, door in self._doors.items() if not door.is_dialling)]
 
 
 _log = logging.getLogger("vllm.pdinfer")

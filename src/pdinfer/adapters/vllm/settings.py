@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from pdinfer.adapters.vllm.heads import has_heads
+from pdinfer.adapters.vllm.memory import has_heads
 from pdinfer.adapters.vllm.messages import MAX_WORKERS
 from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.checks import clip, instance_of
@@ -38,12 +38,12 @@ from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.endpoints import leads_here
 
 ROOM_BYTES = 16
-MAX_WAIT_S = 3600.0
+LONGEST_S = 3600.0
 
 
 def _seconds(settings: Settings, attribute: attrs.Attribute[float], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WAIT_S:
-        raise ConfigError(f"{attribute.name} must be 0 to {MAX_WAIT_S:g} seconds, got {clip(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S:
+        raise ConfigError(f"{attribute.name} must be 0 to {LONGEST_S:g} seconds, got {clip(value)}")
 
 
 def _file(settings: Settings, attribute: attrs.Attribute[Any], value: object) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from pdinfer.adapters.vllm.heads import form_of
-from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
+from pdinfer.adapters.vllm.memory import cache_context, engine_pages, form_of, layer_of
 from pdinfer.adapters.vllm.messages import Arrivals, Orders, TransferCounts
 from pdinfer.adapters.vllm.overrides import overrides
 from pdinfer.adapters.vllm.receiving import Doors, Receiving

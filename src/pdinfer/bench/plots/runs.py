@@ -53,16 +53,13 @@ def over_concurrency(runs: Runs) -> Plot:
     rows: list[tuple[Any, ...]] = []
     notes = []
     for name, summaries in by_name(runs, Summary).items():
-        points = [(_in_flight(one), one.output_throughput, one.median_tpot_ms) for one in summaries]
+        held = [one.max_concurrency if one.concurrency is None else one.concurrency for one in summaries]
+        points = [(at, one.output_throughput, one.median_tpot_ms) for at, one in zip(held, summaries, strict=True)]
         found = sorted(point for point in points if are_known(*point) and point[0])
         rows += [(name, *point) for point in found]
         notes += _missing(name, len(summaries) - len(found), len(summaries)) + failed_checks(name, summaries)
     columns = table({"run": str, "concurrency": float, "output_throughput": float, "median_tpot_ms": float}, rows)
     return Plot(columns=columns, notes=tuple(notes), num_panels=2, paint=_paint_concurrency)
-
-
-def _in_flight(summary: Summary) -> float | None:
-    return summary.max_concurrency if summary.concurrency is None else summary.concurrency
 
 
 def _paint_concurrency(columns: Columns, panels: Sequence[Axes]) -> None:

@@ -7,7 +7,7 @@ reads it from files is a line in `checkpoint.schemes.STORED_FORMS`, what plans w
 
     weights.py      what can be done with a weight of any format
     format.py       what a format of weights is
-    floats.py       plain tensors, and floats with a bias
+    floats.py       plain tensors, and floats with a bias; arithmetic that rounds to no model's dtype
     fp8.py          e4m3 with a scale per block of 128 x 128, and its arithmetic
     int8.py         int8 with a scale per row, also with scales of activations that were found beforehand
     four_bits.py    INT4 and MXFP4, with a scale per 32 inputs of a row
@@ -15,7 +15,7 @@ reads it from files is a line in `checkpoint.schemes.STORED_FORMS`, what plans w
     activations.py  activations that were rounded to FP8, as a value
     cache_rows.py   what a row of a cache page holds
 
-May import: kernels.exact, the ground."""
+May import: the ground."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights in floats: plain tensors, and floats with the bias that was quantized with them."""
+"""Weights in floats: plain tensors, and floats with the bias that was quantized with them; and arithmetic that is not
+rounded to the dtype of a model, for ops in plain torch."""
 
 from __future__ import annotations
 
@@ -61,3 +62,15 @@ def all_finite(tensor: Tensor) -> bool:
     """Return whether floats hold neither NaN nor infinity. This reads them at the speed of memory, and `torch.isfinite`
     at a twentieth of it."""
     return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
+
+
+def exact(x: Tensor) -> Tensor:
+    """Return x in float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def not_finite(x: Tensor) -> Tensor:
+    """Return NaN for rows (of the last axis, which stays with one element) that hold NaN or infinity, and 0 for the
+    others. It is added to what cannot show them itself: integers, or a softmax, which gives a score of -inf no
+    weight."""
+    return (0 * exact(x)).sum(-1, keepdim=True)

@@ -21,10 +21,9 @@ MXFP4_LARGEST = 2
 """The exponent of 6, the largest of them, whose fraction is 1.5."""
 
 
+@attrs.frozen(eq=False, kw_only=True)
 class FourBits(Format):
     """Codes of 4 bits, uint8 [..., O, I / 2], and scales [..., O, I / 32]."""
-
-    __slots__ = ()
 
     units = (1, GROUP)
     scale_dtype: ClassVar[torch.dtype]
@@ -36,7 +35,7 @@ class FourBits(Format):
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Self:
         numbers = shape.tensor(shape.rows, shape.columns // 2, torch.uint8, device)
         scale = shape.tensor(shape.rows, shape.columns // GROUP, cls.scale_dtype, device)
-        return cls(numbers=numbers, scale=scale)  # type: ignore[call-arg]
+        return cls(numbers=numbers, scale=scale)
 
     def columns(self, shard: Shard) -> Self:
         return self.map(shard.columns)
@@ -65,9 +64,6 @@ class Int4(FourBits):
     name = "int4"
     scale_dtype = torch.bfloat16
 
-    numbers: Tensor
-    scale: Tensor
-
     def values(self) -> Tensor:
         return codes_of(self.numbers).float().sub_(8)
 
@@ -79,9 +75,6 @@ class MXFP4(FourBits):
 
     name = "mxfp4"
     scale_dtype = torch.uint8
-
-    numbers: Tensor
-    scale: Tensor
 
     def values(self) -> Tensor:
         half = torch.tensor(E2M1, dtype=torch.float32, device=self.numbers.device)

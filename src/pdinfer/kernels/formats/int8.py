@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.exact import exact
+from pdinfer.kernels.formats.floats import exact
 from pdinfer.kernels.formats.format import Format, Rounding, Shape, Shard
 from pdinfer.kernels.formats.fp8 import MIN_AMAX, quotient
 
@@ -15,14 +15,20 @@ INT8_MIN_AMAX = 1e-10
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class Int8Dynamic(Format):
+class _Int8(Format):
+    numbers: Tensor
+    scale: Tensor
+
+    def floats_into(self, out: Tensor) -> None:
+        out.copy_(self.numbers.float().mul_(self.scale))
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Int8Dynamic(_Int8):
     """int8 numbers and one float32 scale per row, [..., O, 1]. Activations are scaled per token at run time."""
 
     name = "w8a8_dynamic"
     scales_tokens = True
-
-    numbers: Tensor
-    scale: Tensor
 
     @classmethod
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Int8Dynamic:
@@ -33,12 +39,9 @@ class Int8Dynamic(Format):
     def rounding(cls, *, ue8m0: bool) -> Rounding:
         return Rounding.INT8
 
-    def floats_into(self, out: Tensor) -> None:
-        out.copy_(self.numbers.float().mul_(self.scale))
-
 
 @attrs.frozen(eq=False, kw_only=True)
-class Int8Static(Format):
+class Int8Static(_Int8):
     """int8 numbers with one float32 scale per row, and a scale and offset for activations that were found beforehand.
 
     `input_scale` and `input_offset` are float32 [..., parts, 1]. `output_scale` (float32) and `output_offset` (int32)
@@ -48,8 +51,6 @@ class Int8Static(Format):
     name = "w8a8"
     has_experts = False
 
-    numbers: Tensor
-    scale: Tensor
     input_scale: Tensor
     input_offset: Tensor
     output_scale: Tensor
@@ -85,9 +86,6 @@ class Int8Static(Format):
         if shard.index == 0:
             kept += self.output_offset + self.input_offset.long() * self.numbers.long().sum(-1, keepdim=True)
         return attrs.evolve(changed, output_offset=kept.to(torch.int32))
-
-    def floats_into(self, out: Tensor) -> None:
-        out.copy_(self.numbers.float().mul_(self.scale))
 
 
 def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ their scales are [..., 1, 16]."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar, Self
 
 import attrs
@@ -67,16 +68,17 @@ def _words(strips: Tensor, numbers: Tensor) -> Tensor:
     return numbers.view(_WORDS[strips.shape[-1] * strips.itemsize // 16])
 
 
+@attrs.frozen(eq=False)
 class InStrips(Format):
-    """Matrices whose tensors lie in strips."""
+    """Matrices whose tensors lie in strips. Every product asks for `parts` and `shape`, so they are found once."""
 
-    __slots__ = ()
+    numbers: Tensor
 
-    @property
+    @cached_property
     def parts(self) -> int:
         return self.numbers.shape[-4]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """The rows of all parts, and the columns."""
         return shape_of(self.numbers)
@@ -102,8 +104,6 @@ class Strips(InStrips):
     strips_of = Plain
     holds_floats = True
 
-    numbers: Tensor
-
     @classmethod
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Strips:
         return cls(new_strips(shape, dtype, device))
@@ -126,7 +126,6 @@ class FP8Strips(InStrips):
     name = "fp8_strips"
     strips_of = FP8Blocks
 
-    numbers: Tensor
     scale: Tensor
     ue8m0: bool = False
 
@@ -149,25 +148,23 @@ class FP8Strips(InStrips):
         self.scale.copy_(value.tensors["scale"])
 
 
+@attrs.frozen(eq=False, kw_only=True)
 class FourBitStrips(InStrips):
     """Weights of four bits in strips, and their scales: a permutation, in as many bytes. Eight columns of a row stay
     together, as a word of 32 bits."""
 
-    __slots__ = ()
-
     strips_of: ClassVar[type[FourBits]]
 
-    numbers: Tensor
     scale: Tensor
 
     @classmethod
     def empty(cls, shape: Shape, *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False) -> Self:
         numbers = new_strips(shape, torch.uint8, device, (STRIP // 8, 64))
-        return cls(numbers=numbers, scale=new_strips(shape, cls.strips_of.scale_dtype, device, (1, 16)))  # type: ignore[call-arg]
+        return cls(numbers=numbers, scale=new_strips(shape, cls.strips_of.scale_dtype, device, (1, 16)))
 
     def ordered(self) -> FourBits:
         """Return the codes and the scales in their order, as new tensors."""
-        return self.strips_of(numbers=from_strips(self.numbers), scale=from_strips(self.scale))  # type: ignore[call-arg]
+        return self.strips_of(numbers=from_strips(self.numbers), scale=from_strips(self.scale))
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -177,9 +174,6 @@ class Int4Strips(FourBitStrips):
     name = "int4_strips"
     strips_of = Int4
 
-    numbers: Tensor
-    scale: Tensor
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class MXFP4Strips(FourBitStrips):
@@ -187,6 +181,3 @@ class MXFP4Strips(FourBitStrips):
 
     name = "mxfp4_strips"
     strips_of = MXFP4
-
-    numbers: Tensor
-    scale: Tensor

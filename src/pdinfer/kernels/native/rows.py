@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import compositions, draws, reference
-from pdinfer.kernels.arguments import RouterRule
-from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels import arguments, compositions, reference
+from pdinfer.kernels.arguments import Controls, DrawKind, RouterRule
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kernels.torch import experts as torch_experts
 from pdinfer.kernels.torch import products as torch_products
-from pdinfer.kernels.torch import rows as torch_rows
 
 FEW_TOKENS = 16
 """Up to this many tokens a router waits for its weights. For more of them torch's GEMM is faster."""
@@ -146,15 +145,15 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
     dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
     if not logits_BV.shape[1] or not dense or not logits_BV.dtype == changed_BV.dtype == torch.float32:
-        return draws.draw(logits_BV, changed_BV, controls, kind)
+        return arguments.draw(logits_BV, changed_BV, controls, kind)
     words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
     build.library().draw_greedy(
         logits_BV.data_ptr(), changed_BV.data_ptr(), *logits_BV.shape, words_3B.data_ptr(), torch.get_num_threads()
     )
     if kind is not DrawKind.GREEDY:
-        tokens_B = draws.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
+        tokens_B = arguments.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
         words_3B[0] = tokens_B
-        words_3B[1] = draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
+        words_3B[1] = arguments.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
     return words_3B
 
 
@@ -162,7 +161,7 @@ _APART: Any = SimpleNamespace(
     rms_norm=rms_norm,
     rotate=rotate,
     combine_rows=combine_rows,
-    store_latent=torch_rows.store_latent,
+    store_latent=torch_attention.store_latent,
     round_int8=reference.round_int8,
     round_fp8=torch_products.round_fp8,
 )

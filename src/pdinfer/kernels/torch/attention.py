@@ -1,4 +1,4 @@
-"""Attention in eager torch, and the choice of what it reads.
+"""Attention in eager torch, the choice of what it reads, and rows of pages that are written, gathered and scattered.
 
 Softmax and index scores stay float32. No tensor of size [tokens, tokens] is ever held, nor the keys and values of a
 long context: attention goes through blocks of queries, and through blocks of context where that is long."""
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache, TokenCache
-from pdinfer.kernels.exact import not_finite
 from pdinfer.kernels.formats import cache_rows
+from pdinfer.kernels.formats.floats import not_finite
 from pdinfer.kernels.torch import flash
 
 SCORE_BLOCK_BYTES = 32 << 20
@@ -271,3 +271,21 @@ def _lowest_of_best(scores_TS: Tensor, last_T: Tensor, count: int) -> Tensor:
     taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1))
     best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values.long()
     return best_TS.masked_fill_((best_TS > last_T1) | lost_T1, -1)
+
+
+def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+    rows_TW = cache_rows.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
+    pages_PGW.view(-1, pages_PGW.shape[-1]).index_copy_(0, slots_T, rows_TW)
+
+
+def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+    rows_TY = cache_rows.index_rows(keys_TY, pages_PGY.dtype)
+    pages_PGY.view(-1, pages_PGY.shape[-1]).index_copy_(0, slots_T, rows_TY)
+
+
+def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+    torch.index_select(pool_NW, 0, rows_S, out=into_SW)
+
+
+def scatter_pages(pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+    pool_NW.index_copy_(0, rows_S, from_SW)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.exact import exact, not_finite
 from pdinfer.kernels.formats.activations import FP8Rows
+from pdinfer.kernels.formats.floats import exact, not_finite
 from pdinfer.kernels.formats.four_bits import FourBits
 from pdinfer.kernels.formats.fp8 import BLOCK, FP8Blocks, dequantize_fp8
 from pdinfer.kernels.formats.int8 import Int8Dynamic, Int8Static, int8_activation, int8_static_activation

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.torch import attention, experts, products, rows
+from pdinfer.kernels.torch import attention, experts, products
 
-MODULES = (products, attention, experts, rows, reference)
+MODULES = (products, attention, experts, reference)
 """The reference is last: norms, rotations, routing and draws have no faster form in eager
 torch."""
 

@@ -14,8 +14,8 @@
     mla_prefill.py     attention of many queries per sequence
     mla_sparse.py      attention to chosen positions
     index_topk.py      what an indexer chooses
-    tiles.py           tiles of queries of all sequences, and their contexts out of pages
-    softmax.py         products of tiles, and a softmax block by block
+    tiles.py           tiles of queries of all sequences, their contexts out of pages, products of tiles, and a softmax
+                       block by block
     draws.py           draws of tokens
     filters.py         what top_k and top_p leave of a vocabulary
     rounding.py        what kernels share that round to FP8 and INT8
@@ -25,4 +25,4 @@
 Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which
 compiles for one. docs/kernels.md has what the compiler made, and how a family is added.
 
-May import: kernels.arguments, kernels.draws, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground."""
+May import: kernels.arguments, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground."""

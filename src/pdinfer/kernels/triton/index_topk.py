@@ -14,15 +14,16 @@ from pdinfer.kernels.arguments import DecodeCache, PagedCache, PrefillCache
 from pdinfer.kernels.formats.cache_rows import PACKED
 from pdinfer.kernels.triton.configs import SELECT, TURN_QUERIES, Config, of_index_scores
 from pdinfer.kernels.triton.launch import launch
-from pdinfer.kernels.triton.softmax import dot, upcasts
 from pdinfer.kernels.triton.tiles import (
     cached_row,
     copy_index_keys,
+    dot,
     load_keys,
     need_queries,
     padded,
     table_of,
     tiles_of,
+    upcasts,
 )
 
 SCORES_BYTES = 256 << 20

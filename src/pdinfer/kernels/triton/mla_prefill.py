@@ -14,8 +14,17 @@ from torch import Tensor
 from pdinfer.kernels.arguments import PrefillCache
 from pdinfer.kernels.triton.configs import of_prefill
 from pdinfer.kernels.triton.launch import launch, need
-from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
-from pdinfer.kernels.triton.tiles import copy_latents, need_queries, padded, padded_parts, table_of, tiles_of
+from pdinfer.kernels.triton.tiles import (
+    copy_latents,
+    dot,
+    need_queries,
+    padded,
+    padded_parts,
+    table_of,
+    tiles_of,
+    upcasts,
+    weigh,
+)
 
 EXPANDED_BYTES = 512 << 20
 """The memory for keys and values: heads of a long context are expanded in groups that fit."""

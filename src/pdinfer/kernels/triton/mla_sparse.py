@@ -19,8 +19,7 @@ from pdinfer.kernels.formats.cache_rows import SCALE_GROUP
 from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen, of_copy
 from pdinfer.kernels.triton.launch import launch
 from pdinfer.kernels.triton.mla_decode import misfit, mla_decode
-from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
-from pdinfer.kernels.triton.tiles import cached_row, copy_row, padded, padded_parts
+from pdinfer.kernels.triton.tiles import cached_row, copy_row, dot, padded, padded_parts, upcasts, weigh
 
 MOST_CHOSEN_HEADS = 64
 """Of a tile, and so of a token whose rows are not copied."""

@@ -17,7 +17,7 @@ from pdinfer.kernels.formats.activations import FP8Rows, Rounded
 from pdinfer.kernels.formats.fp8 import BLOCK
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
-from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_limits import DeepEPConfig, ExpertSizes, round_up
 from pdinfer.parallel.groups import Group
 from pdinfer.process.modes import own_modes
 from pdinfer.process.streams import is_current
@@ -105,8 +105,8 @@ class DeepEPNormal:
         rdma_bytes = max(part.get_rdma_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
         buffer = library.Buffer(
             group.process_group,
-            _aligned(nvl_bytes),
-            _aligned(rdma_bytes),
+            round_up(nvl_bytes, BUFFER_ALIGNMENT_BYTES),
+            round_up(rdma_bytes, BUFFER_ALIGNMENT_BYTES),
             num_qps_per_rank=max(DEFAULT_QPS, library.Buffer.num_sms),
             explicitly_destroy=True,
         )
@@ -205,7 +205,7 @@ class DeepEPLowLatency:
         buffer = library.Buffer(
             group.process_group,
             0,
-            _aligned(num_bytes),
+            round_up(num_bytes, BUFFER_ALIGNMENT_BYTES),
             low_latency_mode=True,
             num_qps_per_rank=sizes.experts_per_rank,
             explicitly_destroy=True,
@@ -319,7 +319,3 @@ def import_deep_ep(kind: str, method: str) -> Any:
     if not hasattr(getattr(library, kind, None), method) or not hasattr(library, "topk_idx_t"):
         raise BackendUnavailable(f"this deep_ep has no {kind}.{method}, or no topk_idx_t: {advice}")
     return library
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

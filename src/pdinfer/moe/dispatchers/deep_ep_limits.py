@@ -104,7 +104,7 @@ class ExpertSizes:
         dispatched = 16 + 2 * self.hidden_size
         combined = 2 * self.hidden_size + scales
         rows = self.num_experts * num_max_tokens
-        one = rows * combined + rows * max(dispatched, combined) + _up(self.num_experts * 4, 128)
+        one = rows * combined + rows * max(dispatched, combined) + round_up(self.num_experts * 4, 128)
         return gpu_bytes(nvlink=0, rdma=2 * one)
 
     def check_elastic(self, ranks_per_node: int | None = None) -> None:
@@ -134,12 +134,12 @@ class ExpertSizes:
         sent = self.num_ranks * tokens + (nodes > 1) * tokens + between
         returned = min(on_node, top_k) * nodes * tokens + (nodes > 1) * min(nodes, top_k) * tokens + between
         ways = sent * self._elastic_row(3 * top_k + 1), returned * self._elastic_row(2 * top_k)
-        return _up(max(ways), ELASTIC_STEP_BYTES) + ELASTIC_WORKSPACE_BYTES
+        return round_up(max(ways), ELASTIC_STEP_BYTES) + ELASTIC_WORKSPACE_BYTES
 
     def _elastic_row(self, num_words: int) -> int:
         """Return the bytes of a row and of what travels with it: ids, weights, and on the way there its origin."""
         step = ELASTIC_ROW_STEP_BYTES
-        return _up(2 * self.hidden_size, step) + _up(4 * num_words, step)
+        return round_up(2 * self.hidden_size, step) + round_up(4 * num_words, step)
 
     def _check_any(self, row_step_bytes: int = 16) -> None:
         if 2 * self.hidden_size % row_step_bytes:
@@ -161,10 +161,11 @@ class ExpertSizes:
 
 def gpu_bytes(*, nvlink: int, rdma: int) -> int:
     """Return what a `Buffer` takes of a GPU: the part over RDMA lies in NVSHMEM's heap, which grows in whole steps."""
-    return _up(nvlink, 128) + _up(rdma, HEAP_STEP_BYTES) + WORKSPACE_BYTES
+    return round_up(nvlink, 128) + round_up(rdma, HEAP_STEP_BYTES) + WORKSPACE_BYTES
 
 
-def _up(num_bytes: int, step: int) -> int:
+def round_up(num_bytes: int, step: int) -> int:
+    """Return the next multiple of `step`."""
     return -(-num_bytes // step) * step
 
 

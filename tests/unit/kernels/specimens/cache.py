@@ -7,13 +7,9 @@ from torch import Tensor
 
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.triton import cache
-from tests.unit.kernels.aot import Specimen
+from tests.unit.kernels.aot import Specimen, empty
 
 TOKENS = 4096
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def pages(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from pdinfer.kernels.triton import experts
-from tests.unit.kernels.aot import Specimen
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+from tests.unit.kernels.aot import Specimen, empty
 
 
 def combine_experts(tokens: int) -> None:

@@ -7,14 +7,10 @@ from torch import Tensor
 
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, TokenCache
 from pdinfer.kernels.triton import index_topk, mla_prefill, mla_sparse
-from tests.unit.kernels.aot import Specimen
+from tests.unit.kernels.aot import Specimen, empty
 
 PAGES, PAGE_SIZE, CHOSEN = 1024, 64, 2048
 PACKED = torch.uint8
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -17,16 +17,16 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import PageGrant, PeerAddress
+from tests.unit.kv.channel.channels import SmallModel
 
 NUM_HEADS = 8
 LAYERS = (0, 1, 3)
 WIDTH = 2
-NUM_PAGES = 24
 rooms = itertools.count(1)
 
 
 @attrs.frozen(kw_only=True)
-class HeadModel:
+class HeadModel(SmallModel):
     """What a pool needs of a model with keys and values per head, of which a rank holds `heads`."""
 
     heads: range = range(NUM_HEADS)
@@ -39,12 +39,6 @@ class HeadModel:
             name="kv", format="k|v", dtype="float32", width=WIDTH, token_bytes=4 * WIDTH, layers=LAYERS, shape=shape
         )
         return KVLayout(model_id=b"model", weights_id=b"weights", page_size=cache.page_size, components=(part,))
-
-    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
-        return NUM_PAGES
-
-    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
-        return PageMemory(layout, num_pages, device=torch.device("cpu"))
 
 
 def pool_of(page_size: int = 4, **model: object) -> PagePool:

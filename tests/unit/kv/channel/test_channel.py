@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kernels.torch import rows as torch_rows
+from pdinfer.kernels.torch import attention as torch_attention
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
@@ -57,7 +57,7 @@ def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
     for end in (prefill, decode):
         memory = end.pool.memory
         assert isinstance(memory, PageMemory)
-        memory.copies = memory._on_device(torch_rows)
+        memory.copies = memory._on_device(torch_attention)
     grant = two_pools.grant(decode, prefill, tokens=range(6, 17))
     pages = two_pools.accept(prefill, grant)
     two_pools.hand_over(prefill, decode, grant, pages)

@@ -20,7 +20,7 @@ from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
-from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind, digest_bytes
+from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind, digest_bytes, framed
 from pdinfer.process.silence import LINKS
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.unit.engine.by_hand import HandNet
@@ -44,7 +44,7 @@ class Hand:
         ours, theirs = b"n" * 16, cls.read(sock)
         assert isinstance(theirs, wire.Open)
         hand = cls(sock, FrameMac(ours + theirs.nonce, from_dialler=True, key=None))
-        sock.sendall(hand.framed(wire.encode(wire.Open((wire.MAJOR, 0), ours, keyed=False))))
+        sock.sendall(framed(MessageKind.FRAME, wire.encode(wire.Open((wire.MAJOR, 0), ours, keyed=False))))
         hand.say(wire.Hello(identity.address, decode.pool.layout))
         return hand
 
@@ -53,12 +53,8 @@ class Hand:
         header = Header.parse(sock.recv(HEADER.size, socket.MSG_WAITALL))
         return wire.decode(sock.recv(header.frame_bytes, socket.MSG_WAITALL)[: header.frame_bytes - tag_bytes])
 
-    @staticmethod
-    def framed(frame: bytes) -> bytes:
-        return Header(MessageKind.FRAME, len(frame), 0).packed() + frame
-
     def say(self, message: wire.Message) -> None:
-        self.sock.sendall(self.framed(self.mac.sign(wire.encode(message))))
+        self.sock.sendall(framed(MessageKind.FRAME, self.mac.sign(wire.encode(message))))
 
     def hears(self) -> wire.Message:
         return self.read(self.sock, self.mac.tag_bytes)
