@@ -93,6 +93,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("joining", "following", "generating"),
         ("intake",),
         ("broker",),
+        ("relinking",),
         ("choosing", "queue"),
         ("ports", "request", "health"),
         ("port", "losses", "stopping", "promise"),
@@ -194,6 +195,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ops", "crossovers"),
         ("spec", "arguments"),
         ("formats",),
+        ("draws",),
     ),
     "kernels.torch": (("provider",), ("attention", "experts"), ("products", "flash")),
     "kernels.formats": (

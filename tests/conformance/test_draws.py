@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.arguments import Controls, DrawKind
+from pdinfer.kernels.draws import Controls, DrawKind
 from tests.conformance.op_suite import draw, every_place, op_of
 from tests.joined import for_each
 from tests.rounding import assert_within

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from pdinfer.kernels.arguments import Controls, DecodeCache, DrawKind, PrefillCache, RouterRule
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Shape
 from pdinfer.kernels.formats.four_bits import MXFP4, FourBits, Int4
 from pdinfer.kernels.formats.fp8 import FP8Blocks

@@ -17,7 +17,7 @@ from pdinfer.execution.graphs import DecodeGraphs, Output
 from pdinfer.execution.resident import why_not_captured
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw
-from pdinfer.kernels.arguments import DrawKind
+from pdinfer.kernels.draws import DrawKind
 from pdinfer.kernels.resolve import OpChoice
 from pdinfer.model.batch import Row
 from pdinfer.model.decode_rows import DecodeRows

@@ -13,9 +13,9 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import RankLost
 from pdinfer.execution.runner import ModelRunner
-from pdinfer.pairing.choosing import STRANDED_S
 from pdinfer.pairing.losses import MAX_COMPUTING, MAX_LINKS, NAMED
 from pdinfer.pairing.ports import BACK_S, LOOK_S, PORT_WAIT_S
+from pdinfer.pairing.relinking import STRANDED_S
 from pdinfer.testing import VirtualClock
 from tests.e2e import setups
 from tests.e2e.setups import (

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.arguments import DrawKind
+from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
 from pdinfer.process.recording import Recording
 from pdinfer.process.streams import Graph, capture, new_stream

@@ -17,7 +17,7 @@ from torch import Tensor
 from pdinfer.execution.drafting import Draft, Drafter, HostDraws, Sampler, accepted
 from pdinfer.execution.graphs import DecodeGraphs, Output
 from pdinfer.execution.sampling import CONTROLS, Draw, Drawn, change_logits, control_values, kind_of, read_drawn, sample
-from pdinfer.kernels.arguments import Controls, DrawKind
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting

@@ -23,7 +23,7 @@ from pdinfer.bounds import TopLogprobs, cause
 from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.kernels import reference
-from pdinfer.kernels.arguments import Controls, DrawKind
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.log import log
 from pdinfer.types import Request, SamplingParams
 

@@ -3,7 +3,7 @@
     ops.py              every op as a typed callable, in one frozen value
     compositions.py     ops that are sequences of others, of whatever ops were chosen
     page_parts.py       ops over pages whose rows lie in two parts, by joining them
-    arguments.py        what several ops take, as values; draws of tokens in plain torch
+    arguments.py        what several ops take, as values
     reference.py        every other op in plain torch: slow, and the specification
     torch/              fast eager torch
     native/             C for x86 CPUs
@@ -13,6 +13,7 @@
     flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why
     crossovers.py       which of several providers is faster for how many rows, as measured (crossovers.json)
+    draws.py            draws of tokens in plain torch, and what they depend on, as a value
     spec.py             what ops are chosen for, as data
     formats/            how weights, activations and rows of cache pages are held in memory
 

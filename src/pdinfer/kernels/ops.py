@@ -25,7 +25,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.arguments import Controls, DecodeCache, DrawKind, PrefillCache, RouterRule, TokenCache
+from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats import WEIGHT_FORMATS
 from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, Rounded
 from pdinfer.kernels.formats.floats import Plain
@@ -268,7 +269,7 @@ class Ops(FusedOps, Protocol):
         Greedy rows take the largest logit, of equal ones the first. The others scale the distance of each logit to the
         largest by 1 / temperature, in float32, and keep: the `top_k` best; of these, best first, as many as it takes
         for a share of `top_p` of their softmax; and what is not below `min_logit`. Tokens tied with the last one that
-        top_k or top_p keeps are kept too. To each is added the noise of its id, `arguments.gumbel_noise`, and the
+        top_k or top_p keeps are kept too. To each is added the noise of its id, `draws.gumbel_noise`, and the
         largest sum wins.
 
         Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the

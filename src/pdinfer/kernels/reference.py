@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import arguments
+from pdinfer.kernels import draws
 from pdinfer.kernels.arguments import DecodeCache, PrefillCache, RouterRule, TokenCache
 from pdinfer.kernels.formats import cache_rows
 from pdinfer.kernels.formats.activations import FP8Rows, INT8Rows, ScaledRows
@@ -28,7 +28,7 @@ from pdinfer.kernels.spec import OpSpec
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
 
-draw = arguments.draw
+draw = draws.draw
 
 
 def slow(op: str, spec: OpSpec) -> str | None:

@@ -7,9 +7,9 @@
     request.py    one request in a Pairing, and its attempts
     stopping.py   where it has to stop
     losses.py     the ports that it has lost, and whether it may go on
+    relinking.py  other prefills for requests whose decode has lost the one it had
     queue.py      which requests wait, for how long, and which is next
-    choosing.py   how a policy is asked for a pair, and what it is shown: loads, links, and pages that hold the prompt;
-                  other prefills for requests whose decode has lost the one it had
+    choosing.py   how a policy is asked for a pair, and what it is shown: loads, links, and pages that hold the prompt
     port.py       what an engine must offer
     ports.py      which ports there are, which are linked, which were lost and may come back
     promise.py    what a request would get from a pair, and the door that refuses what would come too late

@@ -20,12 +20,13 @@ from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.log import log
-from pdinfer.pairing.choosing import Board, Chooser, OfPolicy, Relinking
+from pdinfer.pairing.choosing import Board, Chooser, OfPolicy
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.port import Port, TellingPort
 from pdinfer.pairing.ports import LinkWatch, LostPorts, Ports
 from pdinfer.pairing.promise import Class, Coming, Door
 from pdinfer.pairing.queue import AwaitingRelease, Queue, WaitLimits
+from pdinfer.pairing.relinking import Relinking
 from pdinfer.pairing.request import End, TrackedRequest
 from pdinfer.process.locks import EXHAUSTED
 from pdinfer.stats import PairingStats

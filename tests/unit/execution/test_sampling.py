@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdinfer.errors import PDInferError, RequestError
 from pdinfer.execution.sampling import Draw, LogitsProcessor, sample, signed
-from pdinfer.kernels.arguments import gumbel_noise
+from pdinfer.kernels.draws import gumbel_noise
 from pdinfer.types import SamplingParams
 from pdinfer.values import changed_fields
 from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise

@@ -32,5 +32,5 @@ tests/c_order.py has the order in which sources in C use each other.
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_*.py are about them
 alone. There native/avx512.h has the instructions of AVX-512 and AMX in plain C: every body runs on every x86 CPU.
 
-May import: kernels.arguments, kernels.compositions, kernels.formats, kernels.ops, kernels.reference,
+May import: kernels.arguments, kernels.compositions, kernels.draws, kernels.formats, kernels.ops, kernels.reference,
 kernels.spec, kernels.torch, process, the ground."""

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.errors import PDInferError
-from pdinfer.kernels import arguments, compositions, reference
-from pdinfer.kernels.arguments import Controls, DrawKind, RouterRule
+from pdinfer.kernels import compositions, draws, reference
+from pdinfer.kernels.arguments import RouterRule
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.formats.format import Rounding
 from pdinfer.kernels.native import build
 from pdinfer.kernels.ops import Ops
@@ -145,15 +146,15 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 def draw(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
     dense = logits_BV.is_contiguous() and changed_BV.is_contiguous()
     if not logits_BV.shape[1] or not dense or not logits_BV.dtype == changed_BV.dtype == torch.float32:
-        return arguments.draw(logits_BV, changed_BV, controls, kind)
+        return draws.draw(logits_BV, changed_BV, controls, kind)
     words_3B = torch.empty(3, len(logits_BV), dtype=torch.int32, device="cpu")
     build.library().draw_greedy(
         logits_BV.data_ptr(), changed_BV.data_ptr(), *logits_BV.shape, words_3B.data_ptr(), torch.get_num_threads()
     )
     if kind is not DrawKind.GREEDY:
-        tokens_B = arguments.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
+        tokens_B = draws.drawn_tokens(changed_BV, words_3B[0].long(), controls, kind)
         words_3B[0] = tokens_B
-        words_3B[1] = arguments.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
+        words_3B[1] = draws.logprobs(logits_BV, tokens_B, words_3B[2].view(torch.float32)).view(torch.int32)
     return words_3B
 
 

@@ -25,4 +25,4 @@
 Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which
 compiles for one. docs/kernels.md has what the compiler made, and how a family is added.
 
-May import: kernels.arguments, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground."""
+May import: kernels.arguments, kernels.draws, kernels.formats, kernels.ops, kernels.spec, kernels.torch, the ground."""

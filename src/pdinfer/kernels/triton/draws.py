@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from pdinfer.kernels.arguments import Controls, DrawKind
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.triton.configs import DRAW, SETTLE
 from pdinfer.kernels.triton.filters import distances_of, largest_of, limits, room
 from pdinfer.kernels.triton.launch import as_rows, launch, need
@@ -90,7 +90,7 @@ def _survey(
 
 @triton.jit
 def _mixed(x):
-    """Return 64 well mixed bits, as `arguments` does."""
+    """Return 64 well mixed bits, as `draws` does."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdinfer.kernels.arguments import Controls
+from pdinfer.kernels.draws import Controls
 from pdinfer.kernels.triton.configs import DRAW, LIMIT
 from pdinfer.kernels.triton.launch import launch
 

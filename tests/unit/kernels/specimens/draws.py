@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdinfer.kernels.arguments import Controls, DrawKind
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.triton import draws
 from tests.unit.kernels.aot import Specimen
 
