@@ -16,8 +16,8 @@ PYTHON = (3, 11)
 REQUIRED = {
     "torch": (2, 8),
     "numpy": (1, 26),
-    "attrs": (23, 2),
-    "safetensors": (0, 5),
+    "attrs": (24, 1),
+    "safetensors": (0, 6, 2),
     "msgspec": (0, 19),
     "xxhash": (3, 4),
 }
