@@ -23,7 +23,7 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.channel import ChannelArrivals
 from pdinfer.kv.channel.sender import HandoffSender
-from pdinfer.kv.transports.loopback import _Delivery
+from pdinfer.kv.transports.loopback import _Delivery, _End
 from pdinfer.pairing import broker, ports, queue
 from pdinfer.pairing.choosing import OfPolicy
 from pdinfer.process import locks
@@ -439,6 +439,25 @@ def test_an_interrupt_between_deliveries_costs_no_later_request(monkeypatch: pyt
             complete(delivery, error)
 
         monkeypatch.setattr(_Delivery, "complete", interrupts)
+        setup.pairing.submit(request("interrupted", 4))
+        with pytest.raises(KeyboardInterrupt):
+            collect(setup.pairing)
+        check_goes_on(setup, "0", [])
+
+
+def test_an_interrupt_of_who_has_just_begun_to_deliver_costs_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with over("loopback") as setup:
+        leave = threading.Condition.__exit__
+
+        def interrupts(changed: threading.Condition, *raised: Any) -> None:
+            leave(changed, *raised)
+            caller = sys._getframe(1)
+            if caller.f_code is _End.deliver.__code__ and setup.prefills[0]._unfinished_call:
+                assert caller.f_locals["self"].deliverer == threading.get_ident()
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(threading.Condition, "__exit__", interrupts)
         setup.pairing.submit(request("interrupted", 4))
         with pytest.raises(KeyboardInterrupt):
             collect(setup.pairing)

@@ -84,11 +84,11 @@ class _End:
             delivery.complete(TransferError(f"the link to {self.peer.link.endpoint} is closed"))
 
     def deliver(self) -> None:
-        with self.changed:
-            if self.deliverer is not None:
-                return
-            self.deliverer = threading.get_ident()
         try:
+            with self.changed:
+                if self.deliverer is not None:
+                    return
+                self.deliverer = threading.get_ident()
             while True:
                 with self.changed:
                     if not self.inbox:
