@@ -75,6 +75,15 @@ def idle(made: Sides) -> None:
         assert engine.channel.pool.num_available == engine.channel.pool.num_pages
 
 
+def test_a_leader_that_is_closed_refuses_what_comes_later() -> None:
+    with sides() as made:
+        (prefill, _), (decode, _) = made.prefills, made.decodes
+    decode.submit(request("late"), writers=[prefill.address])
+    (refused,) = decode.step()
+    assert isinstance(refused, pd.Refused)
+    assert decode.num_unfinished == 0
+
+
 def test_followers_hold_the_same_pages_and_send_their_share() -> None:
     with sides(chunked_prefill_size=8) as made:
         for prompt in (PROMPT, prompt_of(30), PROMPT):  # the last one finds pages of the first

@@ -122,6 +122,8 @@ class SeveralRanks(Ranks):
 
     def step(self, lead: Callable[[], None]) -> None:
         if self._closed:
+            if self.follower is None:
+                lead()  # what came since is refused
             return
         if self.follower is None:
             lead()
