@@ -149,8 +149,14 @@ class Ranks:
                 for worker in workers:
                     worker.end()
                 names = ", ".join(map(str, missing.values()))
-                ended = "\n".join(f"rank {rank} ended: {one.trace or one.message}" for rank, one in outcomes.items())
-                raise AssertionError(f"{function} did not end in {deadline_s} s on ranks {names}\n{ended}\n{stacks}")
+                failed = [
+                    f"\nrank {rank} of {len(workers)} ended: {outcome.error}: {outcome.message}\n{outcome.trace}"
+                    for rank, outcome in outcomes.items()
+                    if outcome.error
+                ]
+                raise AssertionError(
+                    f"{function} did not end in {deadline_s} s on ranks {names}\n{stacks}{''.join(failed)}"
+                )
             for rank in [rank for connection, rank in missing.items() if connection in ready]:
                 try:
                     outcomes[rank] = msgspec.msgpack.decode(workers[rank].connection.recv_bytes(), type=Outcome)
