@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_the_public_surface_is_the_one_that_was_committed():
 def test_classes_show_on_every_python_what_their_init_takes(kind: type):
     """Those before 3.11.4 ask `__new__` of a class that does not say it."""
     assert ["self", *kind.__signature__.parameters] == list(inspect.signature(kind.__init__).parameters)
+
+
+def test_hosts_have_few_names_to_know():
+    paths = [re.split(r"[:(]", line)[0].split(".") for line in surface()]
+    members = {".".join(path[-2:]) for path in paths if path[-2][:1].isupper()}
+    assert len([name for name in dir(pd) if not name.startswith("_")]) <= 50
+    assert len(members) <= 900
 
 
 def test_names_of_every_kind_are_in_it():

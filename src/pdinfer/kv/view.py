@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PAGE_DTYPES = DTYPES | {"uint8": torch.uint8, "int8": torch.int8}
 
 
-class PageMemory:
+class PageMemory(Memory):
     """One flat block of bytes on one device, and typed views of its regions.
 
     Transports read and write host memory in place; what they move to and from a device goes through `DeviceCopies`,
@@ -43,7 +43,7 @@ class PageMemory:
         _check_kind(memory, device)
         self.layout = layout
         self.num_pages = num_pages
-        self.num_bytes = num_bytes = num_pages * layout.page_bytes
+        num_bytes = self.num_bytes
         self.memfd: Memfd | None = None
         if CAN_SHARE and device.type == "cpu" and memory != "pinned":
             self.memfd = Memfd(num_bytes, "pool")
@@ -64,6 +64,10 @@ class PageMemory:
         parts = self.layout.components
         borders = [self.layout.region_offset(part.name, part.layers[0], self.num_pages) for part in parts]
         return DeviceCopies(self.buffer, borders, ops)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.layout.page_bytes
 
     @property
     def scratch_page(self) -> int:

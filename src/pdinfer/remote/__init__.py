@@ -18,14 +18,17 @@ May import: config, engine, execution, kv, model, process, the ground."""
 from __future__ import annotations
 
 from pdinfer.config import RemoteConfig
+from pdinfer.engine.engine import Engine
 from pdinfer.remote import directory
-from pdinfer.remote.client import DecodeClient, PrefillClient
+from pdinfer.remote.client import DecodeClient, EngineClient, PrefillClient
 from pdinfer.remote.served import serve
 from pdinfer.remote.spawning import spawn_decode, spawn_prefill
 from pdinfer.types import Event
 
 __all__ = [
     "DecodeClient",
+    "Engine",
+    "EngineClient",
     "Event",
     "PrefillClient",
     "RemoteConfig",

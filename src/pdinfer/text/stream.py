@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
-from pdinfer.stop import MAX_STOP_LENGTH, MAX_STOPS, Automaton
+from pdinfer.stop import MAX_STOP_LENGTH, MAX_STOPS, Automaton, StopMatcher
 from pdinfer.text.detokenizer import Detokenizer
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import FinishReason, Request, TokenEvent
 
 
-class StopStrings:
+class StopStrings(StopMatcher):
     """A `Request.stop`: the request ends with the token whose text completes one of these strings, wherever tokens
     begin and end. One that is the text of a special token stops at that token, which has no text otherwise. Serves any
     number of requests.

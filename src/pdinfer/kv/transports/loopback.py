@@ -209,14 +209,14 @@ class LoopbackTransport(QueuingTransport):
         with self._hub.lock:
             if (other := self._hub.transports.get(endpoint)) is None:
                 raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
-            ours, theirs = self.new_end(endpoint), other.new_end(self._endpoint)
+            ours, theirs = self._new_end(endpoint), other._new_end(self._endpoint)  # noqa: SLF001 - another of us
             ours.changed = theirs.changed
             ours.peer, theirs.peer = theirs, ours
             ours.link.same_memory = theirs.link.same_memory = ours.memory is theirs.memory
         theirs.post(_Delivery(lambda: theirs.receiver.opened(theirs.link)))
         return ours.link
 
-    def new_end(self, endpoint: str) -> _End:
+    def _new_end(self, endpoint: str) -> _End:
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
         self._links = {link: end for link, end in self._links.items() if not end.gone}

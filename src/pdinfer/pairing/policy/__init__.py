@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from pdinfer.pairing.policy.by_load import CacheAware, PowerOfTwo, cache_aware, least_tokens, power_of_two, round_robin
 from pdinfer.pairing.policy.traffic_aware import TrafficAware, traffic_aware
-from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
 Policy = Callable[[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]], Choice | None]
@@ -30,6 +30,7 @@ __all__ = [
     "CacheAware",
     "Choice",
     "DecodeLoad",
+    "EngineLoad",
     "Policy",
     "PowerOfTwo",
     "PrefillLoad",

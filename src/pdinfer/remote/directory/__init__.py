@@ -14,6 +14,6 @@ from __future__ import annotations
 
 from pdinfer.remote.directory.directory import Directory
 from pdinfer.remote.directory.handshake import Door
-from pdinfer.remote.directory.media import Folder, HeadlessService, Store
+from pdinfer.remote.directory.media import Folder, HeadlessService, Medium, Store, WritableMedium
 
-__all__ = ["Directory", "Door", "Folder", "HeadlessService", "Store"]
+__all__ = ["Directory", "Door", "Folder", "HeadlessService", "Medium", "Store", "WritableMedium"]

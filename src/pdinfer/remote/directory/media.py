@@ -45,7 +45,7 @@ class WritableMedium(Medium, Protocol):
     def remove(self, name: str) -> None: ...
 
 
-class Folder:
+class Folder(WritableMedium):
     """A folder that all hosts see, such as one on NFS or Lustre: a file for each entry.
 
     A file is replaced whole, by a rename, so nobody reads half of one. It is not flushed to disk: after a crash of the
@@ -56,7 +56,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
 
-    def read(self) -> dict[str, bytes | None]:
+    def read(self) -> Mapping[str, bytes | None]:
         """Return the newest MAX_ENTRIES entries. Raises OSError when the folder cannot be read."""
         with os.scandir(self._path) as files:
             whole = (file for file in files if file.name.endswith(SUFFIX) and not file.name.startswith("."))
@@ -97,7 +97,7 @@ def _changed_s(file: os.DirEntry[str]) -> float:
         return float("inf")
 
 
-class HeadlessService:
+class HeadlessService(Medium):
     """A name in DNS that has an address for each host of engines, such as a headless service of Kubernetes. It is read
     only, and tells nothing but addresses. Ports are served at `port`, and where a host has several, at the next ones,
     `num_ports` in all. `resolve` is called like `socket.getaddrinfo`."""
@@ -115,7 +115,7 @@ class HeadlessService:
             raise ConfigError(f"a service has ports from 1 to 65535, got {clip(num_ports)} from {clip(port)} on")
         self._host, self._ports, self._resolve = host, range(port, port + num_ports), resolve
 
-    def read(self) -> dict[str, bytes | None]:
+    def read(self) -> Mapping[str, bytes | None]:
         """Return an endpoint for each address and port. Raises OSError when the name cannot be resolved, also where no
         engine is ready."""
         found = self._resolve(self._host, self._ports[0], type=socket.SOCK_STREAM)
@@ -136,7 +136,7 @@ class KeyValues(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class Store:
+class Store(WritableMedium):
     """A store of torch.distributed, such as a `TCPStore`. It knows no lists, so entries have numbered slots, and after
     MAX_ENTRIES writers the next one takes the oldest slot. Whoever keeps the store is best no engine: when it is gone
     nobody is found any more, since torch's clients do not connect again. Give this its own client (`store.clone()`),
@@ -147,7 +147,7 @@ class Store:
         self._store, self._prefix = store, prefix
         self._slots: dict[str, str] = {}
 
-    def read(self) -> dict[str, bytes | None]:
+    def read(self) -> Mapping[str, bytes | None]:
         """Return all entries. Raises what the store raises."""
         num_slots = min(self._store.add(f"{self._prefix}/count", 0), MAX_ENTRIES)
         held = (self._held(f"{self._prefix}/{number}") for number in range(num_slots))

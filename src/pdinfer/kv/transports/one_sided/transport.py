@@ -66,7 +66,7 @@ def _close_all() -> None:
         transport.close()
 
 
-class RingTransport(QueuingTransport):
+class RingTransport(QueuingTransport, Receiver):
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
     `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
