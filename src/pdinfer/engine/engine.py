@@ -366,11 +366,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._has_left = True
         self._leave()
         more: Any = {"other_config": self.config, "logits_processors": self._factories, "clock": self._clock}
-        try:
-            return other(self.model, self.channel, self._other_config, **more)
-        except BaseException:
-            self.channel.close()  # nobody else has it any more
-            raise
+        return other(self.model, self.channel, self._other_config, **more)
 
     def _leave(self) -> None:
         self._rebalancing.close()

@@ -148,8 +148,6 @@ def switched(port: Port, role: str) -> PrefillPort | DecodePort | None:
         try:
             port.step()  # what it ends was given to other ports
             return become(port, role)
-        except ConfigError:
-            raise
         except Exception as error:
             raise TransferError(f"{lost}: {cause(error)}") from error
     assert isinstance(port, SwitchingPort)

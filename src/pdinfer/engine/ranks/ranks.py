@@ -54,7 +54,7 @@ class Ranks:
 
     def may_change(self, *, asked: bool) -> bool:
         """Note on a leader whether it was asked to change its role, and return whether it may at once. Otherwise the
-        other ranks learn of it in the steps to come, and change once all leaders were asked: see `are_changing`."""
+        other ranks learn of it in the steps to come, and change as soon as all have agreed: see `are_changing`."""
         return asked
 
     def vacate(self) -> None:
