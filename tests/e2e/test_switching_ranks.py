@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import Sizes, serving
+from tests.e2e.setups import Tally, by_request, collect, greedy, pool_of, prompt_of
 from tests.e2e.test_rank_engines import PROMPTS, Checkpoint, serve_all
 from tests.each_time import others_in_full
 from tests.ranks import Ranks
@@ -55,6 +58,45 @@ def test_ranks_change_their_role_and_back(ranks: Ranks, checkpoint: Checkpoint, 
             assert port.load().prefix_hit_tokens, "what ranks computed in either role is found"
         assert world.pairing.stats.num_switches == 4
         assert world.pairing.stats.num_ports_lost == 0
+    assert not any(value["left"] for value in world.values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_ranks_change_their_role_under_requests(
+    ranks: Ranks, checkpoint: Checkpoint, tmp_path: Path, num_drafts: int
+) -> None:
+    """Engines of one rank serve beside them, and take what is not drained in time."""
+    rng = random.Random(num_drafts)
+    model = pd.load_model(checkpoint.folder, dtype=torch.float32, mtp=num_drafts > 0)
+    more: Any = {"checkpoint": checkpoint.folder, "mtp": num_drafts > 0, "num_draft_tokens": num_drafts}
+    with serving(ranks, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, **more) as world:
+        pairing, stay = world.pairing, []
+        for kind in (pd.PrefillEngine, pd.DecodeEngine):
+            end = pd.KVChannel(pool_of(model, num_pages=128), pd.kv.SocketTransport(path=tmp_path / kind.role))
+            stay.append(kind(model, end, pd.EngineConfig(num_draft_tokens=num_drafts)))
+            pairing.add(stay[-1])
+        for at in range(16):
+            asked = [
+                pd.Request(
+                    request_id=f"{at} {number}",
+                    prompt=prompt_of(rng.randint(1, 30), seed=rng.randint(0, 5)),
+                    sampling=greedy(rng.randint(3, 12), ignore_eos=True),
+                )
+                for number in range(8)
+            ]
+            for request in asked:
+                pairing.submit(request)
+            events = [event for _ in range(rng.randint(0, 12)) for event in pairing.step()]
+            port = rng.choice([port for port in pairing.ports if port not in stay])
+            role = {"prefill": "decode", "decode": "prefill"}[port.role]
+            for _ in pairing.switching(port, role, drain_s=rng.choice([0.0, 0.0, 0.3, 30.0])):
+                events += pairing.step()
+                pairing.wait(0.02)
+            tally = Tally()
+            tally.compare_all(model, asked, by_request(events + collect(pairing)))
+            tally.check()
+        assert (pairing.stats.num_switches, pairing.stats.num_ports_lost) == (16, 0)
     assert not any(value["left"] for value in world.values)
 
 
