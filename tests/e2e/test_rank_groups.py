@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.engine.roles import become
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.view import KVView
 from tests.e2e.setups import by_request, collect, greedy, model_of, pool_of, prompt_of, reference, step_until, tokens_of
-from tests.unit.parallel.thread_groups import groups_of, on_ranks
+from tests.unit.parallel.thread_groups import abandon, groups_of, on_ranks
 from tests.waiting import check_ends, started, wait_until
 
 PROMPT = prompt_of(9)
@@ -82,6 +83,50 @@ def test_a_leader_that_is_closed_refuses_what_comes_later() -> None:
     (refused,) = decode.step()
     assert isinstance(refused, pd.Refused)
     assert decode.num_unfinished == 0
+
+
+def test_both_sides_change_their_role_and_followers_with_them() -> None:
+    with sides() as made:
+        pairing, prefill, decode = made.pairing, made.prefills[0], made.decodes[0]
+        list(pairing.generate(request("a")))
+        new_decode = pairing.switch(prefill, "decode", drain_s=0.0, leaves_none=True)
+        assert isinstance(new_decode, pd.DecodeEngine)
+        new_prefill = pairing.switch(decode, "prefill", drain_s=0.0, leaves_none=True)
+        assert all(engine.closed for engine in (*made.prefills, *made.decodes)), "followers have changed, too"
+        events = list(pairing.generate(request("b")))
+        assert tokens_of(events) == list(reference("v3", PROMPT, 5).tokens)
+        assert new_decode.addresses == tuple(engine.address for engine in made.prefills)
+        assert new_decode.load().prefix_hit_tokens > 0
+        assert prefill.step() == []
+        new_prefill.close()
+        new_decode.close()
+    assert not made.failures
+
+
+def test_a_switch_that_its_host_gives_up_leaves_the_ranks_in_their_role() -> None:
+    with sides() as made:
+        pairing, prefill = made.pairing, made.prefills[0]
+        switching = pairing.switching(prefill, "decode", drain_s=0.0, leaves_none=True)
+        next(switching)
+        assert prefill.ranks._lockstep.may_change  # type: ignore[attr-defined]
+        switching.close()
+        pairing.add(prefill)
+        events = list(pairing.generate(request("a")))
+        assert tokens_of(events) == list(reference("v3", PROMPT, 5).tokens)
+        assert not prefill.closed
+
+
+def test_a_rank_that_steps_on_once_all_have_agreed_to_change_is_lost() -> None:
+    with sides() as made:
+        prefill, follower = made.prefills
+        made.pairing.remove(prefill, drain_s=0.0)
+        assert become(prefill, "decode") is None
+        wait_until(lambda: prefill.step() or prefill.ranks.are_changing)
+        with pytest.raises(pd.RankLost, match=r"stepped its old engine once all had agreed .* start all ranks anew"):
+            prefill.step()
+        abandon([prefill.model.groups, follower.model.groups])
+        wait_until(lambda: made.failures)
+        prefill.close()
 
 
 def test_followers_hold_the_same_pages_and_send_their_share() -> None:

@@ -223,7 +223,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @typed
     def disconnect(self, peer: PeerAddress) -> None:
         """Close the channel's link to a peer. The rooms that the peer still owed settle as ABORTED."""
-        self.channel.drop_peer(peer)
+        self._channel.drop_peer(peer)
 
     def _put(self, command: Command | Cancel) -> None:
         """Put a command into the inbox. Raise RequestError on a rank that takes no requests."""
@@ -359,9 +359,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     def _become(self, other: type[AnyEngine]) -> AnyEngine:
         """Close the engine, which has nothing unfinished, but leave its channel open, without links, and its pages
-        cached. Return an engine of the `other` role in its place. See `engine.roles`."""
+        cached. Return an engine of the `other` role in its place; all ranks do so together. See `engine.roles`."""
         self._begin_call()
         self.channel.vacate(self._inbox.wake)
+        self.ranks.vacate()
         self._has_left = True
         self._leave()
         more: Any = {"other_config": self.config, "logits_processors": self._factories, "clock": self._clock}

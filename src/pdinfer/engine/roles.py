@@ -20,9 +20,11 @@ def check_role(engine: PrefillEngine | DecodeEngine, role: str) -> None:
         raise ConfigError(f"{engine.address} is a {role} engine already: name the other role")
     if engine.closed:
         raise ConfigError(f"{engine.address} is closed and has no role to change: make a new engine")
-    if (num_ranks := engine.model.groups.world.size) > 1:
+    groups = engine.model.groups
+    if (num_leaders := groups.world.size // groups.attention.size) > 1:
         raise ConfigError(
-            f"{engine.address} is one of {num_ranks} ranks, which keep their role: start them anew in the other one"
+            f"{engine.address} is one of {num_leaders} leaders, whose ranks step together: start them all anew in the "
+            "other role"
         )
     ENGINES[role]._check_steps(engine.model, engine._other_config)  # noqa: SLF001 - hosts have no use for them
 
@@ -42,11 +44,36 @@ def roles_of(engine: PrefillEngine | DecodeEngine) -> tuple[str, ...]:
 def become(engine: PrefillEngine | DecodeEngine, role: str) -> PrefillEngine | DecodeEngine | None:
     """Close an engine, and return one of the other role with its model, channel, clock and logits processors, which
     runs with its `other_config`. While anything is unfinished, cancel it and return None: step the engine, which may
-    still have to wait for peers that write its pages or read them, and call again. Raise ConfigError as `check_role`
-    does."""
+    still have to wait for peers that write its pages or read them, and call again. So does the leader of other ranks
+    until they have agreed; from then on it has to `become` what it is to be before its next step, or the ranks are
+    lost. Raise ConfigError as `check_role` does, and RankLost when another rank does not come."""
     check_role(engine, role)
-    if engine.num_unfinished:
-        for request_id in engine.request_ids:
+    if not engine.ranks.are_changing:
+        is_idle = not engine.num_unfinished
+        for request_id in () if is_idle else engine.request_ids:
             engine.cancel(request_id)
-        return None
-    return engine._become(ENGINES[role])  # noqa: SLF001 - as above
+        if not engine.ranks.may_change(asked=is_idle):
+            return None
+    return _changed(engine, role)
+
+
+def stay(engine: PrefillEngine | DecodeEngine) -> None:
+    """Let an engine keep its role that was asked to change it, and has not."""
+    engine.ranks.may_change(asked=False)
+
+
+def followed(engine: PrefillEngine | DecodeEngine) -> PrefillEngine | DecodeEngine:
+    """Return the engine to go on with on a rank that takes no requests: one of the other role once its ranks have
+    agreed to change it. Raise RankLost when another rank does not come."""
+    if not engine.ranks.are_changing:
+        return engine
+    return _changed(engine, next(role for role in ENGINES if role != engine.role))
+
+
+def _changed(engine: PrefillEngine | DecodeEngine, role: str) -> PrefillEngine | DecodeEngine:
+    try:
+        return engine._become(ENGINES[role])  # noqa: SLF001 - as above
+    except BaseException:
+        if engine.closed:
+            engine.channel.close()  # nobody else has it any more
+        raise

@@ -12,7 +12,7 @@ from pdinfer.bounds import cause
 from pdinfer.checks import clip, is_number
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.engine.roles import become, check_role
+from pdinfer.engine.roles import become, check_role, stay
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.following import Following
@@ -97,6 +97,8 @@ class Leaving:
             return changed
         finally:
             self._switching.discard(port)
+            if isinstance(port, PrefillEngine | DecodeEngine):
+                stay(port)
 
 
 def check_drain(drain_s: float) -> None:
@@ -145,8 +147,8 @@ def switched(port: Port, role: str) -> PrefillPort | DecodePort | None:
             raise TransferError(lost)
         try:
             port.step()  # what it ends was given to other ports
+            return become(port, role)
         except Exception as error:
             raise TransferError(f"{lost}: {cause(error)}") from error
-        return become(port, role)
     assert isinstance(port, SwitchingPort)
     return port.become(role)

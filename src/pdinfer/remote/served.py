@@ -20,7 +20,7 @@ from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.engine.roles import become, roles_of
+from pdinfer.engine.roles import become, followed, roles_of
 from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.log import log
@@ -87,10 +87,13 @@ def serve(
     if directory is not None:
         announcer = Announcer(directory, engine, announced_at(connection, advertise))
     if connection is None:
-        with engine:
+        try:
             while not engine.closed:
                 engine.step()
+                engine = followed(engine)
                 engine.wait(IDLE_S)
+        finally:
+            engine.close()
         return
     host = _Host(engine, connection, config or RemoteConfig(), drain or threading.Event(), max_clients)
     try:

@@ -96,6 +96,8 @@ class Follower:
         match order:
             case say.DialMessage(peer):
                 self._channel.connect(peer, timeout_s=0.0)
+            case say.DropPeerMessage(peer):
+                self._channel.drop_peer(peer)
             case say.Expect(grant):
                 self._expect(grant.unpack())
             case say.AbortMessage(room, error):

@@ -182,6 +182,11 @@ class RankChannel:
         self._channel.connect(peer, timeout_s=timeout_s)
         self._lockstep.tell(say.DialMessage(peer))
 
+    def drop_peer(self, peer: PeerAddress) -> None:
+        """Close the links of all ranks to a peer for good, those of followers with the next agreement."""
+        self._channel.drop_peer(peer)
+        self._lockstep.tell(say.DropPeerMessage(peer))
+
     def connected(self, peer: PeerAddress) -> bool:
         key = peer_key(peer)
         linked = [links for links in self._links.values() if key in links]

@@ -40,13 +40,14 @@ BEAT_S = 0.1
 @attrs.frozen(kw_only=True)
 class RankStatus:
     """What a rank says of itself in the agreement of this number: rows it has for the model, as far as it knows, passes
-    of the MTP layer it needs to draft after them, whether it closes, and how many bytes it has for its attention group.
-    The status of its experts, an `ExpertStatus`, follows."""
+    of the MTP layer it needs to draft after them, whether it closes, whether nothing keeps it from changing its role,
+    and how many bytes it has for its attention group. The status of its experts, an `ExpertStatus`, follows."""
 
     number: int
     num_rows: int = 0
     num_passes: int = 0
     is_closing: int = 0
+    may_change: int = 0
     num_bytes: int = 0
 
 
@@ -72,7 +73,8 @@ class Agreement:
 class Lockstep:
     """One rank's part in the common sequence of steps. All ranks make it together. `rebalancing` does its part in each
     agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
-    it."""
+    it. The ranks are `changing` their role once no rank has anything against it: a leader has, until it was asked to
+    (`may_change`) and while it has rows. That agreement is the last one."""
 
     def __init__(
         self,
@@ -85,7 +87,8 @@ class Lockstep:
         self.groups = groups
         self._rebalancing = rebalancing
         self.lost: RankLost | None = None
-        self.closing = False
+        self.closing = self.changing = False
+        self.may_change = groups.attention.rank > 0
         self._wake = wake
         self.clock = clock
         self._outbox: Inbox[Message] = Inbox()
@@ -150,6 +153,7 @@ class Lockstep:
             num_rows=num_rows,
             num_passes=num_passes,
             is_closing=int(self._leaves),
+            may_change=int(self.may_change and not num_rows),
             num_bytes=num_bytes,
         )
         if not self._is_active and self._notified != self._number:
@@ -168,6 +172,7 @@ class Lockstep:
             experts = [ExpertStatus.from_ints(row[len(_FIELDS) :]) for row in table]
             migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
         self.closing = any(status.is_closing for status in statuses)
+        self.changing = not self.closing and all(status.may_change for status in statuses)
         self._is_active = agreement.runs or migrates
         self._agreed_at = self.clock()
         return agreement
@@ -193,7 +198,7 @@ class Lockstep:
     def close(self) -> None:
         """Stop listening to the other ranks. A second call does nothing."""
         self.groups.world.lookout.look = None
-        self._wakeup.close(as_agreed=self.closing)
+        self._wakeup.close(as_agreed=self.closing or self.changing)
 
     def _hear(self, number: int) -> None:
         if number == self._number:

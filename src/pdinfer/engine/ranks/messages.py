@@ -16,12 +16,18 @@ from pdinfer.kv.channel import wire
 from pdinfer.model.batch import Row
 from pdinfer.types import NamedState, PeerAddress
 
-VERSION = 3
+VERSION = 4
 """The version of these messages. All ranks of an engine must have the same, which is checked when it is made."""
 
 
 class DialMessage(msgspec.Struct, tag="connect"):
     """Order: dial this peer until it answers."""
+
+    peer: PeerAddress
+
+
+class DropPeerMessage(msgspec.Struct, tag="drop_peer"):
+    """Order: close the link to this peer for good."""
 
     peer: PeerAddress
 
@@ -151,6 +157,7 @@ class Linked(msgspec.Struct, tag="linked"):
 
 Order = (
     DialMessage
+    | DropPeerMessage
     | Expect
     | AbortMessage
     | Accept

@@ -47,6 +47,19 @@ class Ranks:
         """Whether it was agreed that all close."""
         return False
 
+    @property
+    def are_changing(self) -> bool:
+        """Whether it was agreed that all change their role. No rank steps then: each makes its next engine."""
+        return False
+
+    def may_change(self, *, asked: bool) -> bool:
+        """Note on a leader whether it was asked to change its role, and return whether it may at once. Otherwise the
+        other ranks learn of it in the steps to come, and change as soon as all have agreed: see `are_changing`."""
+        return asked
+
+    def vacate(self) -> None:
+        """Let go of the other ranks, since all change their role."""
+
     def check_leads(self) -> None:
         """Raise RequestError on a rank that takes no requests."""
 
@@ -112,6 +125,17 @@ class SeveralRanks(Ranks):
     def are_closing(self) -> bool:
         return self._lockstep.closing
 
+    @property
+    def are_changing(self) -> bool:
+        return self._lockstep.changing
+
+    def may_change(self, *, asked: bool) -> bool:
+        self._lockstep.may_change = asked
+        return False
+
+    def vacate(self) -> None:
+        self._lockstep.close()
+
     def check_leads(self) -> None:
         if self.follower is not None:
             group = self._groups.attention
@@ -125,6 +149,8 @@ class SeveralRanks(Ranks):
             if self.follower is None:
                 lead()  # what came since is refused
             return
+        if self._lockstep.changing:
+            self.leave("a rank stepped its old engine once all had agreed to change their role")
         if self.follower is None:
             lead()
         else:

@@ -114,6 +114,9 @@ class FakeChannel:
     def connect(self, peer: PeerAddress, *, timeout_s: float) -> None:
         self.calls.append(("connect", peer, timeout_s))
 
+    def drop_peer(self, peer: PeerAddress) -> None:
+        self.calls.append(("drop_peer", peer))
+
     def connected(self, peer: PeerAddress) -> bool:
         return peer.engine_id in self.linked
 

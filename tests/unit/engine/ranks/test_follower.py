@@ -88,8 +88,8 @@ def test_orders_are_obeyed_in_order_with_the_pages_own_generations() -> None:
     assert following.step(say.DialMessage(DECODE), expect()) == [say.Expecting(ROOM)]
     ours = attrs.evolve(GRANT, generations=(0, 0, 0))
     assert following.channel.take() == [("connect", DECODE, 0.0), ("expect", ours)]
-    following.step(say.AbortMessage(ROOM, TransferError("enough")))
-    assert following.channel.take() == [("abort", ours, "enough")]
+    following.step(say.AbortMessage(ROOM, TransferError("enough")), say.DropPeerMessage(DECODE))
+    assert following.channel.take() == [("abort", ours, "enough"), ("drop_peer", DECODE)]
     assert not following.emptied
 
 

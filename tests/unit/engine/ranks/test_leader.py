@@ -136,17 +136,20 @@ def test_what_is_decided_is_done_and_told_in_order() -> None:
     leader.ends.expect(GRANT)
     leader.ends.abort(GRANT, TransferError("enough"))
     leader.ends.accept(GRANT)
+    leader.ends.drop_peer(DECODE)
     assert leader.channel.take() == [
         ("connect", DECODE, 3.0),
         ("expect", GRANT),
         ("abort", GRANT, "enough"),
         ("accept", GRANT),
+        ("drop_peer", DECODE),
     ]
-    connect, expect, abort, accept = leader.lockstep.take()
-    assert (connect, expect, accept) == (
+    connect, expect, abort, accept, drop = leader.lockstep.take()
+    assert (connect, expect, accept, drop) == (
         say.DialMessage(DECODE),
         say.Expect(PackedGrant.of(GRANT)),
         say.Accept(PackedGrant.of(GRANT)),
+        say.DropPeerMessage(DECODE),
     )
     assert isinstance(abort, say.AbortMessage)
     assert (abort.room, str(abort.error)) == (ROOM, "enough")

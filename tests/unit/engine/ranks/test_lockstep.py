@@ -249,6 +249,23 @@ def test_one_that_closes_closes_all() -> None:
         assert [one.closing for one in made] == [True, True]
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_roles_change_once_all_leaders_were_asked_and_none_has_rows(closes: bool) -> None:
+    groups = groups_of(dp_size=2, tp_size=2)
+
+    def changing(made: list[Lockstep], **status: int) -> list[bool]:
+        on_ranks(groups, lambda one: meet(made[one.world.rank], **(status if one.world.rank == 2 else {})))
+        return [one.changing for one in made]
+
+    with locksteps(groups) as (made, _):
+        assert changing(made) == [False] * 4
+        made[2].may_change = True
+        assert changing(made) == [False] * 4, "the other leader was not asked"
+        made[0].may_change = True
+        assert changing(made, num_rows=1) == [False] * 4
+        assert changing(made, is_closing=closes) == [not closes] * 4
+
+
 def test_a_rank_that_left_a_common_step_says_so_ever_after() -> None:
     groups = groups_of(dp_size=2)
     with locksteps(groups) as (made, _):
