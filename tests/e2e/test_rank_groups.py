@@ -129,6 +129,17 @@ def test_a_rank_that_steps_on_once_all_have_agreed_to_change_is_lost() -> None:
         prefill.close()
 
 
+def test_a_leader_that_closes_once_all_have_agreed_to_change_meets_nobody() -> None:
+    with sides() as made:
+        prefill, follower = made.prefills
+        made.pairing.remove(prefill, drain_s=0.0)
+        assert become(prefill, "decode") is None
+        wait_until(lambda: prefill.step() or prefill.ranks.are_changing)
+        prefill.close()
+        abandon([prefill.model.groups, follower.model.groups])
+        wait_until(lambda: made.failures)
+
+
 def test_followers_hold_the_same_pages_and_send_their_share() -> None:
     with sides(chunked_prefill_size=8) as made:
         for prompt in (PROMPT, prompt_of(30), PROMPT):  # the last one finds pages of the first

@@ -183,9 +183,9 @@ class SeveralRanks(Ranks):
         self._closed = True
 
     def _agree_to_close(self) -> None:
-        """Make the others close in their next step, unless that was agreed already or they are lost. An agreement that
-        was begun before comes first."""
-        while not self._lockstep.closing and self._lockstep.lost is None:
+        """Make the others close in their next step, unless that was agreed already, they are lost, or they change their
+        role and step no more. An agreement that was begun before comes first."""
+        while not (self._lockstep.closing or self._lockstep.changing) and self._lockstep.lost is None:
             if self.follower is not None:
                 self.follower.step(is_closing=True)
             else:
