@@ -110,6 +110,24 @@ def test_a_rank_that_dies_in_a_step_fails_no_request_that_another_engine_can_tak
         setattr(engine._runner, role, compute)
 
 
+@pytest.mark.parametrize("after", [0, 4])
+def test_what_a_decode_ends_unasked_since_it_was_closed_goes_on_elsewhere(after: int) -> None:
+    """Its host closed it, or another of its ranks: nobody cancelled its requests."""
+    with several(1, 2) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(f"r{number}"))
+        events = []
+        while len(events) < after or not all(engine.num_unfinished for engine in setup.decodes):
+            events += setup.pairing.step()
+        setup.decodes[0].close()
+        events += collect(setup.pairing)
+        ends = [event.finish_reason for event in events if event.finish_reason is not None]
+        assert ends == [pd.FinishReason.LENGTH] * 4
+        assert all(tokens_of(stream) == EXPECTED for stream in by_request(events).values())
+        assert setup.pairing.ports == (setup.decodes[1], setup.prefills[0])
+        assert setup.pairing.stats.num_moved > 0
+
+
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_prefill_that_lets_go_of_a_request_fails_it_nowhere(transport: str) -> None:
     """A served prefill does that when its front end had lost sight of it. Decode may hear so before it hears of another

@@ -275,7 +275,12 @@ class Broker:
             self._hear(tracked, event)
 
     def _hear(self, tracked: TrackedRequest, event: TokenEvent) -> None:
-        """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
+        """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too. One that
+        decode ends unasked, since it was closed by its host or with another of its ranks, goes on elsewhere."""
+        was_asked = tracked.cancelled or tracked.failure is not None or tracked.ending is not None
+        if event.finish_reason is FinishReason.CANCELLED and not was_asked:
+            self._move(tracked, TransferError(f"its decode was closed: {tracked.attempt.decode}"))
+            return
         has_stopped = tracked.ending is not None
         passed_on = tracked.passed_on(event, self._clock())
         if passed_on is not None:
