@@ -271,19 +271,15 @@ class Broker:
             self._forward(tracked, event)
         elif isinstance(event, Refused):
             self._refused(tracked, event.error)
+        elif event.finish_reason is FinishReason.CANCELLED and not tracked.is_to_end:
+            self._move(tracked, TransferError(f"its decode was closed: {decode}"))
         else:
             self._hear(tracked, event)
 
     def _hear(self, tracked: TrackedRequest, event: TokenEvent) -> None:
-        """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too. One that
-        decode ends unasked, since it was closed by its host or with another of its ranks, goes on elsewhere."""
-        was_asked = tracked.cancelled or tracked.failure is not None or tracked.ending is not None
-        if event.finish_reason is FinishReason.CANCELLED and not was_asked:
-            self._move(tracked, TransferError(f"its decode was closed: {tracked.attempt.decode}"))
-            return
+        """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
         has_stopped = tracked.ending is not None
-        passed_on = tracked.passed_on(event, self._clock())
-        if passed_on is not None:
+        if (passed_on := tracked.passed_on(event, self._clock())) is not None:
             self._tell(tracked, passed_on)
         elif not has_stopped:
             self._ask_to_end(tracked)
@@ -305,10 +301,9 @@ class Broker:
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
         """Drop an event that nobody waits for any more."""
-        if isinstance(event, Granted):
-            if decode in self._ports.decodes:
-                self._ports.decodes[decode].cancel(request_id)
-        elif isinstance(event, Refused) or event.finish_reason:
+        if isinstance(event, Granted) and decode in self._ports.decodes:
+            self._ports.decodes[decode].cancel(request_id)
+        elif isinstance(event, Refused) or (isinstance(event, TokenEvent) and event.finish_reason):
             self._awaiting_release.discard(request_id, decode)
 
     def _forward(self, tracked: TrackedRequest, granted: Granted) -> None:

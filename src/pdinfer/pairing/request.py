@@ -178,6 +178,11 @@ class TrackedRequest:
         self.attempt.give_up_at = math.inf
 
     @property
+    def is_to_end(self) -> bool:
+        """Whether decode was asked to end it. One that is closed, by its host or with another rank, was not."""
+        return self.cancelled or self.failure is not None or self.ending is not None
+
+    @property
     def overdue_end(self) -> End:
         """How it ends when its decode has used up its time."""
         if self.cancelled:
