@@ -232,6 +232,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         self.is_gone = False
         self._tell, self._wake = tell, wake
         self._reason = ""
+        self._hung_s: float | None = None  # of an engine that changes its role, which says it again when it has
         self._closing = threading.Event()
         self._session: Session[Report]
 
@@ -253,7 +254,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         with before.lock:
             if not before.engine.is_live:
                 raise before.loss()
-            self._session = before._session
+            self._session, self._hung_s = before._session, before.hung_s
             if not self._session.report_to(self._deliver, self._silent):
                 raise TransferError(f"the process at the other end of a port {self._session.loss}")
             before.engine.is_live = False  # what its threads are about to notice is not for them any more
@@ -276,7 +277,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         """How long a step of the engine may take before the port is given up: our own limit, or else the engine's."""
         if self.config.hung_s is not None:
             return self.config.hung_s
-        return None if self.engine.ready is None else self.engine.ready.hung_s
+        return self._hung_s if self.engine.ready is None else self.engine.ready.hung_s
 
     def loss(self) -> TransferError:
         return TransferError(f"the process at the other end of a port {self._reason}")
@@ -331,10 +332,12 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         limit_s = self.hung_s
         if limit_s is None or age_s <= limit_s:
             return
+        reason = f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit"
         if self.engine.is_live:
-            self._lose(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
+            self._lose(reason)
             self._renew()
         elif age_s > limit_s + self.config.return_s and not self.is_gone:
+            self._reason = self._reason or reason
             self._end()
 
     def _disconnected(self) -> None:
