@@ -249,15 +249,16 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             )
 
     def follow(self, before: Line[Any]) -> None:
-        """Take over the session of a line whose engine will be ours. Raise TransferError where it is lost, of which the
-        other line is told: nobody would tell this one."""
+        """Take over the session of a line whose engine will be ours, and to which the engine is lost then. Raise
+        TransferError where it is lost already, of which the other line is told: nobody would tell this one."""
         with before.lock:
             if not before.engine.is_live:
                 raise before.loss()
             self._session, self._hung_s = before._session, before.hung_s
             if not self._session.report_to(self._deliver, self._silent):
                 raise TransferError(f"the process at the other end of a port {self._session.loss}")
-            before.engine.is_live = False  # what its threads are about to notice is not for them any more
+            before.engine.lose()  # what its threads are about to notice is not for them any more
+            before.is_gone, before._reason = True, "changes its role: use the port that it becomes"
 
     def post(self, message: Command) -> None:
         self._session.post(message)

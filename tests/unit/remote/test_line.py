@@ -131,3 +131,17 @@ def test_an_engine_that_hangs_when_it_is_to_change_its_role_is_lost(far: tuple[L
         after._deliver(messages.BeatMessage(step_age_s=age_s))
         assert after.is_gone is is_gone
     assert "hangs: its step has not ended for 65.1 s, and 5 s are its limit" in str(after.loss())
+
+
+def test_a_client_whose_engine_changes_its_role_is_a_lost_port() -> None:
+    """Requests that it took would never end."""
+    (ours, theirs), said = Pipe(), ready("prefill")
+    said.roles = ("decode",)
+    ours.send_bytes(messages.encode(said))
+    client = PrefillClient(theirs, config=SILENT)
+    assert client.become("decode") is None
+    assert client.wait(0.0)
+    for call in (client.step, client.recover):
+        with pytest.raises(TransferError, match="changes its role: use the port that it becomes"):
+            call()
+    client.close()
