@@ -324,6 +324,8 @@ def test_a_host_that_steps_gets_the_events_and_may_think_better_of_it() -> None:
         events = until_needed(setup, port)
         switching = setup.pairing.switching(port, "decode", drain_s=60.0)
         next(switching)
+        with pytest.raises(pd.ConfigError, match="leaves already: let that end, or close its iterator"):
+            setup.pairing.switch(port, "decode", drain_s=0.0)
         switching.close()
         assert port in setup.pairing.ports
         check_tokens(during, events + collect(setup.pairing))

@@ -3,6 +3,7 @@ when they were due."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from pdinfer.bench.load import Load, PromptMaker
 from pdinfer.bench.record import Record, Recorder
-from pdinfer.bench.summarize import check_gpus, summarize
+from pdinfer.bench.summarize import check_gpus, check_said, summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
 from pdinfer.checks import typed
@@ -28,6 +29,8 @@ from pdinfer.types import Request, SamplingParams, TokenEvent
 SAMPLE_S = 1.0
 """Seconds between two looks at loads, for the use of slots and pages."""
 WAIT_S = 0.05
+MOST_STILL = 100
+"""A clock that has not gone on in so many waits in a row, which nothing cut short, never will."""
 VERSIONS = ("pdinfer", "torch", "numpy", "msgspec")
 
 
@@ -62,9 +65,10 @@ def run(
     was cold. `timeout_s` bounds the silence after which what is unfinished counts as a miss; it is cancelled. Use the
     Pairing for nothing else meanwhile. `on_record` gets the record of every request when the run is over, in the order
     of intended sends: `on_record=records.append` keeps them for plots. `progress(ended, requests)` is called
-    when requests have ended; True draws a line on stderr. `clock` must be that of the Pairing. Raises
-    ConfigError for an empty load, and for `num_gpus` below 1."""
+    when requests have ended; True draws a line on stderr. `clock` must be that of the Pairing. Raises ConfigError for
+    an empty load, for `num_gpus` below 1, for text that JSON cannot have, and when the clock does not go on."""
     check_gpus(num_gpus)
+    check_said(name=name or load.name, notes=load.notes, environment=dict(load.environment))
     sender = Sender(pairing, load, vocab_size=vocab_size, clock=clock)
     with telling(progress, "measuring", "requests", clock) as tell:
         records = sender.run(timeout_s, tell)
@@ -107,6 +111,7 @@ class Sender:
         self._recorder = Recorder(clock=clock)
         self._loads: dict[str, list[EngineLoad]] = {}
         self._computes_here = any(isinstance(port, PrefillEngine | DecodeEngine) for port in pairing.ports)
+        self._waited_s, self._num_still = -math.inf, 0
         self.max_step_s: float | None = None
 
     @property
@@ -150,7 +155,20 @@ class Sender:
             elif self._recorder.now_s - heard_s > timeout_s and self._unfinished:
                 break
             if not events:
-                self._pairing.wait(max(0.0, min(self._due_s() - self._recorder.now_s, WAIT_S)))
+                self._wait()
+
+    def _wait(self) -> None:
+        """Wait until something comes or is due. Raise ConfigError when the clock stands still: nothing more would be
+        due, and no silence too long."""
+        now_s = self._recorder.now_s
+        goes_on, self._waited_s = now_s > self._waited_s, now_s
+        is_woken = self._pairing.wait(max(0.0, min(self._due_s() - now_s, WAIT_S)))
+        self._num_still = 0 if goes_on or is_woken else self._num_still + 1
+        if self._num_still == MOST_STILL:
+            raise ConfigError(
+                f"the clock did not go on in {MOST_STILL} waits, {now_s:g} s after the run began, so it would never "
+                "end: give the clock of the Pairing, which has to go on while the Pairing waits"
+            )
 
     def _may_send(self) -> bool:
         most = self._load.max_concurrency

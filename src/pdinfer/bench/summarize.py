@@ -98,6 +98,11 @@ def check_gpus(num_gpus: int | None) -> None:
         check_int("num_gpus", num_gpus, 1)
 
 
+def check_said(**said: Any) -> None:
+    """Raise ConfigError for fields of a Summary that JSON cannot have: before a run, not when it is over."""
+    Summary.from_json(Summary(**said).to_json())
+
+
 def _latencies(records: Sequence[Record], done: Sequence[Record]) -> dict[str, Any]:
     """Return the fields of Summary that are statistics of times. Slip is of all requests, the rest of completed
     ones."""

@@ -169,8 +169,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
     def to_json(self) -> bytes:
-        """Return the JSON of `pdinfer.bench/1`, with sorted keys."""
-        return msgspec.json.encode(self, order="sorted")
+        """Return the JSON of `pdinfer.bench/1`, with sorted keys. Raises ConfigError for what JSON cannot have."""
+        try:
+            return msgspec.json.encode(self, order="sorted")
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates, and objects of other kinds
+            raise ConfigError(f"a summary cannot be written as JSON: {error}; give plain text and numbers") from error
 
     @classmethod
     @typed

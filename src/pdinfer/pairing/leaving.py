@@ -83,7 +83,7 @@ class Leaving:
                 for left_s in removal:
                     yield left_s
                     if port not in self._ports.all:
-                        raise TransferError(f"{port.address} was lost while it was drained, and keeps its role")
+                        raise TransferError(f"{port.address} was lost while it was drained, or removed; its role stays")
             with self._stepping.lock:
                 self._stepping.change(partial(self._broker.switch, port))
                 changed = switched(port, role)
@@ -114,6 +114,8 @@ def check_switch(ports: Ports, port: Port, role: str, requests: Iterable[Tracked
     `requests`; with `leaves_none` there need be no such ports. Nothing has changed then."""
     if port not in ports.all:
         raise ConfigError(f"{port} is no port of this pairing: name one of its `ports`")
+    if port.address in ports.leaving:
+        raise ConfigError(f"{port.address} leaves already: let that end, or close its iterator, before it is switched")
     if isinstance(port, PrefillEngine | DecodeEngine):
         check_role(port, role)
     elif isinstance(port, SwitchingPort):

@@ -88,11 +88,14 @@ def _told(shape: RequestShape, pair: Pair, held: Sequence[int], new_tokens: floa
 
 def _share_to_end(load: DecodeLoad, num_tokens: int) -> float:
     """Return which share of the sequences that hold pages has to end before one with `num_tokens` more has its turn
-    behind those that wait: for slots, or for pages. It is 0 where there is room for all of them."""
-    holding = num_held(load)
-    slots = holding + load.num_waiting_requests + 1 - load.max_running_requests if load.max_running_requests else 0
-    tokens = load.num_waiting_tokens + num_tokens - load.num_available_pages * load.page_size
-    return max(0.0, slots / max(1, holding), tokens / max(1, load.num_running_tokens))
+    behind those that wait: for slots, or for pages. It is 0 where there is room for all of them. Those who wait hold
+    what is free before any of them has to wait for others."""
+    holding, waiting, most = num_held(load), load.num_waiting_requests, load.max_running_requests
+    free = load.num_available_pages * load.page_size
+    slots = holding + waiting + 1 - most if most else 0
+    tokens = load.num_waiting_tokens + num_tokens - free
+    held = load.num_running_tokens + min(load.num_waiting_tokens, free) or load.num_total_pages * load.page_size
+    return max(0.0, slots / max(1, min(holding + waiting, most)), tokens / held)
 
 
 # -- what answers take ------------------------------------------------------------------------------------------------

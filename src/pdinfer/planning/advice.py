@@ -11,6 +11,7 @@ from pdinfer.config import SLO
 from pdinfer.errors import ConfigError
 from pdinfer.planning.calibration import Cost
 from pdinfer.planning.simulation import StepRows
+from pdinfer.planning.simulation.deployment import seconds
 from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
 from pdinfer.types import PeerAddress
 from pdinfer.values import Value
@@ -47,8 +48,8 @@ def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
     step's seconds over the limit of TPOT and the shares of pages and of slots in use, waiting requests included. Both
     are means over a side's ports. A side at LATE or more gets the least loaded port of the other if that stays below
     SPARE without it: prefill with its queues over one port fewer, decode with what runs, since others that hold pages
-    there wait for a prefill. No side gives its last port. Raises ConfigError for stats without loads, and for an SLO
-    without limits of TTFT and TPOT.
+    there wait for a prefill. No side gives its last port. Raises ConfigError for stats without loads, for an SLO
+    without limits of TTFT and TPOT, and for a cost that is no seconds.
     """
     prefills = [load for load in stats.loads if isinstance(load, PrefillLoad)]
     decodes = [load for load in stats.loads if isinstance(load, DecodeLoad)]
@@ -87,7 +88,7 @@ def _prefill_pressure(load: PrefillLoad, cost: Cost, ttft_s: float) -> float:
     if not load.num_queued_requests or not load.num_queued_tokens:
         return 0.0
     size = max(1, load.num_queued_tokens // load.num_queued_requests)
-    step_s = float(cost.prefill(StepRows(1, size, size, size * (size + 1) // 2)))
+    step_s = seconds("cost.prefill", cost.prefill, StepRows(1, size, size, size * (size + 1) // 2))
     return load.num_queued_requests * step_s / ttft_s
 
 
@@ -112,6 +113,6 @@ def _used(load: DecodeLoad) -> float:
 def _greatest(load: DecodeLoad, cost: Cost, tpot_s: float, in_step: int, in_slots: float, pages: float) -> float:
     holding = load.num_granted_requests + load.num_running_requests
     context = max(in_step, load.num_running_tokens * in_step // max(1, holding))
-    step_s = float(cost.decode(StepRows(in_step, in_step, context, context))) if in_step else 0.0
+    step_s = seconds("cost.decode", cost.decode, StepRows(in_step, in_step, context, context)) if in_step else 0.0
     slots = in_slots / load.max_running_requests if load.max_running_requests else 0.0
     return max(step_s / tpot_s, pages, slots)

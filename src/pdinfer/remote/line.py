@@ -232,6 +232,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         self.is_gone = False
         self._tell, self._wake = tell, wake
         self._reason = ""
+        self._hung_s: float | None = None  # of an engine that changes its role, which says it again when it has
         self._closing = threading.Event()
         self._session: Session[Report]
 
@@ -248,15 +249,16 @@ class Line(OfOneProcess, Generic[AnyLoad]):
             )
 
     def follow(self, before: Line[Any]) -> None:
-        """Take over the session of a line whose engine will be ours. Raise TransferError where it is lost, of which the
-        other line is told: nobody would tell this one."""
+        """Take over the session of a line whose engine will be ours, and to which the engine is lost then. Raise
+        TransferError where it is lost already, of which the other line is told: nobody would tell this one."""
         with before.lock:
             if not before.engine.is_live:
                 raise before.loss()
-            self._session = before._session
+            self._session, self._hung_s = before._session, before.hung_s
             if not self._session.report_to(self._deliver, self._silent):
                 raise TransferError(f"the process at the other end of a port {self._session.loss}")
-            before.engine.is_live = False  # what its threads are about to notice is not for them any more
+            before.engine.lose()  # what its threads are about to notice is not for them any more
+            before.is_gone, before._reason = True, "changes its role: use the port that it becomes"
 
     def post(self, message: Command) -> None:
         self._session.post(message)
@@ -276,7 +278,7 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         """How long a step of the engine may take before the port is given up: our own limit, or else the engine's."""
         if self.config.hung_s is not None:
             return self.config.hung_s
-        return None if self.engine.ready is None else self.engine.ready.hung_s
+        return self._hung_s if self.engine.ready is None else self.engine.ready.hung_s
 
     def loss(self) -> TransferError:
         return TransferError(f"the process at the other end of a port {self._reason}")
@@ -331,10 +333,12 @@ class Line(OfOneProcess, Generic[AnyLoad]):
         limit_s = self.hung_s
         if limit_s is None or age_s <= limit_s:
             return
+        reason = f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit"
         if self.engine.is_live:
-            self._lose(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
+            self._lose(reason)
             self._renew()
         elif age_s > limit_s + self.config.return_s and not self.is_gone:
+            self._reason = self._reason or reason
             self._end()
 
     def _disconnected(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import attrs
 import pytest
 
 import pdinfer as pd
 from pdinfer import bench, planning
+from pdinfer.errors import ConfigError
 from pdinfer.testing import VirtualClock
 from tests.unit.bench.served import OneSlot
 
@@ -98,6 +100,30 @@ def test_what_is_raised_while_a_run_goes_on_ends_its_requests() -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.run(pairing, bench.burst(3, prompt_tokens=4, output_tokens=2), progress=stop, clock=clock)
     assert len(pairing.cancelled) == 2
+
+
+@pytest.mark.parametrize(
+    "times", [[5.0] * 9999, [math.nan] * 9999, range(0, -9999, -1)], ids=["stands", "says nothing", "goes back"]
+)
+def test_a_clock_that_does_not_go_on_ends_the_run(times: Sequence[float]) -> None:
+    """Nothing more would be due by it, and no silence too long. It ends itself, so that a run that goes on fails."""
+    load = bench.open_loop(4.0, 8, prompt_tokens=4, output_tokens=2)
+    with pytest.raises(ConfigError, match=r"the clock did not go on in 100 waits, .* give the clock of the Pairing"):
+        bench.run(OneSlot(VirtualClock()), load, clock=iter(times).__next__)
+
+
+def test_a_name_that_json_cannot_have_is_refused_before_anything_is_sent() -> None:
+    pairing, load = OneSlot(VirtualClock()), bench.burst(3, prompt_tokens=4, output_tokens=2)
+    cluster = planning.cluster("1P1D", prefill_s=lambda rows: 1.0, decode_s=lambda rows: 1.0)
+    for call in (
+        lambda: bench.run(pairing, load, name="\ud800"),
+        lambda: planning.simulate(cluster, load, name="\ud800"),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot be written as JSON: .*surrogates not allowed; give plain text"):
+            call()
+    with pytest.raises(ConfigError, match=r"Expected `str`, got `int` - at `\$.notes"):
+        bench.run(pairing, attrs.evolve(load, notes=(5,)))
+    assert not pairing.events
 
 
 def test_prompts_share_exactly_the_blocks_whose_hashes_they_share() -> None:

@@ -131,6 +131,16 @@ def test_pages_are_waited_for_like_slots() -> None:
     assert told.line_s == pytest.approx(2 / 3 * 300 * 1e-3)
 
 
+def test_those_who_come_at_once_to_an_idle_decode_hold_it_before_anybody_waits() -> None:
+    """One of the 128 that will have its slots has to end for one more, or a tenth of what will be in its pages."""
+    idle = quick(num_free_pages=6000, num_waiting_requests=128)
+    assert predict(shape(), queue(), idle, None, answer_tokens=400).line_s == pytest.approx(1 / 128 * 400 * 1e-3)
+    pages = attrs.evolve(idle, num_waiting_requests=5, num_waiting_tokens=6000 * 64)
+    assert predict(shape(38_400), queue(), pages, None, answer_tokens=400).line_s == pytest.approx(0.1 * 400 * 1e-3)
+    withheld = quick(num_free_pages=0)  # by rooms whose writers have not stopped
+    assert predict(shape(38_400), queue(), withheld, None, answer_tokens=400).line_s == pytest.approx(0.1 * 400 * 1e-3)
+
+
 def test_line_and_queue_pass_at_the_same_time() -> None:
     full = quick(num_running_requests=128, num_waiting_requests=127)
     told = predict(shape(), queue(4 * SECOND), full, None, answer_tokens=3000)

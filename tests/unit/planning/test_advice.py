@@ -144,3 +144,11 @@ def test_it_needs_loads_and_both_limits() -> None:
         planning.advise(stats([], [0.1]), COST, SLO)
     with pytest.raises(ConfigError, match="advise needs an SLO with ttft_s and tpot_s"):
         planning.advise(stats([0.1], [0.1]), COST, bench.SLO(ttft_s=1.0))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_cost_that_is_no_seconds_is_refused(side: str) -> None:
+    """Nothing is greater or less than NaN: there would be no advice, whatever the load."""
+    cost = attrs.evolve(COST, **{side: StepCost(prior=lambda rows: float("nan"))})
+    with pytest.raises(ConfigError, match=rf"cost\.{side} must return seconds, finite and at least 0; for StepRows"):
+        planning.advise(stats([1.5, 1.3], [0.3, 0.2]), cost, SLO)

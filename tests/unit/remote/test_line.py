@@ -117,3 +117,31 @@ def test_an_engine_that_goes_when_it_is_to_change_its_role_is_lost(monkeypatch: 
             client.become("decode")
     client.close()
     assert client._line._closing.is_set(), "it is its own to close"
+
+
+def test_an_engine_that_hangs_when_it_is_to_change_its_role_is_lost(far: tuple[Line[Any], Connection]) -> None:
+    """How long its steps may take it says again only when it has changed."""
+    line, _ = far
+    assert line.engine.ready is not None
+    line.engine.ready.hung_s = 5.0
+    after = line_of("decode", follows=True)
+    after.follow(line)
+    for age_s, is_gone in (5.1 + after.config.return_s, True), (4.9 + after.config.return_s, False):
+        after.is_gone = False
+        after._deliver(messages.BeatMessage(step_age_s=age_s))
+        assert after.is_gone is is_gone
+    assert "hangs: its step has not ended for 65.1 s, and 5 s are its limit" in str(after.loss())
+
+
+def test_a_client_whose_engine_changes_its_role_is_a_lost_port() -> None:
+    """Requests that it took would never end."""
+    (ours, theirs), said = Pipe(), ready("prefill")
+    said.roles = ("decode",)
+    ours.send_bytes(messages.encode(said))
+    client = PrefillClient(theirs, config=SILENT)
+    assert client.become("decode") is None
+    assert client.wait(0.0)
+    for call in (client.step, client.recover):
+        with pytest.raises(TransferError, match="changes its role: use the port that it becomes"):
+            call()
+    client.close()

@@ -11,7 +11,7 @@ import attrs
 
 from pdinfer.bench.load import Load
 from pdinfer.bench.record import Record
-from pdinfer.bench.summarize import check_gpus, summarize
+from pdinfer.bench.summarize import check_gpus, check_said, summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
 from pdinfer.checks import typed
@@ -53,9 +53,12 @@ def simulate(
     (`step_cv`); loads are drawn by their own. `progress(ended, requests)` is called when a request has ended; True
     draws a line on stderr. `adviser`, such as `lambda stats: advise(stats, cost, slo)`, is asked every second: the port
     that it names gets no more requests, and two seconds later at most it serves the other role. The summary notes each
-    move. Raises ConfigError for an empty load, for `num_gpus` below 1, for a policy that names a port that it was not
-    shown, for step times that are no seconds, and for an adviser of engines with several ranks or a common device."""
+    move. Raises ConfigError for an empty load, for `num_gpus` below 1, for text that JSON cannot have, for a policy
+    that names a port that it was not shown, for step times that are no seconds, and for an adviser of engines with
+    several ranks or a common device."""
     check_gpus(num_gpus)
+    notes, environment = (*load.notes, *cluster.notes), {"cluster": cluster.name, **dict(load.environment)}
+    check_said(name=name or load.name, notes=notes, environment=environment)
     with telling(progress, "simulating", "requests") as tell:
         simulator = Simulator(cluster, load, policy=policy, seed=seed, progress=tell, adviser=adviser)
         records = simulator.run()
@@ -64,7 +67,7 @@ def simulate(
         slo=slo,
         num_gpus=num_gpus,
         max_concurrency=load.max_concurrency,
-        environment={"pdinfer": version("pdinfer"), "cluster": cluster.name, **dict(load.environment)},
+        environment={"pdinfer": version("pdinfer"), **environment},
         engines=simulator.uses(),
         max_step_ms=max(decode.burst.max_step_s for decode in simulator.decodes) * 1e3,
         source="simulated",
@@ -73,7 +76,7 @@ def simulate(
         speed=load.speed,
         seed=seed,
         name=name or load.name,
-        notes=(*load.notes, *cluster.notes, *simulator.moves),
+        notes=(*notes, *simulator.moves),
     )
 
 
