@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,31 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ahead.add_argument("--into", type=Path, metavar="FOLDER", help="default: next to the package, where they are found")
     options = parser.parse_args(arguments)
-    if options.command == "build-kernels":
-        return _build_kernels([name for name in options.cpus.split(",") if name], options.into)
-    diagnosis = doctor()
-    _tell(diagnosis.to_json().decode() if options.json else str(diagnosis), sys.stdout)
+    try:
+        if options.command == "build-kernels":
+            return _build_kernels([name for name in options.cpus.split(",") if name], options.into)
+        diagnosis = doctor()
+        _tell(diagnosis.to_json().decode() if options.json else str(diagnosis), sys.stdout)
+    except (BackendUnavailable, OSError) as error:
+        _tell(f"{options.command}: {error}", sys.stderr)
+        return 1
     return diagnosis.exit_code
 
 
 def _build_kernels(cpus: Sequence[str], into: Path | None) -> int:
     status = 0
-    try:
-        for built in build_ahead((*families(), SOURCES), cpus, into):
-            _tell(_line_of(built), sys.stdout)
-            for failure in built.failures:
-                _tell(f"for {built.cpu}: {failure}", sys.stderr)
-                status = 1
-    except (BackendUnavailable, OSError) as error:
-        _tell(f"build-kernels: {error}", sys.stderr)
-        return 1
+    for built in build_ahead((*families(), SOURCES), cpus, into):
+        _tell(_line_of(built), sys.stdout)
+        for failure in built.failures:
+            _tell(f"for {built.cpu}: {failure}", sys.stderr)
+            status = 1
     return status
 
 
 def _tell(line: str, stream: TextIO | None) -> None:
-    """Write a line, unless whoever started this has closed the stream: the status says the most."""
+    """Write a line, unless whoever started this has closed the stream, or reads no more: the status says the most."""
     if stream is not None:
-        stream.write(line + "\n")
+        try:
+            print(line, file=stream, flush=True)
+        except OSError as error:
+            with open(os.devnull, "w") as nowhere:  # for what is left, which Python would write at its end, and fail
+                os.dup2(nowhere.fileno(), stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
 
 
 def _line_of(built: Built) -> str:

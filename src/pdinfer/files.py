@@ -7,6 +7,7 @@ names. Size, depth and number of parts are checked before anything is parsed."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -81,7 +82,8 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
         # O_NONBLOCK: opening a FIFO must not wait for its writer; it has no effect on regular files.
         fd = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as failure:
-        raise error(f"cannot open {path}: {failure.strerror}") from None
+        mend = "; let this process open more (ulimit -n 65536)" if failure.errno == errno.EMFILE else ""
+        raise error(f"cannot open {path}: {failure.strerror}{mend}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise error(f"{path} is not a regular file (a device, a pipe, a socket or a folder); it was not read")
@@ -95,7 +97,7 @@ def inside(path: Path, folder: Path, error: type[PDInferError], trusted_roots: I
         root = folder.resolve(strict=True)
         target = path.resolve(strict=True)
         roots = (root, *_own_blobs(root), *(Path(trusted).resolve() for trusted in trusted_roots))
-    except (OSError, RuntimeError) as failure:
+    except (OSError, RuntimeError, ValueError) as failure:  # the last for a path with a zero byte
         reason = failure.strerror if isinstance(failure, OSError) else str(failure)
         raise error(f"cannot open {path}: {reason}") from None
     if not any(map(target.is_relative_to, roots)):
@@ -124,6 +126,16 @@ def naming(path: AnyPath, error: type[PDInferError] = ConfigError) -> Iterator[N
         yield
     except ConfigError as failure:
         raise error(f"{os.fspath(path)}: {failure}") from None
+
+
+@contextlib.contextmanager
+def writing(path: AnyPath) -> Iterator[None]:
+    """Raise as ConfigError what the system says of a file or folder that cannot be written."""
+    try:
+        yield
+    except (OSError, ValueError) as failure:  # the latter for a path with a zero byte
+        reason = getattr(failure, "strerror", None) or failure
+        raise ConfigError(f"cannot write to {os.fspath(path)}: {reason}; make room, or choose another folder") from None
 
 
 def read_regular(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from pdinfer.checkpoint.schemes import DESCRIPTION
 from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular
+from pdinfer.files import MAX_CONFIG_BYTES, AnyPath, read_json, read_regular, writing
 from pdinfer.kernels.formats.floats import all_finite
 from pdinfer.kernels.formats.four_bits import GROUP, quantize_int4, quantize_mxfp4
 from pdinfer.kernels.formats.fp8 import BLOCK, quantize_fp8
@@ -220,19 +219,8 @@ def _of_floats(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"text_config": _of_floats(text)} if isinstance(text, Mapping) else kept
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError  # a writer is only needed here
-
-    try:
-        yield
-    except (OSError, SafetensorError) as failure:
-        reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise ConfigError(f"cannot write to {path}: {reason}; make room, or choose another folder") from None
-
-
 def _make_empty(target: Path) -> None:
-    with _writing(target):
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         taken = next(target.iterdir(), None)
     if taken is not None:
@@ -277,17 +265,21 @@ def _copy_the_rest(source: Path, target: Path, trusted_roots: Sequence[AnyPath])
         written_anew = name == "config.json" or name.endswith(".safetensors.index.json") or fnmatch(name, DESCRIPTION)
         if not written_anew:
             data = read_regular(source, name, MAX_COPIED_BYTES, CheckpointError, trusted_roots)
-            with _writing(target / name):
+            with writing(target / name):
                 (target / name).write_bytes(data)
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file  # a writer is only needed here
+    from safetensors import SafetensorError  # a writer is only needed here
+    from safetensors.torch import save_file
 
-    with _writing(path):
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with writing(path):
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        except SafetensorError as failure:
+            raise OSError(str(failure)) from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with _writing(path):
+    with writing(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -6,6 +6,7 @@ import enum
 import textwrap
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import attrs
 import msgspec
@@ -23,12 +24,18 @@ class Level(enum.Enum):
     WARNING = "warning"
 
 
+def _text(value: Any) -> Any:
+    """Return a text with what is no Unicode spelled out, such as bytes in the name of a folder: no output takes it.
+    Other values stay."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
 @attrs.frozen(kw_only=True)
 class Fact(Value):
     """A fact: a name, its value (None if it has none), and remarks in sentences."""
 
     name: str
-    value: str | int | float | None
+    value: str | int | float | None = attrs.field(converter=_text)
     remarks: tuple[str, ...] = ()
 
 
@@ -37,8 +44,8 @@ class Problem(Value):
     """A problem: a sentence, and a shell command that mends it ("" where none is known)."""
 
     level: Level
-    sentence: str
-    mend: str = ""
+    sentence: str = attrs.field(converter=_text)
+    mend: str = attrs.field(default="", converter=_text)
 
 
 Found = Iterator[Fact | Problem]

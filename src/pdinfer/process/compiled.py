@@ -1,7 +1,8 @@
 """C sources that are compiled for this machine on first use, and loaded.
 
 A library is kept in a folder of the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it) that nobody else
-may write. Without such a folder it is built anew for each process. Its name says what went into it and what came out:
+may write. Without such a folder, or room in it, it is built anew for each process. Its name says what went into it and
+what came out:
 
     <name>-<sources, flags, OpenMP>-<instruction sets>-<compiler and CPU>-<the file's own bytes>.so
 
@@ -269,9 +270,12 @@ def _built(
 def _loaded_and_kept(
     library: NativeLibrary, made: Path | CompilationError, scratch: Path, folder: Path | None, stem: str
 ) -> ctypes.CDLL | str:
-    """Load what was made, or return why it was not. Either is kept in `folder`, if there is one."""
+    """Load what was made, or return why it was not. Either is kept in `folder`, if there is one. Raises OSError where
+    that is full."""
     if isinstance(made, Path):
         return _loaded_or_reason(library, made if folder is None else keep(made, folder, stem))
+    if made.of_room and folder is not None:
+        raise OSError(str(made))  # a temporary folder may have the room
     if made.of_code and folder is not None:
         words = scratch / f"{stem}.failed"
         words.write_text(str(made))

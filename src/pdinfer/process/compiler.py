@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -88,6 +89,11 @@ class CompilationError(BackendUnavailable):
     def __init__(self, reason: str, *, of_code: bool) -> None:
         super().__init__(reason)
         self.of_code = of_code
+
+    @property
+    def of_room(self) -> bool:
+        """Whether the disk is full, or the user's part of it."""
+        return any(os.strerror(number) in str(self) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 @attrs.frozen

@@ -34,7 +34,7 @@ class ScratchFolder:
     def __init__(self, parent: Path | None = None) -> None:
         parent = temporary_folder() if parent is None else parent
         remove_abandoned(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)).absolute()  # the process may move on
         nameless = self.path / "lock"
         try:
             lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
 from tests.forks import FAR_S
-from tests.waiting import wait_until, without_threads
+from tests.waiting import check_ends, started, wait_until, without_threads
 
 
 def body(request: pd.Request) -> dict[str, Any]:
@@ -140,7 +141,13 @@ def test_a_server_streams_tokens_until_it_is_done_or_says_something_else(backend
     assert said == [Piece((4,)), Piece((5, 6), (-1.5, -2), "length")]
     assert backend.asked[-1]["stream"] is backend.asked[-1]["return_token_ids"] is True
     dead = '{"error": {"message": "the engine is dead", "code": 500}}'
-    for wrong in ('{"error": "the engine is dead"}', dead, "no json", '{"choices": [{"token_ids": ["4"]}]}'):
+    for wrong in (
+        '{"error": "the engine is dead"}',
+        dead,
+        "no json",
+        "[" * 100_000,
+        '{"choices": [{"token_ids": ["4"]}]}',
+    ):
         backend.said = f"data: {wrong}\n\n".encode()
         with pytest.raises(pd.TransferError, match="something else than tokens"):
             list(Server(backend.url).stream({}))
@@ -197,11 +204,44 @@ def test_a_server_is_left_when_its_prompt_is_dropped(backend: Any, early: bool) 
 
 @pytest.mark.parametrize(
     ("models", "length"),
-    [(b'{"data": [{"max_model_len": 512}]}', 512), (b'{"data": [{}]}', None), (b'{"data": []}', None), (b"no", None)],
+    [
+        (b'{"data": [{"max_model_len": 512}]}', 512),
+        (b'{"data": [{}]}', None),
+        (b'{"data": []}', None),
+        (b"no", None),
+        (b"[" * 100_000, None),
+    ],
 )
 def test_a_server_tells_how_long_a_prompt_may_be(backend: Any, models: bytes, length: int | None) -> None:
     backend.models = models
     assert Server(backend.url).max_model_len() == length
+
+
+def test_what_is_no_server_of_http_is_told_with_its_words_spelled_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def greet() -> None:
+            for _ in range(2):
+                with listener.accept()[0] as connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        greeting = started(greet)
+        with pytest.raises(pd.TransferError, match=r"did not say which models it has: SSH-2\.0-OpenSSH\\r\\n$"):
+            server.max_model_len()
+        with pytest.raises(pd.TransferError, match=r"did not answer: SSH-2\.0-OpenSSH\\r\\n$"):
+            server({"prompt": [1]})
+        check_ends(greeting)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8100", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://[::1", "http://a b"],
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(pd.ConfigError, match=r'a server of vLLM has a URL such as "http://127\.0\.0\.1:8100", got'):
+        Server(url)
 
 
 def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all() -> None:

@@ -414,6 +414,13 @@ def test_a_full_disk_is_named(tmp_path: Path, room: int, file: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_folder_of_no_name_is_refused(floats: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write to q\x00: embedded null byte; make room"):
+        quantize_checkpoint(floats, "q\0")
+    with pytest.raises(ConfigError, match="embedded null byte"):
+        load_model(floats, trusted_roots=["root\0"])
+
+
 @pytest.mark.parametrize("arguments", [{"scheme": "int3"}, {"scheme": "fp8", "scale_fmt": "e8"}, {"scale_fmt": "e8"}])
 def test_an_unknown_scheme_is_refused(floats: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r'choose "fp8" with scale_fmt None or "ue8m0", or "w8a8_dynamic"'):

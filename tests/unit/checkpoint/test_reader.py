@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,21 @@ def test_a_refused_folder_leaves_no_file_open(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="5 bytes long"):
         Checkpoint.open(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_that_may_not_all_be_open_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in "ab"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    limits, next_one = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + 1, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"b\.safetensors: Too many open files; let this process open more"):
+            Checkpoint.open(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_info_of_another_folder_is_refused(tmp_path: Path) -> None:

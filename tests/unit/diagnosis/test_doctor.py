@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -498,6 +499,14 @@ def test_a_machine_without_proc_and_sys_is_examined(tmp_path: Path) -> None:
 # ---- this machine --------------------------------------------------------------------------------------------------
 
 
+def test_names_that_are_no_unicode_are_spelled_out(tmp_path: Path) -> None:
+    folder = os.fsdecode(b"/home/j\xfcrgen")
+    why = {"why_not_written": lambda _: "Permission denied"}
+    diagnosis = doctor(laptop(tmp_path, environment={"XDG_CACHE_HOME": folder, "PATH": ""}, **why))
+    assert r"/home/j\udcfcrgen/pdinfer" in str(diagnosis).encode().decode()
+    assert json.loads(diagnosis.to_json())["exit_code"] == diagnosis.exit_code
+
+
 def test_imports_are_tried_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fine_library.py").write_text("")
     (tmp_path / "broken_library.py").write_text("raise OSError('libfoo.so is not there')")
@@ -540,6 +549,15 @@ def test_the_command_line_prints_a_report_or_json(
         with monkeypatch.context() as closed:
             closed.setattr(sys, "stdout", None)  # as with >&-
             assert main(["doctor"]) == status
+            reads, writes = os.pipe()
+            os.close(reads)
+            with open(writes, "w") as stdout:  # as with | true
+                closed.setattr(sys, "stdout", stdout)
+                assert main(["doctor"]) == status
+            with open("/dev/full", "w") as stdout:
+                closed.setattr(sys, "stdout", stdout)
+                assert main(["doctor"]) == 1
+            assert capsys.readouterr().err == "doctor: [Errno 28] No space left on device\n"
     levels = [problem["level"] for section in told["sections"] for problem in section["problems"]]
     assert levels == ["failure"]
     with pytest.raises(SystemExit, match="2"):

@@ -286,6 +286,18 @@ def test_a_failure_that_may_pass_is_not_remembered(build: Build, wrap: Callable[
 
 
 @can_build
+@pytest.mark.parametrize("reason", ["No space left on device", "Disk quota exceeded"])
+def test_where_the_folder_is_full_it_is_built_for_this_process(
+    build: Build, wrap: Callable[..., None], tmp_path: Path, reason: str
+) -> None:
+    said = f"/tmp/cc1.s: Fatal error: can't write 70 bytes to section .text of rows.o: '{reason}'"
+    (tmp_path / "said").write_text(said)
+    wrap(f'case "$*" in *.cache/pdinfer*) cat {tmp_path / "said"} >&2; exit 1;; esac')
+    assert not build().reasons
+    assert not kept(tmp_path)
+
+
+@can_build
 def test_the_header_of_all_sources_is_compiled_once_and_its_loss_costs_nothing_but_time(
     build: Build, wrap: Callable[..., None], tmp_path: Path
 ) -> None:

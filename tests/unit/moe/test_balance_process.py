@@ -16,6 +16,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.moe import solve_placement
+from pdinfer.moe.balance import process
 from pdinfer.moe.balance.__main__ import answer_to
 from pdinfer.moe.balance.messages import PackedPlacement, SolveAnswer, SolveRequest
 from pdinfer.moe.balance.process import SolverProcess, unpack_placement
@@ -43,15 +44,29 @@ def test_a_process_that_solves_imports_no_torch() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_its_modules_come_from_where_the_hosts_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pdinfer.py").write_text("raise ImportError('some file of the host')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    solver = SolverProcess(time.monotonic)
+    solver.ask(LOAD, PREVIOUS)
+    assert placement_of(solver).num_ranks == 2
+
+
+def placement_of(solver: SolverProcess) -> pd.ExpertPlacement:
+    end = time.monotonic() + FAR_S
+    while not (answer := solver.poll()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return unpack_placement(answer)
+
+
 def test_every_request_has_a_process_of_its_own() -> None:
     solver = SolverProcess(time.monotonic)
     for _ in range(2):
         solver.ask(LOAD, PREVIOUS)
-        end = time.monotonic() + FAR_S
-        while not (answer := solver.poll()) and time.monotonic() < end:
-            time.sleep(0.005)
+        answer = placement_of(solver)
         assert solver._process is None
-        assert unpack_placement(answer) == solve_placement(LOAD, num_ranks=2, num_redundant=2, previous=PREVIOUS)
+        assert answer == solve_placement(LOAD, num_ranks=2, num_redundant=2, previous=PREVIOUS)
 
 
 @pytest.fixture
@@ -60,7 +75,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec sleep {2 * FAR_S:.0f}\n")
     python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(process, "get_executable", lambda: str(python))
 
 
 @pytest.mark.usefixtures("silent")
@@ -91,14 +106,14 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[byte
         answer.write_bytes(body)
         python.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(answer))}\n")
         python.chmod(0o700)
-        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(process, "get_executable", lambda: str(python))
         return SolverProcess(time.monotonic)
 
     return start
 
 
 def test_one_that_cannot_be_started_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/there is no/python")
+    monkeypatch.setattr(process, "get_executable", lambda: "/there is no/python")
     solver = SolverProcess(time.monotonic)
     with pytest.raises(FileNotFoundError):
         solver.ask(LOAD, PREVIOUS)

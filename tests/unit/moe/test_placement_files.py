@@ -199,3 +199,13 @@ def test_shares_are_not_dropped_unasked(tmp_path: Path) -> None:
         write_placement(tmp_path / "placement.json", ours)
     with pytest.raises(pd.ConfigError, match="counts: logical_count must be a table of ints"):
         write_counts(tmp_path / "counts.json", [[0.5]])
+
+
+@pytest.mark.parametrize("name", ["gone/placement", "zero\0byte"])
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_what_cannot_be_written_is_named(tmp_path: Path, name: str, suffix: str) -> None:
+    path = str(tmp_path / name) + suffix
+    with pytest.raises(pd.ConfigError, match=r"cannot write to .*; make room, or choose another folder"):
+        write_placement(path, pd.ExpertPlacement.trivial(1, 4, 2, 0))
+    with pytest.raises(pd.ConfigError, match=r"cannot write to .*; make room, or choose another folder"):
+        write_counts(path, [[1, 2]])

@@ -157,6 +157,9 @@ def test_the_command_tells_what_was_built_for_which_instruction_sets(
     monkeypatch.setattr(commands, "families", lambda: (library,))
     monkeypatch.setattr(commands, "SOURCES", library)
     arguments = ["build-kernels", "--for", "haswell,znver4", "--into", str(tmp_path / "into")]
+    monkeypatch.chdir(tmp_path)
+    assert commands.main([*arguments[:-1], "relative"]) == 0
+    assert capsys.readouterr().out.endswith(", in relative\n")
     assert commands.main(arguments) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"haswell: lanes, lanes for CPUs with avx2 f16c, in {tmp_path / 'into'}"

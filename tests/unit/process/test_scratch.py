@@ -44,6 +44,14 @@ def test_it_is_there_until_it_is_closed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_it_stays_where_it_is_when_its_process_moves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ScratchFolder(Path()) as folder:
+        monkeypatch.chdir("/")
+        assert folder.path.parent == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
     in_child(lambda: (kept(tmp_path).path / "file").write_text("content"))
     assert len(list(tmp_path.iterdir())) == 1

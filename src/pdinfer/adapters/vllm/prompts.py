@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -162,8 +163,12 @@ class Server:
 
     @url.validator
     def _check_url(self, _: object, value: object) -> None:
-        if not isinstance(value, str) or not value.startswith(("http://", "https://")):
-            raise ConfigError(f'a server of vLLM has a URL such as "http://127.0.0.1:8100", got {clip(value)}')
+        if isinstance(value, str) and value.isprintable() and " " not in value:
+            with contextlib.suppress(ValueError):  # half a bracket, or a port that is none
+                parts = urlsplit(value)
+                if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                    return
+        raise ConfigError(f'a server of vLLM has a URL such as "http://127.0.0.1:8100", got {clip(value)}')
 
     def max_model_len(self) -> int | None:
         """Return the most tokens of a prompt and its output, None when the server does not say. Raises TransferError
@@ -172,10 +177,11 @@ class Server:
             with urllib.request.urlopen(f"{self.url.rstrip('/')}/v1/models", timeout=MODELS_S) as answer:  # noqa: S310
                 models = json.loads(answer.read(MAX_MODELS_BYTES))
             length = models["data"][0].get("max_model_len")
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             return None
-        except OSError as error:
-            raise TransferError(f"vLLM at {self.url} did not say which models it has: {error}") from None
+        except (OSError, HTTPException) as error:
+            why = escaped(str(error))
+            raise TransferError(f"vLLM at {self.url} did not say which models it has: {why}") from None
         return length if is_int(length) and length > 1 else None
 
     def __call__(self, body: Mapping[str, Any], call: VLLMCall | None = None) -> None:
@@ -218,7 +224,7 @@ class Server:
             kind_of_error = RequestError if _is_theirs(refused.code) else TransferError
             raise kind_of_error(f"vLLM at {self.url} answered {refused.code}: {why}") from None
         except (OSError, HTTPException) as error:
-            raise TransferError(f"vLLM at {self.url} did not answer: {error}") from None
+            raise TransferError(f"vLLM at {self.url} did not answer: {escaped(str(error))}") from None
 
 
 def _is_theirs(code: int) -> bool:
@@ -229,7 +235,7 @@ def _is_theirs(code: int) -> bool:
 def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return data.decode("utf-8", "replace")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from pdinfer.bench.record import Record
 from pdinfer.bench.summary import Summary
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.files import writing
 from pdinfer.values import Value
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class Plot(Value):
         """Draw, and return matplotlib's figure. With a `path`, write it there; its suffix says the format (svg, png,
         pdf), and equal columns give equal bytes. With `axes`, draw into those, one per panel, instead of a new figure.
 
-        Raises BackendUnavailable without matplotlib, ConfigError for another number of axes and for a suffix that
-        matplotlib does not write."""
+        Raises BackendUnavailable without matplotlib, ConfigError for another number of axes, a suffix that matplotlib
+        does not write and a path that cannot be written."""
         matplotlib = _matplotlib()
         with ExitStack() as stack:
             stack.enter_context(matplotlib.style.context(ALWAYS if axes is not None else ["default", LOOKS, ALWAYS]))
@@ -122,7 +123,8 @@ def _write(figure: Figure, path: Path) -> None:
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in formats:
         raise ConfigError(f"a plot cannot be written to {path}: its suffix must be one of {', '.join(sorted(formats))}")
-    figure.savefig(path, metadata=UNDATED.get(path.suffix.lower()))
+    with writing(path):
+        figure.savefig(path, metadata=UNDATED.get(path.suffix.lower()))
 
 
 def table(kinds: Mapping[str, type], rows: Sequence[tuple[Any, ...]]) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """A process that solves a placement while engines run. Nobody waits for it.
 
-    request ──file──► python -m pdinfer.moe.balance ──file──► answer
+    request ──file──► pdinfer.moe.balance.__main__ ──file──► answer
 
 Every request has a process of its own, which keeps no memory afterwards. When it dies, hangs or writes nonsense, that
 costs one answer."""
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.spawn import get_executable
 
 import msgspec
 
@@ -21,6 +22,9 @@ from pdinfer.moe.placement.placement import ExpertPlacement, Ints
 from pdinfer.process.forked import OfOneProcess
 
 DEADLINE_S = 120.0
+CODE = "import sys; sys.path[:] = sys.argv[1:]; import runpy; runpy.run_module('pdinfer.moe.balance', None, '__main__')"
+"""The code of the process. Its arguments are `sys.path`: with `-m`, a folder in which the host happens to be would come
+first, and what the host has added would be missing."""
 
 
 def unpack_placement(data: bytes) -> ExpertPlacement:
@@ -44,8 +48,8 @@ class SolverProcess(OfOneProcess):
             self._answer = until_started.enter_context(tempfile.TemporaryFile())
             request.write(msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves)))
             request.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdinfer.moe.balance"],
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, with arguments that are our own
+                [get_executable(), "-c", CODE, *sys.path],
                 stdin=request,
                 stdout=self._answer,
                 start_new_session=True,  # a Ctrl-C is for the host

@@ -19,7 +19,7 @@ import numpy as np
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checks import check_int, clip, typed
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.files import read_json
+from pdinfer.files import read_json, writing
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
 from pdinfer.values import Value
 
@@ -83,8 +83,8 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
 def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *, num_dense_layers: int = 0) -> None:
     """Write a map in the format that the suffix of `path` names. Dense layers get rows that are never read.
 
-    SGLang's JSON has no shares. Raises ConfigError for another suffix, and for JSON where copies have unequal shares:
-    `attrs.evolve(placement, slot_shares=None)` gives them up."""
+    SGLang's JSON has no shares. Raises ConfigError for another suffix, for a file that cannot be written, and for JSON
+    where copies have unequal shares: `attrs.evolve(placement, slot_shares=None)` gives them up."""
     path = Path(path)
     check_int("num_dense_layers", num_dense_layers, 0)
     if path.suffix == ".json" and placement.slot_shares is not None:
@@ -104,7 +104,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
 def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers: int = 0) -> None:
     """Write [layers, experts] counts in the format that the suffix of `path` names. Dense layers get zeros.
 
-    Raises ConfigError for another suffix, and for a table that does not hold counts."""
+    Raises ConfigError for another suffix, a file that cannot be written, and a table that does not hold counts."""
     path = Path(path)
     check_int("num_dense_layers", num_dense_layers, 0)
     table = _checked(np.asarray(counts), COUNT, "counts")
@@ -176,10 +176,12 @@ def _checked(table: Any, name: str, source: Path | str) -> Ints:
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
     if path.suffix == ".json":
-        path.write_text(json.dumps({name: table.tolist() for name, table in fields.items()}), "utf-8")
+        content = json.dumps({name: table.tolist() for name, table in fields.items()}).encode()
     elif path.suffix == ".safetensors":
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        save_file(fields, path)
+        content = save(fields)
     else:
         raise ConfigError(f"{path} must be a .json or a .safetensors file")
+    with writing(path):
+        path.write_bytes(content)
