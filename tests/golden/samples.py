@@ -292,6 +292,7 @@ SESSION: dict[str, messages.Command | messages.Report] = {**COMMANDS, **REPORTS}
 _ROW = rank_messages.PackedRow.of(Row([1, 2], 62, [4, 9], 3))
 RANKS: dict[str, rank_messages.Message] = {
     "connect": rank_messages.DialMessage(DECODE),
+    "drop_peer": rank_messages.DropPeerMessage(DECODE),
     "expect": rank_messages.Expect(_PACKED[1]),
     "abort": rank_messages.AbortMessage(ROOM, TransferError("no")),
     "accept": rank_messages.Accept(_PACKED[1]),

@@ -33,7 +33,7 @@ ENUMS = {
         "HandoffStatus": ("landed", "aborted"),
     },
     "session-7.1": {"FinishReason": ("stop", "length", "cancelled", "deadline", "failed")},
-    "ranks-3": {},
+    "ranks-4": {},
 }
 """The values of the enums in the messages of each version. A peer that does not know one refuses the whole message, and
 gives up the link or the port that sent it. Golden bytes have only some of them."""

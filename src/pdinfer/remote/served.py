@@ -65,16 +65,16 @@ def serve(
     is a listener, a client whose connection broke has the same time to make another one, but what it asked for is
     cancelled.
 
-    Through a listener up to `max_clients` share the engine, each with requests of its own, and others wait until one
-    leaves. With several, the last one to close the engine closes it. One that changes its role
-    (`Pairing.switch`) takes it from the others.
+    Through a listener up to `max_clients` share the engine, each with requests of its own; others wait for a place.
+    The last one to close the engine closes it. One that changes its role (`Pairing.switch`) takes it from the others.
 
-    A step that never ends does not keep the process alive: when the client is gone for good and the same step still
-    runs `config.exit_s` later, the process exits with status 1 if `serve` runs in its main thread.
+    A step that never ends keeps no process alive: when the client is gone for good and the step still runs
+    `config.exit_s` later, the process exits with status 1 if `serve` runs in its main thread.
 
     With a `directory` the engine announces itself there while it takes clients, at `advertise` ("host:port") or else
     where the listener says that it listens. Once `drain` is set, by a handler of SIGTERM say, the announcement is
-    withdrawn, clients are told, no other is let in, and `serve` returns when no client has the engine any more.
+    withdrawn, clients are told, no other is let in, and `serve` returns when no client has the engine any more, nor
+    another leader of its ranks: drain all of them.
 
     When an engine runs as ranks, serve every rank, with `connection` None on those that no client talks to. All of them
     return when one does, and raise RankLost when one is lost.
@@ -239,7 +239,7 @@ class _Host(OfOneProcess):
             if self.dismissed:
                 log.info("a served engine stops: its client %s", self.last_loss)
                 return
-            if self.drain.is_set() and not self.shared.num_here:
+            if self.drain.is_set() and not self.shared.num_here and self.engine.ranks.may_close():
                 log.info("a served engine stops: it was to be drained, and no client has it")
                 return
             if self.engine.closed:

@@ -40,13 +40,15 @@ BEAT_S = 0.1
 @attrs.frozen(kw_only=True)
 class RankStatus:
     """What a rank says of itself in the agreement of this number: rows it has for the model, as far as it knows, passes
-    of the MTP layer it needs to draft after them, whether it closes, whether nothing keeps it from changing its role,
-    and how many bytes it has for its attention group. The status of its experts, an `ExpertStatus`, follows."""
+    of the MTP layer it needs to draft after them, whether it closes, whether nothing keeps it from that or from
+    changing its role, and how many bytes it has for its attention group. The status of its experts, an `ExpertStatus`,
+    follows."""
 
     number: int
     num_rows: int = 0
     num_passes: int = 0
     is_closing: int = 0
+    may_close: int = 0
     may_change: int = 0
     num_bytes: int = 0
 
@@ -73,8 +75,9 @@ class Agreement:
 class Lockstep:
     """One rank's part in the common sequence of steps. All ranks make it together. `rebalancing` does its part in each
     agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
-    it. The ranks are `changing` their role once no rank has anything against it: a leader has, until it was asked to
-    (`may_change`) and while it has rows. That agreement is the last one."""
+    it. The ranks are `closing` once one of them closes, or none has anything against it; they are `changing` their role
+    once none has anything against that. A leader has until it was asked to, and while it has rows. Either agreement is
+    the last one."""
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Lockstep:
         self._rebalancing = rebalancing
         self.lost: RankLost | None = None
         self.closing = self.changing = False
-        self.may_change = groups.attention.rank > 0
+        self.may_close = self.may_change = groups.attention.rank > 0
         self._wake = wake
         self.clock = clock
         self._outbox: Inbox[Message] = Inbox()
@@ -153,6 +156,7 @@ class Lockstep:
             num_rows=num_rows,
             num_passes=num_passes,
             is_closing=int(self._leaves),
+            may_close=int(self.may_close and not num_rows),
             may_change=int(self.may_change and not num_rows),
             num_bytes=num_bytes,
         )
@@ -171,7 +175,8 @@ class Lockstep:
             agreement = Agreement(statuses, self._exchange(data, statuses))
             experts = [ExpertStatus.from_ints(row[len(_FIELDS) :]) for row in table]
             migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
-        self.closing = any(status.is_closing for status in statuses)
+        is_over = all(status.may_close for status in statuses)
+        self.closing = is_over or any(status.is_closing for status in statuses)
         self.changing = not self.closing and all(status.may_change for status in statuses)
         self._is_active = agreement.runs or migrates
         self._agreed_at = self.clock()

@@ -52,6 +52,11 @@ class Ranks:
         """Whether it was agreed that all change their role. No rank steps then: each makes its next engine."""
         return False
 
+    def may_close(self) -> bool:
+        """Note on a leader that it has nothing to do any more, and return whether to close it at once. Otherwise all
+        close in the steps to come, as soon as that is true of all leaders."""
+        return True
+
     def may_change(self, *, asked: bool) -> bool:
         """Note on a leader whether it was asked to change its role, and return whether it may at once. Otherwise the
         other ranks learn of it in the steps to come, and change as soon as all have agreed: see `are_changing`."""
@@ -128,6 +133,10 @@ class SeveralRanks(Ranks):
     @property
     def are_changing(self) -> bool:
         return self._lockstep.changing
+
+    def may_close(self) -> bool:
+        self._lockstep.may_close = True
+        return False
 
     def may_change(self, *, asked: bool) -> bool:
         self._lockstep.may_change = asked

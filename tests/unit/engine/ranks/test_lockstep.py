@@ -249,6 +249,18 @@ def test_one_that_closes_closes_all() -> None:
         assert [one.closing for one in made] == [True, True]
 
 
+def test_ranks_close_once_no_leader_has_anything_to_do() -> None:
+    groups = groups_of(dp_size=2, tp_size=2)
+    with locksteps(groups) as (made, _):
+        closing = []
+        for leader, num_rows in ((0, 0), (2, 1), (2, 0)):
+            made[leader].may_close = True
+            rows = {2: num_rows}
+            on_ranks(groups, lambda one, rows=rows: meet(made[one.world.rank], num_rows=rows.get(one.world.rank, 0)))
+            closing.append([one.closing for one in made])
+    assert closing == [[False] * 4, [False] * 4, [True] * 4]
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_roles_change_once_all_leaders_were_asked_and_none_has_rows(closes: bool) -> None:
     groups = groups_of(dp_size=2, tp_size=2)
