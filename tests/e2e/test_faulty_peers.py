@@ -196,6 +196,7 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
         ({"token": None}, "a token of None came with None"),
         ({"token": None, "finish_reason": LENGTH}, "a token of None came with"),
         ({"finish_reason": CANCELLED}, "a token of 5 came with"),
+        ({"token": None, "finish_reason": CANCELLED}, "nobody had cancelled it: the decode was closed"),
         ({"top_logprobs": ((1, -0.5),)}, "1 log-probabilities came that nobody asked for"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, output_tokens=2)}, "counts 2 tokens, and 1 came"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, prompt_tokens=8)}, "8 tokens of its prompt of 9"),

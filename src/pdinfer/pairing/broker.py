@@ -271,8 +271,6 @@ class Broker:
             self._forward(tracked, event)
         elif isinstance(event, Refused):
             self._refused(tracked, event.error)
-        elif event.finish_reason is FinishReason.CANCELLED and not tracked.is_to_end:
-            self._move(tracked, TransferError(f"its decode was closed: {decode}"))
         else:
             self._hear(tracked, event)
 

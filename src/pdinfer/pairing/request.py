@@ -179,7 +179,7 @@ class TrackedRequest:
 
     @property
     def is_to_end(self) -> bool:
-        """Whether decode was asked to end it. One that is closed, by its host or with another rank, was not."""
+        """Whether decode was asked to end it."""
         return self.cancelled or self.failure is not None or self.ending is not None
 
     @property
@@ -324,6 +324,8 @@ class TrackedRequest:
             reason = f"its usage says that {usage.cached_tokens} of its tokens were cached, more than it has"
         elif usage is not None and usage.num_accepted_tokens > usage.num_draft_tokens:
             reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were accepted"
+        elif event.finish_reason is FinishReason.CANCELLED and not self.is_to_end:
+            reason = "nobody had cancelled it: the decode was closed, by its host or with another of its ranks"
         if reason is not None:
             raise TransferError(f"a decode sent an impossible event for request {self.request_id!r}: {reason}")
 
