@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -49,6 +50,8 @@ COUNTED: dict[str, tuple[Callable[[Tensor], object], dict[str, int]]] = {
     "other dtype": (lambda x: x.float(), {"launches": 1, "allocations": 1}),
     "same dtype": (lambda x: x.long(), {}),
 }
+
+THRESHOLD = gc.get_threshold()
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -248,6 +251,22 @@ def copied_out(device: torch.device, *, waits: bool) -> list[int]:
 def test_the_host_finds_what_it_waited_for(device: torch.device) -> None:
     assert copied_out(device, waits=True) == [1, 2, 3]
     assert copied_out(device, waits=False) == [order.POISON] * 3
+
+
+def test_page_locked_memory_is_known_while_other_memory_is_collected() -> None:
+    kept = [order.page_locked(8) for _ in range(3000)]  # more pairs than Python keeps for reuse without collecting
+    try:
+        for later in range(1, 1000, 50):
+            gc.collect()
+            gc.disable()
+            ring: list[object] = [order.page_locked(8)]
+            ring.append(ring)
+            del ring
+            gc.set_threshold(gc.get_count()[0] + later)
+            gc.enable()
+            assert order.is_page_locked(kept[0])
+    finally:
+        gc.set_threshold(*THRESHOLD)
 
 
 def test_an_event_is_asked_until_the_device_is_there(device: torch.device) -> None:

@@ -311,8 +311,8 @@ def page_locked(num_bytes: int) -> Tensor:
 
 def is_page_locked(tensor: Tensor) -> bool:
     """Return whether a host tensor lies in page-locked memory."""
-    there = list(_PAGE_LOCKED.items())  # other threads add to it
-    return any(start <= tensor.data_ptr() < start + size for start, size in there)
+    there = _PAGE_LOCKED.copy()  # other threads add to it, and so may the collector of garbage, where objects are made
+    return any(start <= tensor.data_ptr() < start + size for start, size in there.items())
 
 
 def leaves(to: Tensor, values: Tensor, clock: Clock) -> None:
