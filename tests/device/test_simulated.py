@@ -51,8 +51,6 @@ COUNTED: dict[str, tuple[Callable[[Tensor], object], dict[str, int]]] = {
     "same dtype": (lambda x: x.long(), {}),
 }
 
-THRESHOLD = gc.get_threshold()
-
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_an_op_costs(device: torch.device, name: str) -> None:
@@ -254,6 +252,7 @@ def test_the_host_finds_what_it_waited_for(device: torch.device) -> None:
 
 
 def test_page_locked_memory_is_known_while_other_memory_is_collected() -> None:
+    threshold = gc.get_threshold()
     kept = [order.page_locked(8) for _ in range(3000)]  # more pairs than Python keeps for reuse without collecting
     try:
         for later in range(1, 1000, 50):
@@ -266,7 +265,7 @@ def test_page_locked_memory_is_known_while_other_memory_is_collected() -> None:
             gc.enable()
             assert order.is_page_locked(kept[0])
     finally:
-        gc.set_threshold(*THRESHOLD)
+        gc.set_threshold(*threshold)
 
 
 def test_an_event_is_asked_until_the_device_is_there(device: torch.device) -> None:

@@ -116,28 +116,35 @@ def test_a_switch_that_its_host_gives_up_leaves_the_ranks_in_their_role() -> Non
         assert not prefill.closed
 
 
+def agreed_to_change(made: Sides) -> pd.PrefillEngine:
+    """Have the ranks of prefill agree to become decodes. Return their leader, which the follower waits for."""
+    leader = made.prefills[0]
+    made.pairing.remove(leader, drain_s=0.0)
+    assert become(leader, "decode") is None
+    wait_until(lambda: leader.step() or leader.ranks.are_changing)
+    return leader
+
+
+def check_missed(made: Sides) -> None:
+    """End the wait for a leader that has not come, and check that the follower says so."""
+    abandon([engine.model.groups for engine in made.prefills])
+    wait_until(lambda: made.failures)
+
+
 def test_a_rank_that_steps_on_once_all_have_agreed_to_change_is_lost() -> None:
     with sides() as made:
-        prefill, follower = made.prefills
-        made.pairing.remove(prefill, drain_s=0.0)
-        assert become(prefill, "decode") is None
-        wait_until(lambda: prefill.step() or prefill.ranks.are_changing)
+        prefill = agreed_to_change(made)
         with pytest.raises(pd.RankLost, match=r"stepped its old engine once all had agreed .* start all ranks anew"):
             prefill.step()
-        abandon([prefill.model.groups, follower.model.groups])
-        wait_until(lambda: made.failures)
+        check_missed(made)
         prefill.close()
 
 
 def test_a_leader_that_closes_once_all_have_agreed_to_change_meets_nobody() -> None:
     with sides() as made:
-        prefill, follower = made.prefills
-        made.pairing.remove(prefill, drain_s=0.0)
-        assert become(prefill, "decode") is None
-        wait_until(lambda: prefill.step() or prefill.ranks.are_changing)
+        prefill = agreed_to_change(made)
         prefill.close()
-        abandon([prefill.model.groups, follower.model.groups])
-        wait_until(lambda: made.failures)
+        check_missed(made)
 
 
 def test_followers_hold_the_same_pages_and_send_their_share() -> None:

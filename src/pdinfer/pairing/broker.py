@@ -277,7 +277,8 @@ class Broker:
     def _hear(self, tracked: TrackedRequest, event: TokenEvent) -> None:
         """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
         has_stopped = tracked.ending is not None
-        if (passed_on := tracked.passed_on(event, self._clock())) is not None:
+        passed_on = tracked.passed_on(event, self._clock())
+        if passed_on is not None:
             self._tell(tracked, passed_on)
         elif not has_stopped:
             self._ask_to_end(tracked)
@@ -299,9 +300,10 @@ class Broker:
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
         """Drop an event that nobody waits for any more."""
-        if isinstance(event, Granted) and decode in self._ports.decodes:
-            self._ports.decodes[decode].cancel(request_id)
-        elif isinstance(event, Refused) or (isinstance(event, TokenEvent) and event.finish_reason):
+        if isinstance(event, Granted):
+            if decode in self._ports.decodes:
+                self._ports.decodes[decode].cancel(request_id)
+        elif isinstance(event, Refused) or event.finish_reason:
             self._awaiting_release.discard(request_id, decode)
 
     def _forward(self, tracked: TrackedRequest, granted: Granted) -> None:
