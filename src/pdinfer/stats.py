@@ -326,7 +326,8 @@ class PairingStats(Value):
     `num_switches` counts ports that have changed their role.
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
-    `loads` are those of all ports in use, as policies see them.
+    `loads` are those of all ports in use, as policies see them. `together` has the ports of each engine that has
+    several, the leaders of its ranks: they change their role together.
     `refused` counts the requests for which `submit` raised Overloaded, by reason."""
 
     _repr_html_ = as_table
@@ -344,3 +345,4 @@ class PairingStats(Value):
     loads: tuple[PrefillLoad | DecodeLoad, ...] = ()
     refused: tuple[tuple[str, int], ...] = ()
     num_switches: int = 0
+    together: tuple[tuple[PeerAddress, ...], ...] = ()

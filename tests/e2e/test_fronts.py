@@ -45,12 +45,12 @@ class Served:
 
 
 @contextmanager
-def served(role: type, **more: Any) -> Iterator[Served]:
+def served(role: type, *, return_s: float = TIMEOUT_S, **more: Any) -> Iterator[Served]:
     """Serve an engine until its clients have closed it."""
     model = model_of()
     engine = role(model, pd.KVChannel(pool_of(model, num_pages=64), pd.kv.SocketTransport(), key=KEY))
     with Door("127.0.0.1", 0, key=KEY) as door:
-        thread = started(pd.remote.serve, engine, door, config=pd.remote.RemoteConfig(return_s=TIMEOUT_S), **more)
+        thread = started(pd.remote.serve, engine, door, config=pd.remote.RemoteConfig(return_s=return_s), **more)
         yield Served(engine, partial(Client, door.address, authkey=KEY), thread)
         check_ends(thread)
     pool = engine.channel.pool
@@ -203,6 +203,28 @@ def test_a_change_of_role_is_a_loss_for_the_others() -> None:
         with pd.remote.DecodeClient(prefill.dial) as third:
             assert third.address == one.address
         one.close()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_who_asked_for_a_change_and_left_before_takes_it_back(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+    """As the leader of some of the ranks, where the others are not asked: it waits for them."""
+    monkeypatch.setattr("pdinfer.remote.served.become", lambda *_: None)
+    with served(pd.PrefillEngine, return_s=0.3 if breaks else TIMEOUT_S) as prefill:
+        connection = prefill.dial()
+        asker = pd.remote.PrefillClient(connection)
+        assert asker.become("decode") is None
+        other: list[pd.remote.PrefillClient] = []
+        comes = started(lambda: other.append(pd.remote.PrefillClient(prefill.dial())))
+        comes.join(0.5)
+        assert comes.is_alive(), "the engine waits for the others"
+        if breaks:
+            break_off(connection)
+        else:
+            asker.close()
+        check_ends(comes)
+        assert other[0].role == prefill.engine.role == "prefill"
+        other[0].close()
+        asker.close()
 
 
 def test_who_finds_no_place_waits_at_the_door_until_one_leaves() -> None:

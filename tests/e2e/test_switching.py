@@ -184,7 +184,7 @@ def test_a_switch_that_would_do_harm_is_refused_and_changes_nothing() -> None:
             (others.prefills[0], "decode", "no port of this pairing"),
             (prefill, "prefill", "already"),
             (prefill, "router", "a role is"),
-            (decode, "prefill", "the last decode port"),
+            (decode, "prefill", "there is no decode port"),
         ):
             with pytest.raises(pd.ConfigError, match=why):
                 setup.pairing.switch(port, role, drain_s=0.0)

@@ -24,6 +24,8 @@ WORLDS: dict[str, tuple[Sizes, Sizes, int]] = {
     "batch-drafts": ({"tp_size": 2}, {"tp_size": 2}, 2),
     "one-side": ({}, {"tp_size": 2, "ep_size": 2}, 0),
     "context": ({"cp_size": 2}, {}, 0),
+    "leaders": ({"dp_size": 2}, {}, 0),
+    "leaders-drafts": ({"dp_size": 2, "ep_size": 2}, {"dp_size": 2, "tp_size": 2}, 2),
 }
 
 
@@ -38,7 +40,7 @@ def switch(pairing: pd.Pairing, port: Any, role: str) -> Any:
     return pairing.switch(port, role, drain_s=30.0, leaves_none=True)
 
 
-@pytest.mark.parametrize("name", others_in_full(WORLDS, ["batch"]))
+@pytest.mark.parametrize("name", others_in_full(WORLDS, ["batch", "leaders"]))
 def test_ranks_change_their_role_and_back(ranks: Ranks, checkpoint: Checkpoint, name: str) -> None:
     prefill, decode, num_drafts = WORLDS[name]
     with serving(
@@ -52,25 +54,28 @@ def test_ranks_change_their_role_and_back(ranks: Ranks, checkpoint: Checkpoint, 
         for number in range(3):
             serve_all(world.pairing, checkpoint.model, PROMPTS)
             if number < 2:  # all change places
-                for port, role in zip(world.pairing.ports, ("prefill", "decode"), strict=True):
-                    switch(world.pairing, port, role)
-        for port in world.pairing.ports:
+                firsts = {port.role: port for port in world.pairing.ports}
+                for role, port in (("prefill", firsts["decode"]), ("decode", firsts["prefill"])):
+                    assert switch(world.pairing, port, role).address == port.address
+        for port in world.pairing.ports if len(world.pairing.ports) == 2 else ():  # otherwise others may have it
             assert port.load().prefix_hit_tokens, "what ranks computed in either role is found"
-        assert world.pairing.stats.num_switches == 4
+        assert world.pairing.stats.num_switches == 2 * len(world.pairing.ports)
         assert world.pairing.stats.num_ports_lost == 0
     assert not any(value["left"] for value in world.values)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize(
+    ("num_drafts", "sizes"), [(0, {"tp_size": 2}), (2, {"tp_size": 2}), (0, {"dp_size": 2}), (2, {"dp_size": 2})]
+)
 def test_ranks_change_their_role_under_requests(
-    ranks: Ranks, checkpoint: Checkpoint, tmp_path: Path, num_drafts: int
+    ranks: Ranks, checkpoint: Checkpoint, tmp_path: Path, num_drafts: int, sizes: Sizes
 ) -> None:
     """Engines of one rank serve beside them, and take what is not drained in time."""
     rng = random.Random(num_drafts)
     model = pd.load_model(checkpoint.folder, dtype=torch.float32, mtp=num_drafts > 0)
     more: Any = {"checkpoint": checkpoint.folder, "mtp": num_drafts > 0, "num_draft_tokens": num_drafts}
-    with serving(ranks, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, **more) as world:
+    with serving(ranks, sizes, {**sizes, "ep_size": 2}, **more) as world:
         pairing, stay = world.pairing, []
         for kind in (pd.PrefillEngine, pd.DecodeEngine):
             end = pd.KVChannel(pool_of(model, num_pages=128), pd.kv.SocketTransport(path=tmp_path / kind.role))
@@ -96,12 +101,15 @@ def test_ranks_change_their_role_under_requests(
             tally = Tally()
             tally.compare_all(model, asked, by_request(events + collect(pairing)))
             tally.check()
-        assert (pairing.stats.num_switches, pairing.stats.num_ports_lost) == (16, 0)
+        assert (pairing.stats.num_switches, pairing.stats.num_ports_lost) == (16 * sizes.get("dp_size", 1), 0)
     assert not any(value["left"] for value in world.values)
 
 
-def test_a_rank_that_dies_before_the_change_is_a_loss_that_all_learn_of(ranks: Ranks, checkpoint: Checkpoint) -> None:
-    with serving(ranks, {"tp_size": 2}, {}, checkpoint=checkpoint.folder) as world:
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_size": 2}], ids=str)
+def test_a_rank_that_dies_before_the_change_is_a_loss_that_all_learn_of(
+    ranks: Ranks, checkpoint: Checkpoint, sizes: Sizes
+) -> None:
+    with serving(ranks, sizes, {}, checkpoint=checkpoint.folder) as world:
         follower = ranks.workers[1].process
         assert follower.pid is not None
         os.kill(follower.pid, signal.SIGKILL)
@@ -111,8 +119,24 @@ def test_a_rank_that_dies_before_the_change_is_a_loss_that_all_learn_of(ranks: R
     assert [outcome.error for outcome in world.outcomes] == ["RankLost", "Died", ""]
 
 
-def test_one_of_several_leaders_keeps_its_role(ranks: Ranks, checkpoint: Checkpoint) -> None:
+def test_leaders_change_together_or_not_at_all(ranks: Ranks, checkpoint: Checkpoint) -> None:
     with serving(ranks, {}, {"dp_size": 2}, checkpoint=checkpoint.folder) as world:
-        with pytest.raises(pd.ConfigError, match="cannot become 'prefill'; it can become nothing"):
-            switch(world.pairing, world.decodes[0], "prefill")
-        serve_all(world.pairing, checkpoint.model, PROMPTS)
+        pairing, (one, other) = world.pairing, world.decodes
+        assert [{*group} for group in pairing.stats.together] == [{one.address, other.address}]
+        given_up = pairing.switching(one, "prefill", drain_s=30.0, leaves_none=True)
+        pairing.submit(pd.Request(prompt=(1, 2, 3), sampling=greedy(4, ignore_eos=True)))
+        pairing.step()
+        next(given_up)
+        with pytest.raises(pd.ConfigError, match="leaves already"):
+            switch(pairing, other, "prefill")
+        given_up.close()
+        with pytest.raises(pd.ConfigError, match="there is no decode port, and no request is served"):
+            pairing.switch(one, "prefill", drain_s=0.0)
+        serve_all(pairing, checkpoint.model, PROMPTS)
+        pairing.remove(other, drain_s=30.0)
+        with pytest.raises(pd.ConfigError, match="together with the other leaders of its ranks"):
+            switch(pairing, one, "prefill")
+        pairing.add(other)
+        serve_all(pairing, checkpoint.model, PROMPTS)
+        assert pairing.stats.num_switches == pairing.stats.num_ports_lost == 0
+    assert not any(value["left"] for value in world.values)

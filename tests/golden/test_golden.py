@@ -32,8 +32,8 @@ ENUMS = {
         "AxisOrder": ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
         "HandoffStatus": ("landed", "aborted"),
     },
-    "session-7.1": {"FinishReason": ("stop", "length", "cancelled", "deadline", "failed")},
-    "ranks-4": {},
+    "session-7.2": {"FinishReason": ("stop", "length", "cancelled", "deadline", "failed")},
+    "ranks-5": {},
 }
 """The values of the enums in the messages of each version. A peer that does not know one refuses the whole message, and
 gives up the link or the port that sent it. Golden bytes have only some of them."""

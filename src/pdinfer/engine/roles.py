@@ -8,25 +8,22 @@ from __future__ import annotations
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError
+from pdinfer.types import PeerAddress
 
 ENGINES: dict[str, type[PrefillEngine | DecodeEngine]] = {"prefill": PrefillEngine, "decode": DecodeEngine}
 
 
-def check_role(engine: PrefillEngine | DecodeEngine, role: str) -> None:
-    """Raise ConfigError when an engine cannot take this role. Nothing has changed then."""
+def check_role(engine: PrefillEngine | DecodeEngine, role: str) -> tuple[PeerAddress, ...]:
+    """Return the addresses of all leaders of an engine's ranks, which can only take this role together. Raise
+    ConfigError when it cannot take it. Nothing has changed then."""
     if role not in ENGINES:
         raise ConfigError(f'a role is "prefill" or "decode", got {role!r}')
     if role == engine.role:
         raise ConfigError(f"{engine.address} is a {role} engine already: name the other role")
     if engine.closed:
         raise ConfigError(f"{engine.address} is closed and has no role to change: make a new engine")
-    groups = engine.model.groups
-    if (num_leaders := groups.world.size // groups.attention.size) > 1:
-        raise ConfigError(
-            f"{engine.address} is one of {num_leaders} leaders, whose ranks step together: start them all anew in the "
-            "other role"
-        )
     ENGINES[role]._check_steps(engine.model, engine._other_config)  # noqa: SLF001 - hosts have no use for them
+    return engine.ranks.leaders
 
 
 def roles_of(engine: PrefillEngine | DecodeEngine) -> tuple[str, ...]:
@@ -44,9 +41,9 @@ def roles_of(engine: PrefillEngine | DecodeEngine) -> tuple[str, ...]:
 def become(engine: PrefillEngine | DecodeEngine, role: str) -> PrefillEngine | DecodeEngine | None:
     """Close an engine, and return one of the other role with its model, channel, clock and logits processors, which
     runs with its `other_config`. While anything is unfinished, cancel it and return None: step the engine, which may
-    still have to wait for peers that write its pages or read them, and call again. So does the leader of other ranks
-    until they have agreed; from then on it has to `become` what it is to be before its next step, or the ranks are
-    lost. Raise ConfigError as `check_role` does, and RankLost when another rank does not come."""
+    still have to wait for peers that write its pages or read them, and call again. So do leaders of other ranks until
+    all leaders were asked and all ranks have agreed; from then on each has to `become` what it is to be before its next
+    step, or the ranks are lost. Raise ConfigError as `check_role` does, and RankLost when a rank does not come."""
     check_role(engine, role)
     if not engine.ranks.are_changing:
         is_idle = not engine.num_unfinished

@@ -59,6 +59,7 @@ class Counts:
             num_reroutes=rerouted,
             num_moved=self.num_moved,
             num_switches=self.num_switches,
+            together=ports.together,
             num_ports_lost=lost_ports.num_lost,
             links_down=tuple(sorted(ports.links_down, key=str)),
             ports_lost=lost_ports.told(now),

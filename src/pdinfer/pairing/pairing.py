@@ -282,7 +282,8 @@ class Pairing(OfOneProcess):
     ) -> PrefillPort | DecodePort:
         """Let a port serve the other role ("prefill" or "decode"), and return the port that it has become. It leaves as
         in `remove`, becomes an engine of that role over the same model and cached pages, with its `other_config`, and
-        joins as in `add`. Events stay for the next `step`.
+        joins as in `add`. With one of several leaders (`dp_size` above 1) all do so together, and all must be ports of
+        this pairing. Events stay for the next `step`.
 
         Raises ConfigError, before anything changes, for a `drain_s` as in `remove`, for a port that is not here, has
         that role or cannot take it; for the last one of its role, and one that holds a request which no other port can

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.engine.roles import check_role
+from pdinfer.errors import ConfigError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits
@@ -75,11 +79,22 @@ class ReturningPort(Port, Protocol):
 class SwitchingPort(Protocol):
     """A port that can change its role, while it is not part of a pairing."""
 
-    def check_role(self, role: str) -> None:
-        """Raise ConfigError when it cannot take this role."""
+    def check_role(self, role: str) -> tuple[PeerAddress, ...]:
+        """Return the addresses of the ports that take this role only together, its own among them. Raise ConfigError
+        when it cannot take it."""
 
     def become(self, role: str) -> PrefillPort | DecodePort | None:
         """Return the port that it has become, None while that is under way. Raise TransferError when it is lost."""
+
+
+def changing_with(port: Port, role: str) -> tuple[PeerAddress, ...]:
+    """Return the addresses of the ports that take a role only together, this one's among them. Raise ConfigError when
+    it cannot take it."""
+    if isinstance(port, PrefillEngine | DecodeEngine):
+        return check_role(port, role)
+    if isinstance(port, SwitchingPort):
+        return port.check_role(role)
+    raise ConfigError(f"{port} has no way to change its role: remove it, and add a port of the other role")
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.log import log
-from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort
+from pdinfer.pairing.port import BriefPort, CachingPort, DecodePort, Port, PrefillPort, ReturningPort, changing_with
 from pdinfer.process.locks import EXHAUSTED, new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Link, PeerAddress, PeerKey, RequestLimits, peer_key
@@ -43,18 +43,24 @@ ByScheme = Mapping[KeyScheme, Mapping[PeerAddress, CachingPort]]
 
 @attrs.frozen
 class _Member:
-    """A port, the requests that it takes, and how it reports a brief load and its links."""
+    """A port, the requests that it takes, the ports that change their role with it, and how it reports a brief load and
+    its links."""
 
     port: Port
     limits: RequestLimits
+    together: tuple[PeerAddress, ...]
     brief_load: Callable[[], EngineLoad]
     peers: Callable[[], tuple[PeerStats, ...]]
 
     @classmethod
     def of(cls, port: Port) -> _Member:
+        try:
+            together = changing_with(port, "decode" if port.role == "prefill" else "prefill")
+        except ConfigError:
+            together = (port.address,)
         if isinstance(port, BriefPort):
-            return cls(port, port.limits, port.brief_load, port.peers)
-        return cls(port, port.limits, port.load, lambda: port.load().kv.peers)
+            return cls(port, port.limits, together, port.brief_load, port.peers)
+        return cls(port, port.limits, together, port.load, lambda: port.load().kv.peers)
 
 
 class Ports:
@@ -94,6 +100,12 @@ class Ports:
         """The longest request that a port which may be chosen can hold, by role; 0 without such a port."""
         prefills, decodes = self.rooms
         return {"prefill": max(prefills, default=0), "decode": max(decodes, default=0)}
+
+    @property
+    def together(self) -> tuple[tuple[PeerAddress, ...], ...]:
+        """Groups of ports that change their role together."""
+        groups = dict.fromkeys(member.together for member in list(self._members.values()))
+        return tuple(group for group in groups if len(group) > 1)
 
     @property
     def fits_all(self) -> int:

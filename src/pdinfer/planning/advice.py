@@ -25,7 +25,8 @@ from being taken back: a side that gave an engine is not late, and one that got 
 
 @attrs.frozen(kw_only=True)
 class Advice(Value):
-    """The port to move, its new role, and the pressures that say so: 1 is at the limit."""
+    """The port to move, whose engine's other ports move with it, its new role, and the pressures that say so: 1 is at
+    the limit."""
 
     port: PeerAddress
     role: str
@@ -46,10 +47,10 @@ def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
 
     Prefill's pressure is the time in which its queues empty over the limit of TTFT, decode's the greatest of the
     step's seconds over the limit of TPOT and the shares of pages and of slots in use, waiting requests included. Both
-    are means over a side's ports. A side at LATE or more gets the least loaded port of the other if that stays below
-    SPARE without it: prefill with its queues over one port fewer, decode with what runs, since others that hold pages
-    there wait for a prefill. No side gives its last port. Raises ConfigError for stats without loads, for an SLO
-    without limits of TTFT and TPOT, and for a cost that is no seconds.
+    are means over a side's ports. A side at LATE or more gets the least loaded engine of the other, with all its ports
+    (`PairingStats.together`), if that stays below SPARE without it: prefill with its queues over fewer ports, decode
+    with what runs, since others that hold pages there wait for a prefill. No side gives its last engine. Raises
+    ConfigError for stats without loads, for an SLO without limits of TTFT and TPOT, and for a cost that is no seconds.
     """
     prefills = [load for load in stats.loads if isinstance(load, PrefillLoad)]
     decodes = [load for load in stats.loads if isinstance(load, DecodeLoad)]
@@ -61,22 +62,35 @@ def advise(stats: PairingStats, cost: Cost, slo: SLO) -> Advice | None:
     at_prefill = [_prefill_pressure(load, cost, ttft_s) for load in prefills]
     at_decode = [_decode_pressure(load, cost, slo.tpot_s) for load in decodes]
     pressures = {"prefill": _mean(at_prefill), "decode": _mean(at_decode)}
-    more = [len(loads) / max(1, len(loads) - 1) for loads in (prefills, decodes)]
-    without_one = {
-        "decode": pressures["prefill"] * more[0],
-        "prefill": _mean([_running_pressure(load, cost, slo.tpot_s, more[1]) for load in decodes]),
-    }
     for role, loads, of_ports in (("decode", prefills, at_prefill), ("prefill", decodes, at_decode)):
-        count = len(of_ports)
-        if pressures[role] >= LATE and count > 1 and without_one[role] < SPARE:
-            idlest = min(range(count), key=of_ports.__getitem__)
+        of_engines = _by_engine([load.address for load in loads], of_ports, stats.together)
+        if pressures[role] < LATE or len(of_engines) < 2:
+            continue
+        idlest, of_idlest = min(of_engines.items(), key=lambda engine: _mean(engine[1]))
+        more = len(loads) / (len(loads) - len(of_idlest))
+        if role == "decode":
+            rest = pressures["prefill"] * more
+        else:
+            rest = _mean([_running_pressure(load, cost, slo.tpot_s, more) for load in decodes])
+        if rest < SPARE:
             return Advice(
-                port=loads[idlest].address,
+                port=idlest,
                 role=role,
                 prefill_pressure=pressures["prefill"],
                 decode_pressure=pressures["decode"],
             )
     return None
+
+
+def _by_engine(
+    ports: Sequence[PeerAddress], pressures: Sequence[float], together: Sequence[Sequence[PeerAddress]]
+) -> dict[PeerAddress, list[float]]:
+    """Return the pressures at the ports of each engine, by its first port."""
+    first = {port: group[0] for group in together for port in group}
+    engines: dict[PeerAddress, list[float]] = {}
+    for port, pressure in zip(ports, pressures, strict=True):
+        engines.setdefault(first.get(port, port), []).append(pressure)
+    return engines
 
 
 def _mean(values: Sequence[float]) -> float:

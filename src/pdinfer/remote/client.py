@@ -157,9 +157,10 @@ class EngineClient(OfOneProcess, Generic[AnyLoad]):
         self._line.close(messages.Close())
 
     @typed
-    def check_role(self, role: str) -> None:
-        """Raise ConfigError when the engine cannot take this role."""
-        self._engine.check_role(role)
+    def check_role(self, role: str) -> tuple[PeerAddress, ...]:
+        """Return the addresses of the ports that take this role only together: the leaders of the engine's ranks. Raise
+        ConfigError when it cannot take it."""
+        return self._engine.check_role(role)
 
     @typed
     def become(self, role: str) -> PrefillClient | DecodeClient | None:

@@ -35,7 +35,7 @@ from pdinfer.remote.messages import (
 )
 from pdinfer.remote.session import MessageStream, Session
 from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad, with_queued, with_waiting
-from pdinfer.types import TokenEvent
+from pdinfer.types import PeerAddress, TokenEvent
 
 
 class MirroredPages:
@@ -169,8 +169,9 @@ class KnownEngine(Generic[AnyLoad]):
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
 
-    def check_role(self, role: str) -> None:
-        """Raise ConfigError when the engine has not said that it can take this role."""
+    def check_role(self, role: str) -> tuple[PeerAddress, ...]:
+        """Return the addresses of all leaders of the engine's ranks. Raise ConfigError when it has not said that it can
+        take this role."""
         ready = self.ready
         assert ready is not None
         if role == self.role:
@@ -183,8 +184,9 @@ class KnownEngine(Generic[AnyLoad]):
         if role not in ready.roles:
             raise ConfigError(
                 f"{ready.address} cannot become {clip(role)}; it can become {', '.join(ready.roles) or 'nothing'}: "
-                "one of several ranks keeps its role, and the model must be able to run the steps of the other one"
+                "the model must be able to run the steps of the other one"
             )
+        return ready.leaders or (ready.address,)
 
     def _check_ready(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:

@@ -21,7 +21,7 @@ from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Event, Granted, PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 from pdinfer.values import changed_fields, fields_of
 
-VERSION, MINOR = 7, 1
+VERSION, MINOR = 7, 2
 """The version of these messages. An engine tells its own in Ready, and a client refuses another VERSION. Within one,
 unknown fields are ignored and missing ones have their defaults, so a new field with a default raises neither number.
 MINOR counts what else is new: an end makes use of it when the other one is of that MINOR."""
@@ -188,7 +188,8 @@ class Renew(msgspec.Struct, tag="renew"):
 
 
 class Become(msgspec.Struct, tag="become"):
-    """Cancel what is unfinished, change to the role of this name, and send Ready as an engine of that role."""
+    """Cancel what is unfinished, change to the role of this name, once all leaders of its ranks were asked, and send
+    Ready as an engine of that role. A client that closes it before, or does not come back, takes that back."""
 
     role: Name
 
@@ -215,7 +216,8 @@ class Ready(msgspec.Struct, tag="ready"):
     """The first message of a session, and the first after each renewal, whose number is `session`. It tells who the
     engine is, with the addresses of all ranks behind this port. `version` is the VERSION it speaks, 1 where it says
     none, with its MINOR and the FEATURES that it requires of its client. `hung_s` is how long its steps may take.
-    `roles` are the roles that it can change to, see Become.
+    `roles` are the roles that it can change to, see Become, and `leaders` the addresses of those that change with it:
+    all leaders of its ranks, itself alone where there are none.
     `key_scheme` says how the keys of its cached pages are made, and `pages` has all of them; both are None where none
     are cached."""
 
@@ -231,6 +233,7 @@ class Ready(msgspec.Struct, tag="ready"):
     key_scheme: KeyScheme | None = None
     pages: PageChanges | None = None
     roles: Annotated[tuple[Name, ...], FEW] = ()
+    leaders: Addresses = ()
 
 
 class Connected(msgspec.Struct, tag="connected"):

@@ -20,7 +20,7 @@ from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.engine.roles import become, followed, roles_of
+from pdinfer.engine.roles import become, followed, roles_of, stay
 from pdinfer.errors import ConfigError, Overloaded, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.log import log
@@ -112,7 +112,8 @@ def serve(
 
 class _Host(OfOneProcess):
     """The loop around a served engine, which its clients share. `dismissed` means that nobody wants the engine any
-    more, and `last_loss` says how the last client was lost. `role` is the one that the engine has or is to have."""
+    more, and `last_loss` says how the last client was lost. `role` is the one that the engine has or is to have: if
+    all leaders of its ranks are not asked by `asks_until`, when its `asker` has left, it keeps its own."""
 
     def __init__(
         self,
@@ -133,6 +134,8 @@ class _Host(OfOneProcess):
         self.last_loss = "never came"
         self.has_met = self.has_begun = False
         self.role = engine.role
+        self.asker: ServedClient | None = None
+        self.asks_until = math.inf
         self.ended = threading.Event()
         self.places = threading.Semaphore(max_clients)
         self.exits = threading.current_thread() is threading.main_thread()
@@ -262,6 +265,9 @@ class _Host(OfOneProcess):
         if self.role != self.engine.role and (changed := become(self.engine, self.role)) is not None:
             self.shared.engine = changed
             self.listen()
+        elif self.role != self.engine.role and time.monotonic() > self.asks_until:
+            stay(self.engine)
+            self.role = self.engine.role
         if self.role != self.engine.role:
             return
         waits = self.has_begun and len(self.shared.clients) == 1 and self.engine.num_unfinished > 0
@@ -284,6 +290,7 @@ class _Host(OfOneProcess):
             hung_s=hung_s,
             key_scheme=engine.key_scheme,
             roles=roles_of(engine),
+            leaders=engine.ranks.leaders,
         )
 
     def obey(self, item: tuple[ServedClient, Command | None] | MessageStream) -> None:
@@ -314,6 +321,8 @@ class _Host(OfOneProcess):
         """Let a client go, and end what it has asked for."""
         self.shared.clients = tuple(other for other in self.shared.clients if other is not client)
         self.last_loss = loss
+        if client is self.asker:
+            self.asks_until = time.monotonic() + (0.0 if client.has_left else self.config.return_s)
         self.shared.stop(client, 0)
         client.forget_pages()
         beside(client.close)
@@ -328,4 +337,4 @@ class _Host(OfOneProcess):
             if other is not client:
                 self.part(other, "was let go of, since the engine changes its role")
         self.shared.stop(client, 0)
-        self.role = role
+        self.role, self.asker, self.asks_until = role, client, math.inf

@@ -73,6 +73,17 @@ def test_the_late_side_gets_the_idlest_port_of_the_other() -> None:
     assert (to_prefill.port, to_prefill.role) == (address(101), "prefill")
 
 
+def test_an_engine_of_several_ports_moves_as_a_whole() -> None:
+    """Of prefills 0 and 1, 2 and 3 the latter have less to do, though 1 is the idlest; the last engine stays."""
+    of_two = (address(0), address(1)), (address(2), address(3))
+    found = attrs.evolve(stats([0.5, 0.1, 0.2, 0.2], [1.2]), together=of_two)
+    advice = planning.advise(found, COST, SLO)
+    assert advice is not None
+    assert advice.port == address(2)
+    assert planning.advise(attrs.evolve(stats([0.4, 0.4, 0.3, 0.3], [1.2]), together=of_two), COST, SLO) is None
+    assert planning.advise(attrs.evolve(stats([0.1, 0.1], [1.2]), together=of_two[:1]), COST, SLO) is None
+
+
 @pytest.mark.parametrize(
     ("prefills", "decodes"),
     [([0.3, 0.1], [0.9, 0.9]), ([1.2, 1.4], [1.3, 1.0]), ([0.3], [1.5]), ([1.5], [0.2]), ([0.5, 0.4], [1.1])],

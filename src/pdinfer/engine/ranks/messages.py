@@ -16,7 +16,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.model.batch import Row
 from pdinfer.types import NamedState, PeerAddress
 
-VERSION = 4
+VERSION = 5
 """The version of these messages. All ranks of an engine must have the same, which is checked when it is made."""
 
 

@@ -29,17 +29,19 @@ class Ranks:
     to know.
 
     The engine acts through `channel` and `runner`. `addresses` are those of all ranks of its attention group, the
-    leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader."""
+    leader's first, and `leaders` those of the leaders of all groups. `follower` does the work of a rank that takes no
+    requests; it is None on a leader."""
 
     channel: KVChannel | RankChannel
     runner: ModelRunner | RankRunner
     addresses: tuple[PeerAddress, ...]
+    leaders: tuple[PeerAddress, ...]
     follower: Follower | None = None
 
     def __init__(self, channel: KVChannel, runner: ModelRunner, rebalancing: Rebalancing) -> None:
         self.channel = channel
         self.runner = runner
-        self.addresses = (channel.address,)
+        self.addresses = self.leaders = (channel.address,)
         self._rebalancing = rebalancing
 
     @property
@@ -110,8 +112,10 @@ class SeveralRanks(Ranks):
         super().__init__(channel, runner, rebalancing)
         compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
-        encoded = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
-        self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in encoded)
+        encoded = gather_bytes(groups.world, msgspec.msgpack.encode(channel.address))
+        addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in encoded)
+        self.addresses = tuple(addresses[rank] for rank in attention.ranks)
+        self.leaders = addresses[:: attention.size]
         self._groups = groups
         self._inbox = inbox
         self._own_channel = channel

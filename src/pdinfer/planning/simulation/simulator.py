@@ -68,7 +68,7 @@ def simulate(
         num_gpus=num_gpus,
         max_concurrency=load.max_concurrency,
         environment={"pdinfer": version("pdinfer"), **environment},
-        engines=simulator.uses(),
+        engines=uses_of(simulator),
         max_step_ms=max(decode.burst.max_step_s for decode in simulator.decodes) * 1e3,
         source="simulated",
         mode=load.mode,
@@ -139,26 +139,6 @@ class Simulator:
     def num_steps(self) -> int:
         """The steps that all decodes ran."""
         return sum(len(decode.burst.ended_s) for decode in self.decodes)
-
-    def uses(self) -> tuple[EngineUse, ...]:
-        """Return the use of slots and pages, one value per engine. A pool that two share is that of the decode."""
-        slots = self.cluster.decode.engine.max_running_requests
-        ended = (decode.burst.ended_s for decode in self.decodes)
-        whole_s = max((ended_s[-1] for ended_s in ended if ended_s), default=0.0)
-        prefills = [] if self.cluster.colocated else self.prefills
-        return (
-            *(EngineUse(name=each.name, role="prefill", max_pages=each.pages.max_share) for each in prefills),
-            *(
-                EngineUse(
-                    name=each.name,
-                    role="decode",
-                    mean_slots=each.burst.slot_s / whole_s / slots if whole_s else None,
-                    max_slots=each.most_slots / slots,
-                    max_pages=each.pages.max_share,
-                )
-                for each in self.decodes
-            ),
-        )
 
     def _make(self, role: str) -> Prefill | Decode:
         """Add an engine."""
@@ -359,3 +339,24 @@ def _turn(job: Job) -> tuple[int, bool, float, int]:
 
 def _pool(model: EngineModel) -> SimPages:
     return SimPages(model.num_pages, prefix_cache=model.cache.prefix_cache)
+
+
+def uses_of(simulator: Simulator) -> tuple[EngineUse, ...]:
+    """Return the use of slots and pages in a run, one value per engine. A pool that two share is that of the decode."""
+    slots = simulator.cluster.decode.engine.max_running_requests
+    ended = (decode.burst.ended_s for decode in simulator.decodes)
+    whole_s = max((ended_s[-1] for ended_s in ended if ended_s), default=0.0)
+    prefills = [] if simulator.cluster.colocated else simulator.prefills
+    return (
+        *(EngineUse(name=each.name, role="prefill", max_pages=each.pages.max_share) for each in prefills),
+        *(
+            EngineUse(
+                name=each.name,
+                role="decode",
+                mean_slots=each.burst.slot_s / whole_s / slots if whole_s else None,
+                max_slots=each.most_slots / slots,
+                max_pages=each.pages.max_share,
+            )
+            for each in simulator.decodes
+        ),
+    )

@@ -7,6 +7,7 @@ import pytest
 from pdinfer import bench
 from pdinfer.bench.traces import Arrival
 from pdinfer.planning import Change, Simulator
+from pdinfer.planning.simulation.simulator import uses_of
 from tests.unit.planning.simulation.test_simulate import assert_nothing_is_left, cluster
 
 
@@ -23,7 +24,7 @@ def test_pages_of_bytes_on_their_way_return_to_no_other_prefill() -> None:
     (record,) = simulator.run()
     assert (record.outcome, record.prefill) == ("length", "P1")
     assert_nothing_is_left(simulator)
-    assert [use.max_pages for use in simulator.uses()[:2]] == [pytest.approx(30 / 400)] * 2
+    assert [use.max_pages for use in uses_of(simulator)[:2]] == [pytest.approx(30 / 400)] * 2
 
 
 def test_one_that_is_lost_in_a_step_leaves_the_device_to_its_decode() -> None:

@@ -12,6 +12,7 @@ from pdinfer import bench, planning
 from pdinfer.bench import Record
 from pdinfer.bench.traces import Arrival
 from pdinfer.planning import Change, Simulator, StepRows
+from pdinfer.planning.simulation.simulator import uses_of
 from tests.unit.planning.simulation.test_simulate import assert_nothing_is_left, cluster, load
 
 
@@ -86,7 +87,7 @@ def test_tokens_and_pages_of_ranks_are_neither_lost_nor_made(pages: int) -> None
         runs.append(simulator.run())
         assert [len(record.token_s) for record in runs[-1]] == [each.output_tokens for each in simulator.load.arrivals]
         assert_nothing_is_left(simulator)
-        assert {use.name for use in simulator.uses()} == {
+        assert {use.name for use in uses_of(simulator)} == {
             *(f"P0.{at}" for at in range(3)),
             *(f"D0.{at}" for at in range(4)),
         }
