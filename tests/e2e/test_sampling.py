@@ -135,9 +135,7 @@ def test_a_resumed_request_counts_the_output_it_brings() -> None:
 def test_what_must_not_end_an_answer_yet_is_said_by_decode(stops: tuple[int, ...]) -> None:
     """Prefill draws the first token, and its folder may name another eos. As many stop tokens as a request may have
     leave no room to say it, and are served all the same."""
-    own, other = (
-        random_model(tiny_config(num_hidden_layers=2, vocab_size=1200, eos_token_id=eos)) for eos in (EOS, 5)
-    )
+    own, other = (random_model(tiny_config(num_hidden_layers=2, vocab_size=1200, eos_token_id=eos)) for eos in (EOS, 5))
     channels = KVChannel.loopback(pool_of(other, num_pages=16), pool_of(own, num_pages=16))
     sampling = greedy(4, min_new_tokens=3, logit_bias=((EOS, 100.0), (5, 90.0)), stop_token_ids=stops)
     with pd.Pairing(pd.PrefillEngine(other, channels[0]), pd.DecodeEngine(own, channels[1])) as pairing:
