@@ -447,6 +447,21 @@ def full_backlog() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
             sock.close()
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, 5.0])
+def test_a_link_for_which_there_is_no_descriptor_fails_as_any_other(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    """A channel dials lost peers again in its steps, which such a moment must not end."""
+    end, other = open_end(), open_end()
+
+    def scarce(*_: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", scarce)
+    with pytest.raises(TransferError, match=r"cannot connect to .* within .* s: .*Too many open files"):
+        end.transport.connect(other.endpoints, timeout_s=timeout_s)
+
+
 def test_an_opening_link_takes_frames(
     open_end: Callable[..., End], full_backlog: tuple[str, Callable[[], list[socket.socket]]]
 ) -> None:

@@ -13,6 +13,8 @@ import torch
 import pdinfer as pd
 from pdinfer.execution.sampling import LogitsProcessor
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.scheduling.admission import MAX_STOP_TOKENS
+from pdinfer.testing import random_model, tiny_config
 from tests.e2e.setups import (
     PROMPT,
     Tally,
@@ -127,6 +129,19 @@ def test_a_resumed_request_counts_the_output_it_brings() -> None:
     Tally().compare("resumed", rest, plain_reference(model_of(), resumed, tokens_of(rest)))
     assert rest[0].index == 8
     assert len(tokens) > 9, "it must not end before there is anything to resume"
+
+
+@pytest.mark.parametrize("stops", [(), tuple(range(100, 100 + MAX_STOP_TOKENS))], ids=len)
+def test_what_must_not_end_an_answer_yet_is_said_by_decode(stops: tuple[int, ...]) -> None:
+    """Prefill draws the first token, and its folder may name another eos. As many stop tokens as a request may have
+    leave no room to say it, and are served all the same."""
+    own, other = (random_model(tiny_config(num_hidden_layers=2, vocab_size=1200, eos_token_id=eos)) for eos in (EOS, 5))
+    channels = KVChannel.loopback(pool_of(other, num_pages=16), pool_of(own, num_pages=16))
+    sampling = greedy(4, min_new_tokens=3, logit_bias=((EOS, 100.0), (5, 90.0)), stop_token_ids=stops)
+    with pd.Pairing(pd.PrefillEngine(other, channels[0]), pd.DecodeEngine(own, channels[1])) as pairing:
+        stream = list(pairing.generate(request(sampling=sampling)))
+    assert stream[-1].finish_reason is pd.FinishReason.STOP
+    assert stops or tokens_of(stream) == [5, 5, 5, EOS]
 
 
 # Processors that fail

@@ -14,6 +14,7 @@ from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessor
 from pdinfer.kv.prefix import PrefixChain
 from pdinfer.kv.transports.base import Transfer
+from pdinfer.scheduling.admission import MAX_STOP_TOKENS
 from pdinfer.scheduling.decode import ScheduledSequence
 from pdinfer.scheduling.prefill import ScheduledPrompt
 from pdinfer.scheduling.rules import forecast_tokens
@@ -140,11 +141,15 @@ class Sequence(ScheduledSequence):
         return (*self.request.prompt, *self.output)
 
     def granted(self, now: float) -> Request:
-        """Note that it has been granted pages, and return the request as prefill must run it."""
+        """Note that it has been granted pages, and return the request as prefill must run it: which tokens must not end
+        it yet is decode's word, as prefill's folder may name other eos tokens."""
         self.waited_s += now - self.waiting_since
         self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
         left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
-        return attrs.evolve(self.request, output=tuple(self.output), deadline_s=left_s)
+        sampling, ends = self.request.sampling, tuple(dict.fromkeys(self.next_draw.forbidden))
+        if len(self.output) < sampling.min_new_tokens and len(ends) <= MAX_STOP_TOKENS:
+            sampling = attrs.evolve(sampling, stop_token_ids=ends, ignore_eos=True)
+        return attrs.evolve(self.request, sampling=sampling, output=tuple(self.output), deadline_s=left_s)
 
     def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
         """Note when the KV of an attempt came, now that it is complete. Hand-offs count seconds since the grant."""

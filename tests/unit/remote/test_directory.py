@@ -437,8 +437,15 @@ def test_an_engine_goes_on_announcing_itself_when_the_folder_is_back(
     assert len([record for record in caplog.records if "cannot announce itself" in record.getMessage()]) == 1
     folder.mkdir()
     served.stepped_at += 1
-    announcer.look(served, 15.0)
+    announcer.look(served, 10.2)  # what failed does not wait for its time, else three failures in a row lose an engine
     assert len(directory.watch()) == 1
+    folder.rename(away := tmp_path / "away")
+    served.stepped_at, served.is_taken = served.stepped_at + 1, True
+    announcer.look(served, 10.4)
+    away.rename(folder)
+    served.stepped_at += 1
+    announcer.look(served, 10.6)
+    assert [entry.is_taken for entry in directory.watch()] == [True]
 
 
 def test_a_medium_that_hangs_keeps_no_engine_from_ending(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,15 +84,15 @@ class Announcer:
             self._thread.join(WITHDRAW_S)
 
     def look(self, served: Served, now: float) -> None:
-        """Announce the engine if its loop has gone round and the time has come, or when it was taken or set free. One
-        that drains is withdrawn."""
+        """Announce the engine if its loop has gone round and the time has come, or when it was taken or set free. What
+        could not be written is tried again at the next look. One that drains is withdrawn."""
         if served.drain.is_set():
             self.withdraw()
             return
         is_news = served.is_taken != self._announced.is_taken
         if served.stepped_at == self._seen_at or not (is_news or now >= self._due_at):
             return
-        self._seen_at, self._due_at = served.stepped_at, now + self._directory.ttl_s / REFRESHES
+        self._seen_at, self._due_at = served.stepped_at, now
         self._engine = served.engine
         try:
             self._announced = self._describe(self._announced.beat + 1, is_taken=served.is_taken)
@@ -102,7 +102,7 @@ class Announcer:
                 log.warning("an engine cannot announce itself in %s now: %s", self._directory, cause(error))
             self._is_failing = True
         else:
-            self._is_failing = False
+            self._is_failing, self._due_at = False, now + self._directory.ttl_s / REFRESHES
 
     def withdraw(self) -> None:
         """Take the announcement back, once."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdinfer.bounds import Index
+from pdinfer.bounds import Index, escaped
 from pdinfer.checks import clip
 from pdinfer.errors import RequestError
 
@@ -124,7 +124,7 @@ def read(data: bytes | str, *, is_chat: bool) -> CompletionBody | ChatBody:
             return msgspec.convert(_served(fields), ChatBody, str_keys=True)
         return msgspec.convert(_served(fields), CompletionBody, str_keys=True)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"the body of the call cannot be used: {error}") from error
+        raise RequestError(f"the body of the call cannot be used: {escaped(str(error))[:200]}") from error
 
 
 def _served(fields: dict[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> Comple
         )
     body = read(data, is_chat=is_chat)
     if body.model not in (None, "", model):
-        raise UnknownModel(f"model {body.model!r} is not served here, only {model!r}")
+        raise UnknownModel(f"model {clip(body.model)} is not served here, only {model!r}")
     if body.n is not None and not 1 <= body.n <= MAX_CHOICES:
         raise RequestError(f"n must be from 1 to {MAX_CHOICES}, got {body.n}")
     return body

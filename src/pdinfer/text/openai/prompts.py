@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from pdinfer.checks import clip
 from pdinfer.errors import RequestError
 from pdinfer.text.chat import ChatTemplate
 from pdinfer.text.dialects import dialect_of, shows_tools
@@ -105,6 +106,6 @@ def _effort(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise RequestError(f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}")
+        raise RequestError(f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {clip(effort)}")
     off = {"thinking": False, "enable_thinking": False} if effort == "none" else {}
     return {"reasoning_effort": effort, **off}

@@ -107,6 +107,8 @@ def test_what_is_asked_arrives_in_the_requests(tokenizer: pd.text.Tokenizer) -> 
         ({**CALC, "stop": [""]}, "stop string"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({**CHAT, "messages": []}, "at least one message"),
+        ({**CALC, "colour" * 1000: 1}, "^.{,300}$"),
+        ({**CHAT, "reasoning_effort": "much" * 1000}, "^.{,300}$"),
         ({**CHAT, "response_format": {"type": "yaml"}}, "response_format must be"),
         ({**CHAT, "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format must be"),
     ],
@@ -129,6 +131,8 @@ def test_errors_have_the_status_that_clients_act_on(tokenizer: pd.text.Tokenizer
     assert (status, headers["Retry-After"], body["error"]["message"]) == (503, "1", "lost")
     with pytest.raises(pd.RequestError, match="model 'another' is not served here, only 'tiny'") as caught:
         parse(tokenizer, {**CALC, "model": "another"})
+    with pytest.raises(pd.RequestError, match=r"^.{,300}$"):
+        parse(tokenizer, {**CALC, "model": "another" * 1000})
     status, headers, body = error_answer(caught.value)
     assert (status, headers, body["error"]["code"]) == (404, {}, "model_not_found")
     call = parse(tokenizer, CALC)

@@ -159,10 +159,10 @@ def dial(
                 del known[next(iter(known))]
         if timeout_s > 0:
             return _connected(addresses, timeout_s), endpoint, None
+        family, address = addresses[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise TransferError(f"cannot connect to {endpoint} within {timeout_s} s: {error}") from error
-    family, address = addresses[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
+        raise TransferError(f"cannot connect to {endpoint} within {timeout_s:g} s: {error}") from error
     sock.setblocking(False)
     problem: OSError | None = None
     try:
