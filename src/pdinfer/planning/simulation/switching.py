@@ -12,6 +12,7 @@ from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Cluster
+from pdinfer.planning.simulation.engine import Lockstep
 from pdinfer.planning.simulation.job import Job
 from pdinfer.planning.simulation.prefill import Prefill
 from pdinfer.planning.simulation.view import View
@@ -47,10 +48,10 @@ class Run(Protocol):
 
 @attrs.define(eq=False, repr=False)
 class Switching:
-    """Asks an adviser as long as a run has requests to serve. The port that it names gets no more of them, and `lose`
-    gives to others what it still has after DRAIN_S. Then `make` gives the engine of the other role that takes its
-    place, with an empty pool, and `joined` is called. One engine moves at a time. Raises ConfigError for engines that
-    cannot move."""
+    """Asks an adviser as long as a run has requests to serve. The ranks of the port that it names get no more of them,
+    and `lose` gives to others what they still have after DRAIN_S. Then `make` gives for each the one of the other role
+    that takes its place, with an empty pool, and `joined` is called. One engine moves at a time. Raises ConfigError for
+    engines that cannot move."""
 
     _adviser: Adviser
     _run: Run
@@ -58,14 +59,15 @@ class Switching:
     _make: Callable[[str], Prefill | Decode]
     _lose: Callable[[Prefill | Decode], None]
     _joined: Callable[[], None]
-    _leaving: Prefill | Decode | None = None
+    _leaving: Sequence[Prefill | Decode] = ()
     _drained_at: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         cluster = self._run.cluster
-        if cluster.colocated or cluster.prefill.ranks > 1 or cluster.decode.ranks > 1:
+        if cluster.colocated or cluster.prefill.ranks != cluster.decode.ranks:
             raise ConfigError(
-                f"{cluster.name}: an adviser moves engines of one rank that have a device each; simulate it without one"
+                f"{cluster.name}: an adviser moves engines whose ranks have a device each, and as many in either role; "
+                "simulate it without one"
             )
         self._run.world.at(ASK_EVERY_S, self._ask)
 
@@ -73,7 +75,7 @@ class Switching:
         unfinished = [job for job in self._run.jobs if job.ended_s is None]
         if not unfinished and len(self._run.jobs) == len(self._run.load.arrivals):
             return
-        if self._leaving is None:
+        if not self._leaving:
             stats = self._view.stats()
             advice = self._adviser(stats)
             if advice is not None:
@@ -81,22 +83,27 @@ class Switching:
                     raise ConfigError(
                         f"an adviser names the port of a load that it was shown, or None, got {clip(advice)}"
                     )
-                self._leaving, self._drained_at = self._view.engine(advice.port), self._run.world.now_s + DRAIN_S
-                self._view.drop(self._leaving)
-        if self._leaving is not None:
+                self._leaving, self._drained_at = self._view.ranks(advice.port), self._run.world.now_s + DRAIN_S
+                for rank in self._leaving:
+                    self._view.drop(rank)
+        if self._leaving:
             self._drain(self._leaving, unfinished)
         self._run.world.at(self._run.world.now_s + ASK_EVERY_S, self._ask)
 
-    def _drain(self, old: Prefill | Decode, jobs: Sequence[Job]) -> None:
+    def _drain(self, old: Sequence[Prefill | Decode], jobs: Sequence[Job]) -> None:
         """Let another engine take the place of one that has nothing to do, or had its time."""
         now_s = self._run.world.now_s
-        if now_s < self._drained_at and any(_uses(job, old) for job in jobs):
+        if now_s < self._drained_at and any(_uses(job, rank) for job in jobs for rank in old):
             return
-        self._leaving = None
-        new = self._make("decode" if isinstance(old, Prefill) else "prefill")
-        self._view.join(new)
-        self._lose(old)
-        self._run.moves.append(f"{old.name} became {new.name} after {now_s:.0f} s")
+        self._leaving = ()
+        new = [self._make("decode" if isinstance(rank, Prefill) else "prefill") for rank in old]
+        Lockstep(new, self._run.world)
+        for rank in new:
+            self._view.join(rank)
+        for rank in old:
+            self._lose(rank)
+        name, becomes = (ranks[0].name.partition(".")[0] for ranks in (old, new))
+        self._run.moves.append(f"{name} became {becomes} after {now_s:.0f} s")
         self._joined()
 
 

@@ -124,6 +124,7 @@ class View:
     def stats(self) -> PairingStats:
         """Return what a Pairing says of its ports and of the requests that they serve."""
         loads = [engine.load() for side in (self._prefills, self._decodes) for engine in side.values()]
+        groups = dict.fromkeys(tuple(rank.address for rank in self.ranks(load.address)) for load in loads)
         return PairingStats(
             num_queued_requests=0,
             num_unfinished_requests=0,
@@ -134,11 +135,13 @@ class View:
             num_ports_lost=0,
             links_down=(),
             loads=tuple(loads),
+            together=tuple(group for group in groups if len(group) > 1),
         )
 
-    def engine(self, address: PeerAddress) -> Prefill | Decode:
-        """Return the engine that is shown with an address."""
-        return self._prefills[address] if address in self._prefills else self._decodes[address]
+    def ranks(self, address: PeerAddress) -> Sequence[Prefill | Decode]:
+        """Return all ranks of the engine of which one is shown with an address."""
+        side = self._prefills if address in self._prefills else self._decodes
+        return [rank for rank in side.values() if rank.group is side[address].group]
 
     def join(self, engine: Prefill | Decode) -> None:
         """Show an engine that is new, and linked to all of the other side."""

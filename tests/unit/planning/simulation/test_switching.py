@@ -32,13 +32,14 @@ EVEN, FIXED = ("3P3D",), ("5P1D", "4P2D", "3P3D", "2P4D", "1P5D")
 SPLITS = ((0, EVEN), *(pytest.param(seed, FIXED, marks=pytest.mark.full) for seed in (0, 1, 2)))
 
 
-def cluster(shape: str) -> Cluster:
+def cluster(shape: str, *, ranks: int = 1) -> Cluster:
     return planning.cluster(
         shape,
         prefill_s=COST.prefill,
         decode_s=COST.decode,
         prefill={"num_pages": 8000},
         decode={"num_pages": 400_000 // 256},
+        ranks=ranks,
         **LIMITS,
     )
 
@@ -92,7 +93,8 @@ def move(load: pd.policy.PrefillLoad | pd.policy.DecodeLoad, role: str) -> plann
     return planning.advice.Advice(port=load.address, role=role, prefill_pressure=1.0, decode_pressure=1.0)
 
 
-def test_what_a_leaving_engine_does_is_done_elsewhere_and_nothing_is_lost() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_leaving_engine_does_is_done_elsewhere_and_nothing_is_lost(ranks: int) -> None:
     """Every five seconds an engine moves there and back, each with requests that take longer than it may drain."""
     num_asked = 0
 
@@ -102,10 +104,10 @@ def test_what_a_leaving_engine_does_is_done_elsewhere_and_nothing_is_lost() -> N
         decodes = [load for load in stats.loads if isinstance(load, pd.policy.DecodeLoad)]
         if num_asked % 5:
             return None
-        return move(decodes[0], "prefill") if len(decodes) == 3 else move(stats.loads[0], "decode")
+        return move(decodes[0], "prefill") if len(decodes) == 3 * ranks else move(stats.loads[0], "decode")
 
-    load = drift(5.0, 0, LONG_ANSWERS, LONG_PROMPTS, phase_s=20.0)
-    simulator = planning.Simulator(cluster("2P3D"), load, adviser=turning)
+    load = drift(5.0 * ranks, 0, LONG_ANSWERS, LONG_PROMPTS, phase_s=20.0)
+    simulator = planning.Simulator(cluster("2P3D", ranks=ranks), load, adviser=turning)
     records = simulator.run()
     assert [record.outcome for record in records] == ["length"] * len(load.arrivals)
     assert [len(record.token_s) for record in records] == [arrival.output_tokens for arrival in load.arrivals]
@@ -148,8 +150,22 @@ def test_an_adviser_names_a_port_that_it_was_shown(named: Any) -> None:
         planning.simulate(cluster("2P2D"), drift(1.0, 0, LONG_PROMPTS, phase_s=5.0), adviser=lambda _: named)
 
 
-@pytest.mark.parametrize("more", [{"colocated": True}, {"ranks": 2}])
-def test_engines_that_cannot_move_are_refused(more: dict[str, object]) -> None:
+def test_the_ranks_of_an_engine_move_together() -> None:
+    """One of three prefills would do, and the decodes are late."""
+    load = drift(24.0, 0, LONG_ANSWERS, phase_s=60.0)
+    simulator = planning.Simulator(cluster("3P2D", ranks=2), load, adviser=advise)
+    records = simulator.run()
+    assert [record.outcome for record in records] == ["length"] * len(load.arrivals)
+    assert [move.split(" after ")[0] for move in simulator.moves] == ["P0 became D2", "P2 became D3"]
+    joined = simulator.decodes[4:6]
+    assert [rank.name for rank in joined] == ["D2.0", "D2.1"]
+    assert joined[0].group is joined[1].group
+    assert {record.decode for record in records} > {"D2.0", "D2.1"}
+    assert_nothing_is_left(simulator)
+
+
+@pytest.mark.parametrize("more", [{"colocated": True}, {"prefill": {"ranks": 2}}])
+def test_engines_that_cannot_move_are_refused(more: dict[str, Any]) -> None:
     ranks = planning.cluster("2P2D", prefill_s=COST.prefill, decode_s=COST.decode, **more)
-    with pytest.raises(pd.ConfigError, match="engines of one rank that have a device each"):
+    with pytest.raises(pd.ConfigError, match="whose ranks have a device each, and as many in either role"):
         planning.simulate(ranks, drift(1.0, 0, LONG_PROMPTS, phase_s=5.0), adviser=advise)
