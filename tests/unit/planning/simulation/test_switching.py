@@ -152,11 +152,18 @@ def test_an_adviser_names_a_port_that_it_was_shown(named: Any) -> None:
 
 def test_the_ranks_of_an_engine_move_together() -> None:
     """One of three prefills would do, and the decodes are late."""
+    together = set[int]()
+
+    def noting(stats: PairingStats) -> planning.advice.Advice | None:
+        together.update(map(len, stats.together))
+        return advise(stats)
+
     load = drift(24.0, 0, LONG_ANSWERS, phase_s=60.0)
-    simulator = planning.Simulator(cluster("3P2D", ranks=2), load, adviser=advise)
+    simulator = planning.Simulator(cluster("3P2D", ranks=2), load, adviser=noting)
     records = simulator.run()
     assert [record.outcome for record in records] == ["length"] * len(load.arrivals)
     assert [move.split(" after ")[0] for move in simulator.moves] == ["P0 became D2", "P2 became D3"]
+    assert together == {2}
     joined = simulator.decodes[4:6]
     assert [rank.name for rank in joined] == ["D2.0", "D2.1"]
     assert joined[0].group is joined[1].group
