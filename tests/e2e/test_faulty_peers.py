@@ -333,9 +333,10 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
         ({"version": 8}, "it speaks version 8, this end speaks 7"),
         ({"required": ("colour", "taste")}, "it requires features this end does not have: colour, taste"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
+        ({"leaders": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
         (None, "another engine than the one it said it is"),
     ],
-    ids=["older", "newer", "features", "two ways", "a step instead"],
+    ids=["older", "newer", "features", "two ways", "other leaders", "a step instead"],
 )
 def test_an_engine_that_is_not_ready_for_this_client_is_refused(
     setup: Setup, values: dict[str, Any] | None, said: str

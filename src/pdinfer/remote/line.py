@@ -189,7 +189,9 @@ class KnownEngine(Generic[AnyLoad]):
         return ready.leaders or (ready.address,)
 
     def _check_ready(self, ready: Ready) -> None:
-        if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:
+        own = (ready.address,)
+        is_itself = (ready.addresses or own)[0] == ready.address and ready.address in (ready.leaders or own)
+        if self.is_live or not is_itself:
             raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
             raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
