@@ -121,8 +121,7 @@ class AsyncPairing(NotCopied):
 
         The request is cancelled when the iterator is left by a break or an exception, closed, or when the task that
         waits for an event is cancelled. An iterator that a variable holds is left when it is closed: use
-        `contextlib.aclosing`. Where `max_unread` events wait, the next one is replaced by a last one, FAILED with a
-        RequestError.
+        `contextlib.aclosing`. Where `max_unread` events wait, a last one, FAILED with RequestError, replaces the next.
 
         The first event raises what `Pairing.submit` raises (RequestError, Overloaded); RequestError when the host is
         closed, and PDInferError when a failed step has closed it; ConfigError for what is no Request or when the host
