@@ -55,10 +55,12 @@ def _build_kernels(cpus: Sequence[str], into: Path | None) -> int:
 
 
 def _tell(line: str, stream: TextIO | None) -> None:
-    """Write a line, unless whoever started this has closed the stream, or reads no more: the status says the most."""
+    """Write a line, unless whoever started this has closed the stream, or reads no more: the status says the most. What
+    the stream cannot encode, such as the name of a file, is spelled out."""
     if stream is not None:
+        encoding = stream.encoding or "utf-8"
         try:
-            print(line, file=stream, flush=True)
+            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
         except OSError as error:
             with open(os.devnull, "w") as nowhere:  # for what is left, which Python would write at its end, and fail
                 os.dup2(nowhere.fileno(), stream.fileno())

@@ -121,8 +121,7 @@ class AsyncPairing(NotCopied):
 
         The request is cancelled when the iterator is left by a break or an exception, closed, or when the task that
         waits for an event is cancelled. An iterator that a variable holds is left when it is closed: use
-        `contextlib.aclosing`. Where `max_unread` events wait, the next one is replaced by a last one, FAILED with a
-        RequestError.
+        `contextlib.aclosing`. Where `max_unread` events wait, a last one, FAILED with RequestError, replaces the next.
 
         The first event raises what `Pairing.submit` raises (RequestError, Overloaded); RequestError when the host is
         closed, and PDInferError when a failed step has closed it; ConfigError for what is no Request or when the host
@@ -272,7 +271,8 @@ class AsyncPairing(NotCopied):
                 if request.request_id is None:
                     request = attrs.evolve(request, request_id=stream.request_id)
                 self.pairing.submit(request)
-                if not stream.has_reader():  # it left, and cancelled what was not there yet
+                stream.is_submitted = True  # before the look: a reader that leaves now cancels it, or we do
+                if not stream.has_reader():  # it left
                     self.pairing.cancel(stream.request_id)
                 return None
         except Exception as problem:  # noqa: BLE001 - raised in the coroutine
@@ -345,6 +345,7 @@ class _Stream:
     def __init__(self, request_id: str, index: int, max_unread: int) -> None:
         self.request_id = request_id
         self.came = asyncio.Event()
+        self.is_submitted = False  # until then the id may be that of a request of somebody else
         self._is_left = False
         self._index = index
         self._max_unread = max_unread
@@ -384,7 +385,7 @@ class _Stream:
         """Drop what has come and what may come. Return whether the request goes on for nobody."""
         self._is_left = True
         self._unread.clear()
-        return not self._has_ended
+        return self.is_submitted and not self._has_ended
 
     async def next(self) -> TokenEvent:
         """Wait for the next event."""

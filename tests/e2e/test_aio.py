@@ -184,6 +184,18 @@ async def test_the_first_event_raises_what_submit_raises() -> None:
 
 
 @in_a_loop
+async def test_a_stream_that_is_refused_leaves_the_request_that_has_its_id_alone() -> None:
+    events: list[pd.TokenEvent] = []
+    with local() as setup:
+        async with hosted(setup, on_events=events.extend) as host:
+            setup.pairing.submit(request("a"))
+            with pytest.raises(pd.RequestError, match="'a' is in use"):
+                await anext(host.stream(request("a")))
+            await until(lambda: events and events[-1].finish_reason)
+            assert events[-1].finish_reason is FINAL.LENGTH
+
+
+@in_a_loop
 async def test_an_id_is_in_use_until_its_last_event_and_then_of_another() -> None:
     async with scripted() as (pairing, host):
         first = await begun(pairing, host, "a")

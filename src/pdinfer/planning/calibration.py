@@ -203,8 +203,9 @@ def _least(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def _least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return factors >= 0 with the least squared error. There are few, so every set that may be above 0 is tried, the
-    largest first: where the error grows without any one factor of a set, no part of the set is better."""
-    used = [at for at in range(terms.shape[1]) if terms[:, at].any()]
+    largest first: where the error grows without any one factor of a set, no part of the set is better. Of sets that are
+    as good the one with scales is taken: rows of one size say nothing of others, and the prior does."""
+    used = [at for at in (1, 3, 0, 2) if terms[:, at].any()]
     best, least = np.zeros(terms.shape[1]), float(wanted @ wanted)
     rounding = 1e-12 * least
     found, enough = list[tuple[tuple[int, ...], np.ndarray, float]](), list[set[int]]()

@@ -564,6 +564,17 @@ def test_the_command_line_prints_a_report_or_json(
         main(["nurse"])
 
 
+def test_names_that_a_terminal_cannot_show_are_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("/café/\udcff")
+
+    monkeypatch.setattr("pdinfer.__main__.doctor", broken)
+    with (tmp_path / "told").open("w", encoding="ascii") as told:
+        monkeypatch.setattr(sys, "stderr", told)
+        assert main(["doctor"]) == 1
+    assert (tmp_path / "told").read_text() == "doctor: /caf\\xe9/\\udcff\n"
+
+
 @pytest.mark.full
 def test_json_on_the_command_line_is_json() -> None:
     command = [sys.executable, "-m", "pdinfer", "doctor", "--json"]

@@ -113,6 +113,7 @@ def test_what_steps_do_not_tell_is_named() -> None:
         "decode.scale",
         "decode.fixed_s",
     }
+    assert (alike.prefill.fixed_s, alike.prefill.scale) == (0.0, pytest.approx(3.5))  # other sizes as the prior says
     assert [*alike.errors] == ["prefill"]
     free = planning.calibrate(steps(0.0), prior=PRIOR)
     assert free.at_bounds == ("prefill.fixed_s",)
