@@ -61,6 +61,15 @@ class TransferError(PDInferError):
     code = "TRANSFER"
 
 
+_OF = {
+    "model_id": " (a digest of the model's config)",
+    "weights_id": " (a digest of all weights)",
+    "mtp_weights_id": " (a digest of the MTP layer's weights)",
+    "sampled_weights_id": " (a digest of a sample of the weights)",
+}
+"""What fields of a KVLayout are digests of."""
+
+
 class LayoutMismatch(TransferError):
     """Two ends whose pages have different meanings. `fields` holds (name, ours, theirs) for every difference."""
 
@@ -73,7 +82,7 @@ class LayoutMismatch(TransferError):
     @classmethod
     def of(cls, fields: tuple[tuple[str, str, str], ...], *, said_by: str = "") -> LayoutMismatch:
         """Return the error whose text begins with `said_by` and lists `fields`."""
-        listing = "; ".join(f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields)
+        listing = "; ".join(f"{name}{_OF.get(name, '')}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields)
         return cls(f"{said_by}the two ends' KV layouts differ and cannot exchange pages: {listing}", fields=fields)
 
 

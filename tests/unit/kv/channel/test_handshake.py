@@ -45,6 +45,7 @@ from tests.unit.kv.channel.channels import (
 from tests.waiting import wait_until
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+MEANT = {"model_id": " (a digest of the model's config)", "weights_id": " (a digest of all weights)"}
 FAR = PeerAddress(b"e" * 16, 2**63, 2**31 - 1, ("tcp://" + "a" * 200,) * 8)
 
 
@@ -72,7 +73,7 @@ def test_the_connecting_end_learns_every_difference(
             ours.connect(theirs.address)
         assert list(info.value.fields) == fields
         listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
-        assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields]
+        assert listed == [f"{name}{MEANT.get(name, '')}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields]
     grant = two_pools.grant(theirs, ours)
     assert settled(theirs)[0].status is ABORTED
     with pytest.raises(TransferError, match="not connected"):
@@ -190,7 +191,9 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
         ours.connect(theirs.address)
     assert [name for name, _, _ in info.value.fields][:2] == ["model_id", "weights_id"]
     listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
-    assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in info.value.fields]
+    assert listed == [
+        f"{name}{MEANT.get(name, '')}: ours {ours}, theirs {theirs}" for name, ours, theirs in info.value.fields
+    ]
     layers = next((ours, theirs) for name, ours, theirs in info.value.fields if name.endswith(".layers"))
     whole = ",".join(map(str, range(61)))
     for value in layers:
