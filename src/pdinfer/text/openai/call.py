@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import time
@@ -183,9 +184,9 @@ def _read(data: bytes | str, limit: int, *, is_chat: bool, model: str) -> Comple
 
 
 def _salt(tenant: bytes, given: str | None) -> bytes:
-    """Return the salt of a call. No other tenant can say the same."""
+    """Return the salt of a call, however long what it is made of. No other tenant can say the same."""
     salt = (given or "").encode()
-    return len(tenant).to_bytes(2) + tenant + salt if tenant or salt else b""
+    return hashlib.sha256(len(tenant).to_bytes(8) + tenant + salt).digest() if tenant or salt else b""
 
 
 def max_bytes(limit: int) -> int:

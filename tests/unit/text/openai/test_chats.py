@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
+from pdinfer.scheduling.admission import MAX_SALT_BYTES
 from pdinfer.text.openai import Call, error_answer, max_bytes
 from tests.backends import ROOT
 from tests.unit.text.dialects.folders import DEEPSEEK, THOUGHT, TOOLS
@@ -246,6 +247,7 @@ def test_a_client_cannot_say_the_salt_of_another_tenant(speaker: pd.text.Tokeniz
 
     assert salt(b"", None) == b""
     assert salt(b"", "\0\1ab") != salt(b"a", "b")
+    assert len(salt(b"a" * 100_000, "b" * 1000)) <= MAX_SALT_BYTES, "both may be long"
     assert len({salt(*each) for each in ((b"a", None), (b"a", "b"), (b"ab", None), (b"b", "a"), (b"b", None))}) == 5
     assert salt(b"a", "b") == salt(b"a", "b")
 
