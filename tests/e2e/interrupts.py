@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -60,15 +61,16 @@ class Alarm(Exception):
 @attrs.define
 class Signaller(Interrupter):
     """Sends this process a signal at that line, or behind the last one of a call, and its handler raises. Not where
-    handlers are set: there Python calls one at fewer places than lines, and tests of their own say at which. Nor behind
-    the last line of what `any` has not read to its end: Python calls none while it drops that."""
+    handlers are set: there Python calls one at fewer places than lines, and tests of their own say at which. Nor where
+    a generator yields or ends: Python calls none there, and up to 3.11 an error of the trace drops the generator then
+    without its `finally`."""
 
     counts: Callable[[CodeType], bool] = lambda code: (
         code.co_filename.startswith(LIBRARY) and not code.co_filename.endswith("process/locks.py")
     )
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" or (event == "return" and frame.f_code.co_name != "<genexpr>"):
+        if event == "line" or (event == "return" and not frame.f_code.co_flags & CO_GENERATOR):
             if self.num_lines == self.at:
                 self.where = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} ({event})"
                 sys.settrace(None)

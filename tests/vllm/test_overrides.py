@@ -25,7 +25,7 @@ def test_overrides_at_one_end_are_refused_by_name_and_at_both_served(start: Star
     plain.say(add="a", prompt=prompt, max_tokens=4, params=loads)
     until(lambda: "a" in plain.done, [plain], 30)
     assert plain.done["a"]["reason"] == "error"
-    assert "model_id: ours" in plain.log.read_text()
+    assert "model_id (a digest of the model's config): ours" in plain.log.read_text()
     assert "a part of the model's id, since no file says it" in prefill.log.read_text()
     together = handed_over(prefill, alike, "b", prompt, ours["tokens"][0])
     assert together == {what: ours[what] for what in together}

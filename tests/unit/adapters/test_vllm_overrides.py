@@ -135,7 +135,7 @@ def test_overrides_at_one_end_are_refused_by_name_and_at_both_served(
     _, theirs = submit(prefill, plain, prompt_of(20))
     run([plain], lambda: theirs.is_over)
     assert theirs.status is Status.FAILED
-    assert "model_id: ours" in caplog.text
+    assert "model_id (a digest of the model's config): ours" in caplog.text
     prefill, alike = pair(**more)
     assert hand_over(prefill, alike, [prompt_of(20)])[0].landed is not None
 
