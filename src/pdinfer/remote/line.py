@@ -34,7 +34,7 @@ from pdinfer.remote.messages import (
     Stepped,
 )
 from pdinfer.remote.session import MessageStream, Session
-from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad, with_queued, with_waiting
+from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad, changed, with_queued, with_waiting
 from pdinfer.types import PeerAddress, TokenEvent
 
 
@@ -99,10 +99,11 @@ class KnownEngine(Generic[AnyLoad]):
         return with_waiting(load, new)
 
     def brief_load(self) -> AnyLoad:
-        """Return the part of it that policies need, which is made again only when something has changed."""
+        """Return the part of it that policies need, which is made again only when something has changed, and how old it
+        is."""
         if self._brief is None:
             self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
-        return self._brief
+        return changed(self._brief, step_age_s=self.step_age_s)
 
     @property
     def peers(self) -> tuple[PeerStats, ...]:
@@ -110,7 +111,7 @@ class KnownEngine(Generic[AnyLoad]):
 
     @property
     def step_age_s(self) -> float:
-        """How long ago its last step ended: the age in its last beat, plus the time since."""
+        """How long ago its last step ended: 0 at its last report, the age in a later beat, and the time since."""
         return self._step_age_s + time.monotonic() - self._told_at
 
     def beat(self, step_age_s: float) -> None:
@@ -166,6 +167,7 @@ class KnownEngine(Generic[AnyLoad]):
         else:
             self._num_seen = report.num_seen
         self._load, self._brief = load, None
+        self.beat(0.0)
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import attrs
 import pytest
 
@@ -35,3 +37,15 @@ def test_a_client_that_follows_another_begins_with_the_ready_of_its_role() -> No
 def test_a_client_that_follows_none_refuses_a_report_before_a_ready() -> None:
     with pytest.raises(TransferError, match="another engine than the one it said it is"):
         KnownEngine("prefill").take(messages.Stepped(3, messages.LoadMessage(prefill=PREFILL_LOAD)))
+
+
+def test_a_door_is_shown_how_old_a_load_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the engine may have done a step of the work that it tells of."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    engine: KnownEngine = KnownEngine("prefill")
+    for heard, age_s in ((engine.take, 0.0), (lambda _: engine.beat(0.5), 0.5), (engine.take, 0.0)):
+        heard(messages.Stepped(0, messages.LoadMessage(prefill=PREFILL_LOAD)) if engine.ready else ready("prefill"))
+        for waited_s in (0.0, 2.0):
+            now += waited_s
+            assert engine.brief_load().step_age_s == engine.step_age_s == age_s + waited_s
