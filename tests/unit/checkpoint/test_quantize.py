@@ -415,9 +415,9 @@ def test_a_full_disk_is_named(tmp_path: Path, room: int, file: str) -> None:
 
 
 def test_a_folder_of_no_name_is_refused(floats: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write to q\x00: embedded null byte; make room"):
+    with pytest.raises(ConfigError, match=r"cannot write to q\x00: .*embedded null .*; make room"):
         quantize_checkpoint(floats, "q\0")
-    with pytest.raises(ConfigError, match="embedded null byte"):
+    with pytest.raises(ConfigError, match="embedded null"):
         load_model(floats, trusted_roots=["root\0"])
 
 
