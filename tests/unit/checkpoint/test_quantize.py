@@ -415,9 +415,10 @@ def test_a_full_disk_is_named(tmp_path: Path, room: int, file: str) -> None:
 
 
 def test_a_folder_of_no_name_is_refused(floats: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write to q\x00: .*embedded null .*; make room"):
+    of_a_nul = "embedded null (byte|character in path)"  # up to Python 3.12, and since
+    with pytest.raises(ConfigError, match=rf"cannot write to q\x00: (mkdir: )?{of_a_nul}; make room"):
         quantize_checkpoint(floats, "q\0")
-    with pytest.raises(ConfigError, match="embedded null"):
+    with pytest.raises(ConfigError, match=of_a_nul):
         load_model(floats, trusted_roots=["root\0"])
 
 
